@@ -1,0 +1,119 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class VersionId(_message.Message):
+    __slots__ = ("run_id", "term", "version")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    term: int
+    version: int
+    def __init__(self, run_id: _Optional[str] = ..., term: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class TensorEntry(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "offset", "nbytes", "digest", "alias_of")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ALIAS_OF_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    nbytes: int
+    digest: int
+    alias_of: str
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ..., digest: _Optional[int] = ..., alias_of: _Optional[str] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("id", "part", "parts", "tensors", "nbytes")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    id: VersionId
+    part: int
+    parts: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorEntry]
+    nbytes: int
+    def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("run_id", "term", "arena_path", "nonce")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    term: int
+    arena_path: str
+    nonce: bytes
+    def __init__(self, run_id: _Optional[str] = ..., term: _Optional[int] = ..., arena_path: _Optional[str] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("can_map", "reason")
+    CAN_MAP_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    can_map: bool
+    reason: str
+    def __init__(self, can_map: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StageArenaRequest(_message.Message):
+    __slots__ = ("manifest", "arena_path", "slot", "generation")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    arena_path: str
+    slot: int
+    generation: int
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., arena_path: _Optional[str] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class StageStreamRequest(_message.Message):
+    __slots__ = ("manifest", "bytes")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    bytes: StreamBytes
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., bytes: _Optional[_Union[StreamBytes, _Mapping]] = ...) -> None: ...
+
+class StreamBytes(_message.Message):
+    __slots__ = ("offset", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class StageResponse(_message.Message):
+    __slots__ = ("verify_seconds",)
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    verify_seconds: float
+    def __init__(self, verify_seconds: _Optional[float] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: VersionId
+    def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ...) -> None: ...
+
+class CommitResponse(_message.Message):
+    __slots__ = ("version", "stall_seconds", "reload_seconds")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RELOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    stall_seconds: float
+    reload_seconds: float
+    def __init__(self, version: _Optional[int] = ..., stall_seconds: _Optional[float] = ..., reload_seconds: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,312 @@
+"""The one schema of a run: a YAML file, dotted overrides, nothing else.
+
+Every key is read by some part of the system, unknown keys are errors that name the nearest known one, and paths are resolved
+against the YAML file's folder, so that a run does not depend on where it was started.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from polyreme.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    path: Path = Field(description="Hugging Face directory: config.json, tokenizer files, safetensors.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of weights and compute, in trainer and replicas.")
+
+
+class DataConfig(Section):
+    train: Path = Field(description="JSON lines: one prompt each.")
+    eval: Path | None = Field(None, description="JSON lines of held-out prompts; none: no evaluation.")
+    prompt_key: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages.")
+    label_key: str = Field("answer", description="Column with the reference answer; a row may lack it.")
+    template: Literal["chat", "none"] = Field("chat", description="chat: the tokenizer's template; none: the text as it is.")
+    system: str | None = Field(None, description="System message in front of every prompt.")
+    max_prompt_tokens: int = Field(1024, ge=1)
+    overlong: Literal["filter", "error"] = Field("filter", description="What to do with a prompt beyond max_prompt_tokens.")
+
+
+class RolloutConfig(Section):
+    replicas: int = Field(1, ge=1, description="How many `polyreme up` starts, and how many a run waits for.")
+    tensor_parallel: int = Field(1, ge=1)
+    max_new_tokens: int = Field(ge=1)
+    max_model_len: int = Field(ge=2, description="Longest prompt plus response, in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Of sampling for training; the learner uses the same.")
+    max_num_seqs: int = Field(256, ge=1, description="Samples a replica decodes at once.")
+    kv_cache_mib: int = Field(256, ge=1, description="Key-value cache of a CPU replica; GPUs use gpu_memory_utilization.")
+    gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
+    threads: int = Field(1, ge=1, description="OpenMP threads of each engine worker on CPU.")
+    start_timeout: float = Field(300.0, gt=0, description="Seconds until enough replicas must be registered.")
+    chunk_timeout: float = Field(60.0, gt=0, description="Seconds a generation stream may be silent.")
+
+
+class RewardSpec(Section):
+    """One reward: a built-in by `name`, or an HTTP endpoint by `url`."""
+
+    name: str | None = None
+    url: str | None = None
+    protocol: Literal["paddlenlp"] | None = None
+    weight: float = 1.0
+    options: dict[str, Any] = Field({}, description="Arguments of a built-in reward.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "RewardSpec":
+        if self.url is None and self.name is None:
+            raise ValueError("a reward needs `name` (a built-in one) or `url` (an HTTP endpoint)")
+        if (self.url is None) != (self.protocol is None):
+            raise ValueError("`url` and `protocol` go together")
+        return self
+
+    @property
+    def label(self) -> str:
+        return self.name or self.url or ""
+
+
+class RewardConfig(Section):
+    rewards: list[RewardSpec] = Field(min_length=1)
+    item_timeout: float = Field(10.0, gt=0, description="Seconds for one item, queueing excluded.")
+    workers: int = Field(1, ge=1, description="Worker processes for rewards that run in this service.")
+    attempts: int = Field(3, ge=1, description="How often the orchestrator asks for a group's scores before the attempt fails.")
+    start_timeout: float = Field(60.0, gt=0)
+
+
+class ParallelConfig(Section):
+    tensor: int = Field(1, ge=1)
+    data: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, description="Compute threads of each learner rank on CPU.")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.data
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = Field(0, ge=0, description="Iterations of linear warm-up.")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0: no clipping.")
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0)
+    clip_high: float = Field(0.2, gt=0)
+    kl_coef: float = Field(0.0, ge=0, description="Weight of the k3 KL to the reference policy; 0: no reference model is kept.")
+    normalize_std: bool = Field(True, description="Divide a group's advantages by their standard deviation (GRPO); no: Dr.GRPO.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over an iteration's samples.")
+    epochs: int = Field(1, ge=1)
+
+
+class SftPhase(Section):
+    """One stretch of supervised training on the trainer's ranks, before the first iteration."""
+
+    data: Path = Field(description="JSON lines with the prompt and a `response` column.")
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    lr: float = Field(gt=0)
+    warmup: int = Field(0, ge=0)
+    cooldown: int = Field(0, ge=0, description="Steps at the end over which the rate falls linearly to 2%.")
+    beta2: float = Field(0.98, ge=0, lt=1)
+    weight_decay: float = Field(0.01, ge=0)
+
+
+class TrainerConfig(Section):
+    parallel: ParallelConfig = ParallelConfig()
+    micro_batch_tokens: int = Field(8192, ge=1, description="Padded tokens of one micro-batch; a longer sample goes alone.")
+    optimizer: OptimizerConfig
+    sft: list[SftPhase] = Field([], description="Run in order, once, when a run starts fresh.")
+    save_interval: int = Field(0, ge=0, description="Iterations between checkpoints; 0: only the last. The last is always saved.")
+    keep_checkpoints: int = Field(2, ge=1)
+    straggler_timeout: float = Field(600.0, gt=0, description="Seconds after which a group's unfinished attempt expires.")
+    max_restarts: int = Field(3, ge=0, description="How often the supervisor restarts a dead child of this run.")
+
+
+class RunConfig(Section):
+    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]*$")
+    output_dir: Path = Field(Path("runs"), description="The run directory is output_dir/name.")
+    seed: int = 0
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    iterations: int = Field(ge=1)
+    groups_per_iteration: int = Field(ge=1)
+    group_size: int = Field(ge=1)
+    max_staleness: Literal[0] = Field(0, description="Iterations a sample may lag behind; 0 is on-policy.")
+    max_attempts: int = Field(3, ge=1, description="Attempts at a group before it counts as failed.")
+    max_failed_fraction: float = Field(
+        0.2, ge=0, le=1, description="Failed groups in a window of 50 beyond which a run stops admitting and fails."
+    )
+    eval_interval: int = Field(
+        0, ge=0, description="Iterations between evaluations; 0: only before the first and after the last."
+    )
+    eval_samples: int = Field(500, ge=1, description="Held-out prompts per evaluation.")
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> "RunConfig":
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > self.rollout.max_model_len:
+            raise ValueError(
+                f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} must fit rollout.max_model_len = {self.rollout.max_model_len}"
+            )
+        if self.algorithm.name == "grpo" and self.group_size < 2:
+            raise ValueError("group_size must be at least 2: GRPO compares the samples of a group")
+        if self.trainer.save_interval > self.iterations:
+            raise ValueError(
+                f"trainer.save_interval = {self.trainer.save_interval} would never fire in {self.iterations} iterations"
+            )
+        if self.eval_interval > self.iterations:
+            raise ValueError(f"eval_interval = {self.eval_interval} would never fire in {self.iterations} iterations")
+        if self.trainer.optimizer.min_lr > self.trainer.optimizer.lr:
+            raise ValueError("trainer.optimizer.min_lr is above trainer.optimizer.lr")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name
+
+    @property
+    def samples_per_iteration(self) -> int:
+        return self.groups_per_iteration * self.group_size
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def fingerprint(self) -> str:
+        """Digest (16 hex digits) of what decides the trained weights, for a resume that must repeat them.
+
+        Left out: how long the run is, where it writes, how it is served and watched.
+        """
+        fields = self.model_dump(mode="json")
+        for dotted in _NOT_TRAINED_ON:
+            *parents, last = dotted.split(".")
+            node = fields
+            for parent in parents:
+                node = node[parent]
+            del node[last]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_NOT_TRAINED_ON = (
+    *("name", "output_dir", "iterations", "eval_interval", "eval_samples", "data.eval"),
+    *("rollout.replicas", "rollout.start_timeout", "rollout.chunk_timeout", "reward.workers", "reward.start_timeout"),
+    *("trainer.save_interval", "trainer.keep_checkpoints", "trainer.max_restarts"),
+)
+_PATHS = ("output_dir", "model.path", "data.train", "data.eval")
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Reads a run's YAML file and applies `a.b=value` overrides (values in YAML syntax).
+
+    Relative paths in the file are taken from the file's folder, those in overrides from the working directory.
+
+    Raises:
+        ConfigError: the file is missing or is not YAML, a key is unknown (the nearest is named), a value does not fit.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            "a run configuration", f"no file {path}", "Give the path of a YAML file, such as one under examples/."
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"YAML in {path}", str(error).replace("\n", " "), "Mend the file.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"a mapping of keys in {path}", type(tree).__name__, "Start from a file under examples/.")
+    _resolve_paths(tree, path.resolve().parent)
+    for override in overrides:
+        _resolve_paths(tree := _override(tree, override), Path.cwd())
+    return parse_config(tree, str(path))
+
+
+def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
+    """The checked configuration of a tree of plain values; `source` names its origin in errors. Raises ConfigError."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(
+            f"a valid configuration in {source}", "; ".join(_explain(e) for e in error.errors()), "Mend these keys."
+        ) from None
+
+
+def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError("an override like trainer.optimizer.lr=1e-4", repr(override), "Write key=value.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
+        try:
+            value = float(text)
+        except ValueError:
+            pass
+    node = tree
+    *parents, last = key.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {}) if isinstance(node, dict) else node[int(parent)]
+    if isinstance(node, list):
+        node[int(last)] = value
+    else:
+        node[last] = value
+    return tree
+
+
+def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
+    """Makes the tree's relative paths absolute, in place."""
+    places = [(tree, *dotted.split(".")) for dotted in _PATHS]
+    sft = (tree.get("trainer") or {}).get("sft") if isinstance(tree.get("trainer"), dict) else None
+    places += [(phase, "data") for phase in sft or [] if isinstance(phase, dict)]
+    tree.setdefault("output_dir", "runs")
+    for node, *parents, last in places:
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(last), str):
+            node[last] = str((base / Path(node[last]).expanduser()).resolve())
+
+
+def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of the schema."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from known_keys(kind, f"{prefix}{name}.")
+
+
+def _explain(error: Any) -> str:
+    dotted = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        plain = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
+        names = list(known_keys())
+        near = (
+            difflib.get_close_matches(plain, names, n=1)
+            or [
+                name
+                for name in names
+                if difflib.get_close_matches(plain.rsplit(".", 1)[-1], [name.rsplit(".", 1)[-1]], cutoff=0.75)
+            ][:1]
+        )
+        return f"unknown key {dotted}" + (f" (did you mean {near[0]}?)" if near else "")
+    found = "" if error["type"] == "missing" else f", found {error['input']!r:.80}"
+    return f"{dotted or 'run'}: {error['msg'].removeprefix('Value error, ')}{found if dotted else ''}"
