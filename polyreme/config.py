@@ -4,6 +4,7 @@ Every key is read by some part of the system, unknown keys are errors that name 
 against the YAML file's folder, so that a run does not depend on where it was started.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -257,10 +258,8 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     except yaml.YAMLError:
         value = text
     if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
-        try:
+        with contextlib.suppress(ValueError):
             value = float(text)
-        except ValueError:
-            pass
     node = tree
     *parents, last = key.split(".")
     for parent in parents:

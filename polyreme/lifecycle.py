@@ -1,0 +1,138 @@
+"""Processes and how they end: every process that Polyreme starts has an owner that ends it, together with its whole group.
+
+A child leads a session of its own, so a terminal's Ctrl-C reaches only the command in the foreground, which then drains its
+children in order. The kernel signals a child whose owner died, so that a kill -9 leaves nothing behind.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from polyreme.errors import PolyremeError
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent_pid: int, death_signal: int = signal.SIGKILL) -> None:
+    """Asks the kernel to send this process `death_signal` when its parent dies. Linux only; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        _libc.prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the request was in place
+            os.kill(os.getpid(), death_signal)
+
+
+class Child:
+    """A process of ours with its own session and process group."""
+
+    def __init__(self, name: str, popen: "subprocess.Popen[bytes]", log_path: Path | None) -> None:
+        self.name, self.log_path, self._popen = name, log_path, popen
+        self.started = time.monotonic()
+
+    @classmethod
+    def spawn(
+        cls,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        log_path: Path | None = None,
+        death_signal: int = signal.SIGKILL,
+    ) -> "Child":
+        """Starts `argv`. Call it from the main thread: the kernel ties `death_signal` to the thread that forks.
+
+        Args:
+            name: for messages.
+            argv: program and arguments.
+            env: added to this process's environment.
+            log_path: stdout and stderr are appended there; None: inherited.
+            death_signal: what the child gets when this process dies.
+        """
+        parent = os.getpid()
+        with open(log_path, "ab") if log_path else nullcontext() as log:
+            popen = subprocess.Popen(
+                list(argv),
+                env={**os.environ, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT if log else None,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent, death_signal),
+            )
+        return cls(name, popen, log_path)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._popen.poll()
+
+    async def wait(self) -> int:
+        """Waits, without a thread, for the process's end. Returns its exit status."""
+        if self._popen.poll() is None:
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+            pidfd = os.pidfd_open(self.pid)
+            loop.add_reader(pidfd, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+        return self._popen.wait()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process alone, when it still runs."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(number)
+
+    async def stop(self, grace: float) -> int:
+        """TERM to the process, `grace` seconds, then KILL to all that is left of its group. Returns the exit status."""
+        self.signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.wait(), grace)
+        self.kill()
+        return await self.wait()
+
+    def kill(self) -> None:
+        """KILL to the whole group, also when its leader has ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The end of the child's log."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def stop_event() -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; a second one ends the process as if nobody listened."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        event.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return event
+
+
+@contextmanager
+def exit_on_error(program: str) -> Iterator[None]:
+    """Ends a command on an error that its user can act on: one message, no traceback, the error's exit code."""
+    try:
+        yield
+    except PolyremeError as error:
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

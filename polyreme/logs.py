@@ -1,0 +1,20 @@
+"""One log format for all processes: lines on stderr, readable by people and by line-wise tools.
+
+`POLYREME_LOG=debug|info|warning` sets the level.
+"""
+
+import logging
+import os
+import time
+
+
+def setup(service: str) -> None:
+    """Sends this process's log records to stderr as `time level service: text`. Times are UTC."""
+    formatter = logging.Formatter(f"%(asctime)s %(levelname)-7s {service}: %(message)s", "%Y-%m-%dT%H:%M:%SZ")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    level = os.environ.get("POLYREME_LOG", "info").upper()
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for name in ("polyreme", "polyreme_rollout", "polyreme_reward", "polyreme_trainer"):
+        logging.getLogger(name).setLevel(level)
