@@ -3,8 +3,12 @@
 A server is not ready until its owner says so, and a call never waits without a deadline: the callers pass `timeout` on each.
 """
 
+import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors already say
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -68,7 +72,7 @@ async def serve(
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise ConfigError(
-            f"a free port {port} on {host} for gRPC", str(error).splitlines()[0], "Choose another port, or end its owner."
+            f"a free port {port} on {host} for gRPC", str(error).split(";")[0], "Choose another port, or end its owner."
         ) from None
     running = Server(bound, servicer, service_names)
     await running.set_ready(False)
