@@ -1,0 +1,1 @@
+"""How a policy version is described, kept in shared memory and checked: numpy views, no copies, no torch."""
