@@ -1,0 +1,1 @@
+"""Stages of training on the learner's ranks other than reinforcement learning itself."""
