@@ -1,0 +1,45 @@
+"""Which prompt an index stands for, and the seed of every sampler: pure functions of the run's seed.
+
+Invariant: nothing here depends on time, on earlier calls or on a library's random generator, so that a takeover, a resume or a newer
+numpy sees the same prompts and seeds.
+"""
+
+import struct
+from functools import lru_cache
+
+import numpy as np
+import xxhash
+
+_U64 = (1 << 64) - 1
+
+
+def row_of(seed: int, index: int, size: int) -> int:
+    """The dataset row of group `index`: pass index // size, position index % size in that pass's shuffled order."""
+    return int(pass_order(seed, index // size, size)[index % size])
+
+
+@lru_cache(maxsize=2)
+def pass_order(seed: int, number: int, size: int) -> np.ndarray:
+    """The shuffled rows of pass `number`, int64 [size]: rows sorted by a 64-bit mix of (seed, pass, row)."""
+    key = np.uint64(_digest(seed, number))
+    with np.errstate(over="ignore"):
+        order = np.argsort(_splitmix64(np.arange(size, dtype=np.uint64) + key), kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+def slot_seed(seed: int, group: int, attempt: int, slot: int, prefix_length: int) -> int:
+    """A sampler's seed, 63 bits: engines keep it in a signed word. A continued slot draws on from a seed of its own."""
+    return _digest(seed, group, attempt, slot, prefix_length) >> 1
+
+
+def _digest(*values: int) -> int:
+    return int(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(values)}Q", *(value & _U64 for value in values))))
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """Steele, Lea and Flood's finaliser (OOPSLA 2014): a bijection of uint64, so no two rows tie."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
