@@ -1,0 +1,237 @@
+"""Every live replica follows the newest version, each at its own pace.
+
+Kept here:
+- Newest wins: a replica is moved to the newest version there is when its turn comes; versions in between are skipped.
+- A slot that a replica may still read is not handed out for writing, until that replica has moved on, lost its lease, or made
+  training wait beyond the deadline.
+- A replica is given up after a bounded number of failures in a row, which is reported once, and then left alone.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run
+from polyreme.registry import Lease, Registry
+
+from polyreme.errors import UnavailableError
+from polyreme.weights.arena import Arena
+from polyreme_trainer.learner.push import CannotMapError, Link, SwapError, UnreachableError, Version
+from polyreme_trainer.learner.slots import Slots
+
+LEASES_SECONDS = 0.5
+SWAP_ATTEMPTS = 3
+REACH_ATTEMPTS = 10  # about half a minute: a replica that dies loses its lease earlier
+FIRST_BACKOFF_SECONDS = 0.2
+LONGEST_BACKOFF_SECONDS = 5.0
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A replica serves `version` since now. Seconds that its generation stood still, and those of the reload proper."""
+
+    replica: str
+    version: int
+    term: int
+    stall_seconds: float
+    reload_seconds: float
+
+
+class _Replica:
+    def __init__(self, lease: Lease, link: Link) -> None:
+        self.lease, self.link = lease, link
+        self.at: Version | None = None
+        self.commit: Commit | None = None
+        self.swap_failures = self.reach_failures = 0
+        self.trouble = "it was not brought to a version yet"
+        self.quarantined = False
+        self.task: asyncio.Task[None] | None = None
+
+
+class Fleet:
+    """The replicas that hold a lease. Everything here runs on one event loop, in `follow`'s lifetime.
+
+    Args:
+        run, experience, registry: this loop's connection to the run.
+        arena: where versions are.
+        term: the learner's term.
+    """
+
+    def __init__(self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int) -> None:
+        self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
+        self._slots = Slots(arena.slots)
+        self._newest: Version | None = None
+        self._replicas: dict[str, _Replica] = {}
+        self._changed = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def follow(self) -> None:
+        """Keeps the replicas up to date until cancelled.
+
+        Raises:
+            StaleTermError: a replica, or the log, knows a newer learner.
+        """
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                while True:
+                    await self._match({lease.id: lease for lease in await self._registry.leases("rollout")})
+                    await asyncio.sleep(LEASES_SECONDS)
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            for replica in self._replicas.values():
+                await replica.link.close()
+
+    def publish(self, version: Version) -> None:
+        """Makes `version` the newest."""
+        self._newest, self._slots.newest = version, version.slot
+        self._notify()
+
+    async def acquire_slot(self, seconds: float) -> int:
+        """A slot that no replica may be reading. Past the deadline the replicas in the way are quarantined."""
+        slot = await self._until(self._slots.free, seconds)
+        if slot is None:
+            for name in self._slots.laggards():
+                await self._quarantine(self._replicas[name], f"it kept a weight slot from training for {seconds:g} s")
+            slot = self._slots.free()
+            assert slot is not None
+        return slot
+
+    async def wait_committed(self, version: int, replicas: int, seconds: float) -> list[Commit]:
+        """The commits of at least `replicas` live replicas that serve `version` or a newer one.
+
+        Raises:
+            UnavailableError: fewer do at the deadline; tells what each replica does.
+        """
+
+        def there() -> list[Commit] | None:
+            commits = [r.commit for r in self._replicas.values() if r.commit and r.commit.version >= version]
+            return commits if len(commits) >= replicas else None
+
+        commits = await self._until(there, seconds)
+        if commits is None:
+            states = [
+                f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'has none'}: {r.trouble}"
+                for name, r in self._replicas.items()
+            ]
+            raise UnavailableError(
+                f"{replicas} replicas at version {version} within {seconds:g} s",
+                "; ".join(states) or "no replica with a lease",
+                "See the replicas' logs.",
+            )
+        return commits
+
+    async def _match(self, leases: dict[str, Lease]) -> None:
+        for name, replica in list(self._replicas.items()):
+            if name not in leases or leases[name].address != replica.lease.address:
+                await self._forget(name, replica)
+        for name, lease in leases.items():
+            if name not in self._replicas and self._tasks is not None:
+                replica = _Replica(lease, Link(lease, str(self._arena.path), self._arena.nonce))
+                self._replicas[name] = replica
+                replica.task = self._tasks.create_task(self._serve(replica))
+                await self._notice(f"replica {name} at {lease.address} joined")
+
+    async def _forget(self, name: str, replica: _Replica) -> None:
+        await self._stop(replica)
+        del self._replicas[name]
+        self._notify()
+        await self._notice(f"replica {name} at {replica.lease.address} left")
+
+    async def _serve(self, replica: _Replica) -> None:
+        """Moves one replica to whatever is newest, again and again."""
+        while True:
+            version = await self._until(lambda: self._newest if self._newest is not replica.at else None)
+            assert version is not None
+            self._slots.trying(replica.lease.id, version.slot)
+            try:
+                answer = await replica.link.push(version)
+            except (SwapError, UnreachableError) as error:
+                if not await self._patience(replica, version, error):
+                    return
+                continue
+            self._slots.served(replica.lease.id, version.slot)
+            replica.swap_failures = replica.reach_failures = 0
+            replica.trouble, replica.at = "none", version
+            await self._record(
+                replica, Commit(replica.lease.id, version.number, self._term, answer.stall_seconds, answer.reload_seconds)
+            )
+
+    async def _patience(self, replica: _Replica, version: Version, error: SwapError | UnreachableError) -> bool:
+        """Waits before the next attempt; False when there shall be none."""
+        reached = isinstance(error, SwapError)
+        if reached:
+            replica.swap_failures += 1
+        else:
+            replica.reach_failures += 1
+        replica.trouble = f"version {version.number}: {error}"
+        log.warning("replica %s: %s", replica.lease.id, replica.trouble)
+        if isinstance(error, CannotMapError):
+            await self._quarantine(
+                replica, f"it cannot map {self._arena.path} ({error}); run it on the trainer's host with the same /dev/shm"
+            )
+        elif replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
+            await self._quarantine(replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.trouble}")
+        if replica.quarantined:
+            return False
+        attempts = replica.swap_failures + replica.reach_failures
+        backoff = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** (attempts - 1))
+        await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+        return True
+
+    async def _quarantine(self, replica: _Replica, reason: str) -> None:
+        replica.quarantined, replica.trouble = True, f"quarantined: {reason}"
+        self._slots.drop(replica.lease.id)
+        if replica.task is not asyncio.current_task():
+            await self._stop(replica)
+        self._notify()
+        await self._notice(f"replica {replica.lease.id} at {replica.lease.address} is quarantined: {reason}")
+
+    async def _stop(self, replica: _Replica) -> None:
+        self._slots.drop(replica.lease.id)
+        if replica.task is not None:
+            replica.task.cancel()
+            await asyncio.wait({replica.task})
+        await replica.link.close()
+
+    async def _record(self, replica: _Replica, commit: Commit) -> None:
+        await self._experience.ack_commit(
+            commit.replica, commit.version, commit.term, commit.stall_seconds, commit.reload_seconds
+        )
+        await self._run.emit(
+            {
+                "kind": "commit",
+                "replica": commit.replica,
+                "version": commit.version,
+                "stall_seconds": commit.stall_seconds,
+                "reload_seconds": commit.reload_seconds,
+                "path": "arena",
+            }
+        )
+        replica.commit = commit
+        self._notify()
+
+    async def _notice(self, text: str) -> None:
+        log.info(text)
+        await self._run.emit({"kind": "notice", "service": "learner", "text": text})
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, ready: Callable[[], T | None], seconds: float | None = None) -> T | None:
+        """What `ready` answers as soon as that is not None; None at the deadline."""
+        try:
+            async with asyncio.timeout(seconds):
+                while (answer := ready()) is None:
+                    await self._changed.wait()
+                return answer
+        except TimeoutError:
+            return None

@@ -1,0 +1,144 @@
+"""The publisher: a thread that brings complete versions to the replicas while the learner trains on.
+
+Kept here: the learner's thread never waits for a replica, except where it asks to (`acquire_slot`, `wait_committed`) and then to
+a deadline; what goes wrong in the thread is raised by the learner's next call.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from polyreme.log.ledger import ExperienceLog, Term
+from polyreme.log.run import Run
+from polyreme.log.store import connect
+from polyreme.registry import Registry
+
+from polyreme.errors import PolyremeError
+from polyreme.weights.arena import Arena
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import Manifest
+from polyreme_trainer.learner.fleet import Commit, Fleet
+from polyreme_trainer.learner.push import Version
+
+START_SECONDS = 30.0
+CLOSE_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Life:
+    """What the thread's event loop runs."""
+
+    loop: asyncio.AbstractEventLoop
+    task: "asyncio.Task[Any]"
+    fleet: Fleet
+
+
+class Publisher:
+    """Pushes the newest version to every rollout replica with a lease, now and whenever one joins.
+
+    It has an event loop and a Redis connection of its own. `acquire_slot` and `wait_committed` are awaited in the caller's loop.
+
+    Args:
+        redis_url, run_id: the run.
+        term: the learner's.
+        arena: this host's; the publisher reads it and does not close it.
+    """
+
+    def __init__(self, redis_url: str, run_id: str, term: Term, arena: Arena) -> None:
+        self._redis_url, self._run_id, self._term, self._arena = redis_url, run_id, term, arena
+        self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
+        self._life: Future[_Life] = Future()
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Starts the thread and waits until it is connected. Raises StoreError, UnavailableError."""
+        self._thread.start()
+        self._life.result(START_SECONDS)
+
+    def publish(self, manifest: Manifest, slot: int, generation: int) -> None:
+        """Makes the version in `slot` the newest. Digests that the manifest lacks are computed in the publisher's thread.
+
+        Raises:
+            ArenaError: the slot is not complete at `generation`.
+            StaleTermError: another learner has taken over.
+        """
+        self._arena.check(slot, generation)
+
+        async def announce(fleet: Fleet) -> None:
+            sealed = manifest if manifest.sealed else seal(manifest, self._arena.slot_view(slot))
+            fleet.publish(Version(sealed.to_proto(), slot, generation))
+
+        self._submit(announce).add_done_callback(self._keep_failure)
+
+    async def acquire_slot(self, seconds: float) -> int:
+        """A slot to write the next version into. Replicas that hold every slot past `seconds` are quarantined.
+
+        Raises:
+            StaleTermError: another learner has taken over.
+        """
+        return await self._ask(lambda fleet: fleet.acquire_slot(seconds))
+
+    async def wait_committed(self, version: int, replicas: int, seconds: float) -> list[Commit]:
+        """The commits of at least `replicas` replicas that serve `version` or a newer one.
+
+        Raises:
+            UnavailableError: there are fewer after `seconds`; says what each replica does.
+            StaleTermError: another learner has taken over.
+        """
+        return await self._ask(lambda fleet: fleet.wait_committed(version, replicas, seconds))
+
+    def close(self) -> None:
+        """Ends the thread; pushes under way are cancelled. Idempotent."""
+        if self._thread.is_alive():
+            life = self._life.result(START_SECONDS)
+            life.loop.call_soon_threadsafe(life.task.cancel)
+            self._thread.join(CLOSE_SECONDS)
+
+    async def _ask(self, question: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return await asyncio.wrap_future(self._submit(question))
+        except asyncio.CancelledError:
+            self._raise_failure()  # it was the publisher's loop that ended
+            raise
+
+    def _submit(self, question: Callable[[Fleet], Coroutine[Any, Any, T]]) -> "Future[T]":
+        self._raise_failure()
+        life = self._life.result(0)
+        return asyncio.run_coroutine_threadsafe(question(life.fleet), life.loop)
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, PolyremeError):
+            raise self._failure
+        if self._failure is not None:
+            raise RuntimeError("the publisher's thread has failed") from self._failure
+
+    def _keep_failure(self, future: "Future[None]") -> None:
+        if not future.cancelled() and future.exception() is not None:
+            self._failure = self._failure or future.exception()
+
+    def _main(self) -> None:
+        with suppress(asyncio.CancelledError):  # closed
+            asyncio.run(self._follow())
+
+    async def _follow(self) -> None:
+        try:
+            redis = await connect(self._redis_url)
+            try:
+                run = await Run.attach(redis, self._run_id, START_SECONDS)
+                fleet = Fleet(run, ExperienceLog(run, self._term), Registry(run), self._arena, self._term.counter)
+                task = asyncio.current_task()
+                assert task is not None
+                self._life.set_result(_Life(asyncio.get_running_loop(), task, fleet))
+                await fleet.follow()
+            finally:
+                await redis.aclose()
+        except Exception as error:  # noqa: BLE001 - raised by the learner's next call
+            self._failure = error  # set before the loop ends and cancels who waits for an answer
+            if not self._life.done():
+                self._life.set_exception(error)

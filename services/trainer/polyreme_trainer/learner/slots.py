@@ -1,0 +1,46 @@
+"""Which arena slots may be written. Pure bookkeeping.
+
+Kept here: a slot is free unless it holds the newest version (late joiners read it), or a replica serves from it (its way back
+when the next swap fails) or is being moved to it. What a replica tries next replaces what it tried before.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class _Held:
+    served: int | None = None
+    tried: int | None = None
+
+
+@dataclass
+class Slots:
+    """The slots 0..count-1 of one arena; `count` is at least 2."""
+
+    count: int
+    newest: int | None = None
+    _held: dict[str, _Held] = field(default_factory=dict)
+
+    def free(self) -> int | None:
+        """The lowest slot that may be written now."""
+        return next((slot for slot in range(self.count) if slot != self.newest and not self.holders(slot)), None)
+
+    def holders(self, slot: int) -> list[str]:
+        """The replicas that may be reading the slot."""
+        return [replica for replica, held in self._held.items() if slot in (held.served, held.tried)]
+
+    def trying(self, replica: str, slot: int) -> None:
+        """The replica is about to be moved to the version in `slot`."""
+        self._held.setdefault(replica, _Held()).tried = slot
+
+    def served(self, replica: str, slot: int) -> None:
+        """The replica serves the version in `slot` and needs no older one."""
+        self._held[replica] = _Held(served=slot)
+
+    def drop(self, replica: str) -> None:
+        """The replica is gone, or left alone."""
+        self._held.pop(replica, None)
+
+    def laggards(self) -> list[str]:
+        """The fewest replicas whose dropping frees a slot."""
+        return min((self.holders(slot) for slot in range(self.count) if slot != self.newest), key=len)
