@@ -1,0 +1,63 @@
+"""No slot is handed out while it may be read, and one always comes free when laggards are dropped."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from polyreme_trainer.learner.slots import Slots
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["write", "try", "commit", "leave"]), st.sampled_from(["a", "b", "c", "d"])), max_size=60
+)
+
+
+@given(st.integers(2, 5), steps)
+def test_slots_against_a_model_of_who_reads_what(count: int, script: list[tuple[str, str]]) -> None:
+    slots = Slots(count)
+    newest: int | None = None
+    serving: dict[str, int] = {}
+    moving: dict[str, int] = {}
+    for step, replica in script:
+        if step == "write":
+            slot = slots.free()
+            if slot is None:
+                in_the_way = slots.laggards()
+                assert in_the_way
+                for name in in_the_way:
+                    slots.drop(name)
+                    serving.pop(name, None)
+                    moving.pop(name, None)
+                slot = slots.free()
+            assert slot is not None
+            assert slot != newest
+            assert slot not in {*serving.values(), *moving.values()}
+            slots.newest = newest = slot
+        elif step == "try" and newest is not None:
+            slots.trying(replica, newest)
+            moving[replica] = newest
+        elif step == "commit" and replica in moving:
+            slots.served(replica, moving[replica])
+            serving[replica] = moving.pop(replica)
+        elif step == "leave":
+            slots.drop(replica)
+            serving.pop(replica, None)
+            moving.pop(replica, None)
+        for slot in range(count):
+            assert set(slots.holders(slot)) == {r for r, s in (*serving.items(), *moving.items()) if s == slot}
+
+
+def test_the_fewest_replicas_are_in_the_way() -> None:
+    slots = Slots(3, newest=0)
+    slots.served("a", 1)
+    slots.served("b", 1)
+    slots.served("c", 2)
+    slots.trying("c", 0)
+    assert slots.free() is None
+    assert slots.laggards() == ["c"]
+
+
+def test_one_slow_replica_leaves_a_slot_to_write() -> None:
+    """Three slots: the one it serves, the one it moves to, and one for training."""
+    slots = Slots(3, newest=0)
+    slots.served("a", 0)
+    slots.newest = 1
+    slots.trying("a", 1)
+    assert slots.free() == 2

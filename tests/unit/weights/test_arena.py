@@ -1,0 +1,240 @@
+"""Slots between processes, the generation word, and nothing left in shared memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polyreme.errors import ConfigError
+from polyreme.weights import arena as arena_module
+from polyreme.weights.arena import SHARED_MEMORY, Arena, ArenaError, remove_stale
+
+
+@pytest.fixture
+def run_id() -> Iterator[str]:
+    run = f"test-{uuid.uuid4().hex[:12]}"
+    yield run
+    assert not list(SHARED_MEMORY.glob(f"polyreme-{run}-*"))
+
+
+@pytest.fixture
+def arena(run_id: str) -> Iterator[Arena]:
+    arena = Arena.create(run_id, 5000)
+    yield arena
+    arena.close()
+
+
+def python(code: str, *arguments: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_reader_sees_what_was_written(arena: Arena) -> None:
+    for slot in range(arena.slots):
+        arena.begin(slot)
+        arena.slot_view(slot)[:] = bytes([slot + 1]) * 5000
+        generation = arena.complete(slot, version=10 + slot, term=2)
+        reader = Arena.open(arena.path)
+        assert reader.nonce == arena.nonce
+        assert (reader.slots, reader.slot_nbytes) == (3, 5000)
+        assert reader.version(slot) == (2, 10 + slot)
+        reader.check(slot, generation)
+        reader.close()
+    assert [bytes(arena.slot_view(slot)) for slot in range(3)] == [bytes([slot + 1]) * 5000 for slot in range(3)]
+
+
+def test_the_generation_word_is_odd_while_writing_and_never_returns(arena: Arena) -> None:
+    seen = [arena.generation(0)]
+    for _ in range(3):
+        arena.begin(0)
+        seen.append(arena.generation(0))
+        seen.append(arena.complete(0, version=1, term=1))
+    assert seen == [0, 1, 2, 3, 4, 5, 6]
+    arena.begin(0)
+    arena.begin(0)  # the first of these was never completed
+    assert arena.generation(0) == 9
+    with pytest.raises(ArenaError, match="written anew"):
+        arena.check(0, 9)
+    with pytest.raises(ValueError, match="not being written"):
+        arena.complete(1, version=1, term=1)
+
+
+def test_a_reader_may_not_write(arena: Arena) -> None:
+    reader = Arena.open(arena.path)
+    with pytest.raises(TypeError):
+        reader.slot_view(0)[0] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        reader.begin(0)
+    reader.close()
+
+
+def test_slots_that_do_not_exist_are_refused(arena: Arena) -> None:
+    for slot in (-1, 3):
+        with pytest.raises(ArenaError, match="has 3"):
+            arena.slot_view(slot)
+
+
+def test_several_processes_write_slices_of_one_slot(arena: Arena) -> None:
+    code = """if True:
+        import sys
+        from polyreme.weights.arena import Arena
+        arena, rank = Arena.open(sys.argv[1], writable=True), int(sys.argv[2])
+        arena.slot_view(1)[rank::4] = bytes([rank + 1]) * 1250
+    """
+    arena.begin(1)
+    ranks = [python(code, arena.path, rank) for rank in range(4)]
+    assert [rank.wait(30) for rank in ranks] == [0, 0, 0, 0]
+    for rank in ranks:
+        rank.communicate()
+    arena.complete(1, version=1, term=1)
+    assert bytes(arena.slot_view(1)) == bytes([1, 2, 3, 4]) * 1250
+    assert arena.path.exists()  # the end of a rank that does not own it removes nothing
+
+
+def test_a_slot_written_during_a_read_is_noticed(arena: Arena) -> None:
+    """Every read of one and the same generation word before and after holds one version's bytes alone."""
+    stop = threading.Event()
+
+    def write() -> None:
+        version = 0
+        while not stop.is_set():
+            version += 1
+            arena.begin(0)
+            arena.slot_view(0)[:] = bytes([version % 251]) * 5000
+            arena.complete(0, version=version, term=1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    reader = Arena.open(arena.path)
+    whole = torn = 0
+    try:
+        while whole < 50 or (torn < 1 and whole < 20000):
+            generation = reader.generation(0)
+            if generation == 0 or generation % 2:
+                continue
+            first = bytes(reader.slot_view(0)[:2500])
+            data = first + bytes(reader.slot_view(0)[2500:])
+            try:
+                reader.check(0, generation)
+            except ArenaError:
+                torn += 1
+                continue
+            whole += 1
+            assert data == bytes([generation // 2 % 251]) * 5000
+    finally:
+        stop.set()
+        writer.join()
+        reader.close()
+
+
+def test_views_outlive_the_arena(run_id: str) -> None:
+    arena = Arena.create(run_id, 100)
+    view = np.frombuffer(arena.slot_view(0), np.uint8)
+    arena.close()
+    arena.close()
+    view[3] = 9
+    assert view.sum() == 9
+
+
+def test_a_dropped_arena_is_removed(run_id: str) -> None:
+    path = Arena.create(run_id, 100).path
+    assert not path.exists()
+
+
+def test_exit_removes_the_arena(run_id: str) -> None:
+    owner = python(
+        "import sys; from polyreme.weights.arena import Arena; a = Arena.create(sys.argv[1], 100); print(a.path)", run_id
+    )
+    output, _ = owner.communicate(timeout=30)
+    assert owner.returncode == 0
+    assert not Path(output.strip()).exists()
+
+
+def test_a_killed_owners_arena_is_removed_by_the_next(run_id: str) -> None:
+    code = """if True:
+        import sys
+        from polyreme.weights.arena import Arena
+        kept = [Arena.create(sys.argv[1], 100, part=part) for part in (0, 1)]
+        print(kept[0].path, flush=True)
+        sys.stdin.read()
+    """
+    owner = python(code, run_id)
+    assert owner.stdout is not None
+    path = Path(owner.stdout.readline().strip())
+    assert remove_stale(run_id) == []
+    assert path.exists()
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.communicate(timeout=30)
+    assert path.exists()
+    arena = Arena.create(run_id, 200)
+    assert [p.name for p in SHARED_MEMORY.glob(f"polyreme-{run_id}-*")] == [path.name]
+    arena.close()
+
+
+def test_other_runs_are_left_alone(run_id: str) -> None:
+    other = SHARED_MEMORY / f"polyreme-{run_id}-weights-9-weights-0"  # of the run "<run_id>-weights-9"
+    other.touch()
+    try:
+        assert remove_stale(run_id) == []
+        assert other.exists()
+    finally:
+        other.unlink()
+
+
+def test_a_newer_arena_takes_the_name_and_the_older_one_leaves_it(run_id: str) -> None:
+    older = Arena.create(run_id, 100)
+    newer = Arena.create(run_id, 100)
+    assert older.nonce != newer.nonce
+    older.close()
+    reader = Arena.open(newer.path)
+    assert reader.nonce == newer.nonce
+    reader.close()
+    newer.close()
+
+
+def test_a_child_of_the_owner_removes_nothing(run_id: str) -> None:
+    code = """if True:
+        import os, sys
+        from polyreme.weights.arena import Arena
+        arena = Arena.create(sys.argv[1], 100)
+        if os.fork() == 0:
+            sys.exit(0)  # runs the exit handlers
+        os.wait()
+        print(arena.path.exists())
+    """
+    owner = python(code, run_id)
+    output, _ = owner.communicate(timeout=30)
+    assert output == "True\n"
+
+
+def test_what_is_no_arena_is_refused(tmp_path: Path, arena: Arena) -> None:
+    with pytest.raises(ArenaError, match="No such file"):
+        Arena.open(tmp_path / "none")
+    (tmp_path / "other").write_bytes(bytes(10000))
+    with pytest.raises(ArenaError, match="no arena"):
+        Arena.open(tmp_path / "other")
+    (tmp_path / "link").symlink_to(arena.path)
+    with pytest.raises(ArenaError, match="symbolic links"):
+        Arena.open(tmp_path / "link")
+    whole = bytearray(arena.path.read_bytes())
+    (tmp_path / "short").write_bytes(whole[:-1])
+    with pytest.raises(ArenaError, match="not what its header says"):
+        Arena.open(tmp_path / "short")
+    whole[8] = 99
+    (tmp_path / "skewed").write_bytes(whole)
+    with pytest.raises(ArenaError, match="layout 99"):
+        Arena.open(tmp_path / "skewed")
+
+
+def test_too_little_shared_memory_is_one_clear_error(run_id: str) -> None:
+    with pytest.raises(ConfigError, match=r"MiB of shared memory .* free of .*shm_size"):
+        Arena.create(run_id, 1 << 50)
+    assert not (arena_module.SHARED_MEMORY / f"polyreme-{run_id}-weights-0").exists()
