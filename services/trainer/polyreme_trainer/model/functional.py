@@ -1,0 +1,97 @@
+"""The point-wise pieces of a transformer layer as single autograd nodes: same values as the textbook forms, fewer passes over memory.
+
+Each node keeps only its inputs (and a row statistic) for the backward pass and writes gradients without temporaries where it can.
+Tokens are rows: all take [tokens, features] or any leading shape, in the dtype of the input; statistics are fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+
+class _RmsNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_statistic(x))
+        rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_().to(x.dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        return (x * rstd).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight, rstd = ctx.saved_tensors
+        normed = x * rstd
+        scaled = grad * weight
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        mean = torch.linalg.vecdot(scaled, normed).unsqueeze(-1).div_(x.shape[-1])
+        return scaled.addcmul_(normed, mean, value=-1).mul_(rstd), grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
+    return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def _statistic(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _Swiglu(Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (grad,) = grads
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020). `gate_up` is [..., 2 * ffn], gate first; the result is [..., ffn]."""
+    return _Swiglu.apply(gate_up)  # type: ignore[no-any-return]
+
+
+class _Rotary(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
+    return out
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates feature i with feature i + dim / 2 by the position's i-th angle (Su et al. 2021, in Hugging Face's feature order).
+
+    Args:
+        x: [batch, length, heads, dim].
+        cos, sin: [length, 1, dim / 2].
+    """
+    return _Rotary.apply(x, cos, sin)  # type: ignore[no-any-return]

@@ -1,0 +1,52 @@
+"""The one place that imports megatron-core, so that its import-time remarks about absent CUDA packages are dropped once."""
+
+import logging
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+logging.getLogger("megatron").setLevel(logging.WARNING)
+
+__all__ = [
+    "MLP",
+    "AttnMaskType",
+    "ColumnParallelLinear",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "IdentityOp",
+    "MLPSubmodules",
+    "MegatronModule",
+    "ModuleSpec",
+    "OptimizerConfig",
+    "PackedSeqParams",
+    "RowParallelLinear",
+    "SelfAttention",
+    "SelfAttentionSubmodules",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "TransformerLayer",
+    "TransformerLayerSubmodules",
+    "finalize_model_grads",
+    "get_megatron_optimizer",
+    "get_standard_config_overrides",
+    "parallel_state",
+    "param_is_not_tensor_parallel_duplicate",
+]
