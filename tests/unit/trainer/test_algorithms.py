@@ -20,9 +20,7 @@ def test_advantages_of_a_worked_group() -> None:
 
 
 @given(
-    st.integers(2, 9).flatmap(
-        lambda n: st.lists(st.lists(st.floats(-100, 100), min_size=n, max_size=n), min_size=1, max_size=5)
-    ),
+    st.integers(2, 9).flatmap(lambda n: st.lists(st.lists(st.floats(-100, 100), min_size=n, max_size=n), min_size=1, max_size=5)),
     st.booleans(),
 )
 def test_advantages_sum_to_zero_and_keep_the_order(rows: list[list[float]], normalize_std: bool) -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyreme_trainer.learner.batch import (
+    IGNORE,
     Sequences,
     collect,
     pad,
@@ -112,8 +113,8 @@ def test_padding_puts_every_token_over_its_prediction() -> None:
     assert sequences.lengths.tolist() == [5, 4, 5, 3]
     assert sequences.tokens.tolist() == [2, 1, 4, 2]
     batch = pad(sequences, np.array([0, 3]), torch.device("cpu"))
-    assert batch.ids.tolist() == [[5, 6, 7, 8, 9], [3, 2, 1, 0, 0]]
-    assert batch.lengths.tolist() == [5, 3]
+    assert batch.ids.tolist() == [[5, 6, 7, 8], [3, 2, 0, 0]]
+    assert batch.targets.tolist() == [[IGNORE, IGNORE, 8, 9], [2, 1, IGNORE, IGNORE]]
     assert batch.mask.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
     torch.testing.assert_close(batch.behaviour, torch.tensor([[0, 0, -0.1, -0.2], [-0.1, -0.2, 0, 0]]))
     assert batch.advantages.tolist() == [[1.0], [0.0]]

@@ -17,6 +17,8 @@ from polyreme.experience import GroupRecord
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
+IGNORE = -100
+"""A target that is not trained on, as torch's cross entropy has it."""
 OVERHEAD_FLOPS = 2.4e9
 """Fixed cost of one more micro-batch (launching a few hundred small operators), as the arithmetic done in that time."""
 
@@ -52,20 +54,20 @@ class Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One padded forward pass. Padding is on the right, with id 0, mask 0 and log-probability 0."""
+    """One padded forward pass over all tokens but each sequence's last. Padding is on the right: id 0, mask 0, log-probability 0."""
 
     indices: IntArray
     """Which sequences, [b]."""
     ids: Tensor
-    """int64 [b, s]."""
-    lengths: Tensor
-    """int64 [b]."""
+    """int64 [b, w]: what the model reads."""
+    targets: Tensor
+    """int64 [b, w]: the token that follows, or IGNORE where it is not trained on."""
     mask: Tensor
-    """float32 [b, s - 1]."""
+    """float32 [b, w]: 1 where `targets` is a token."""
     advantages: Tensor
     """float32 [b, 1]."""
     behaviour: Tensor
-    """float32 [b, s - 1]."""
+    """float32 [b, w]."""
     old: Tensor | None
     reference: Tensor | None
 
@@ -149,23 +151,24 @@ def plan_micro_batches(lengths: IntArray, indices: IntArray, budget: int, overhe
 
 def pad(sequences: Sequences, indices: IntArray, device: torch.device) -> MicroBatch:
     """The micro-batch of these sequences as tensors on `device`."""
-    width = int(sequences.lengths[indices].max())
-    rows = len(indices)
+    shape = (len(indices), int(sequences.lengths[indices].max()) - 1)
 
     def matrix(arrays: list[FloatArray]) -> Tensor:
-        out = np.zeros((rows, width - 1), dtype=np.float32)
+        out = np.zeros(shape, dtype=np.float32)
         for row, index in enumerate(indices):
             out[row, : len(arrays[index])] = arrays[index]
         return torch.from_numpy(out).to(device)
 
-    ids = np.zeros((rows, width), dtype=np.int64)
+    ids, following = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     for row, index in enumerate(indices):
-        ids[row, : sequences.lengths[index]] = sequences.ids[index]
+        sequence = sequences.ids[index]
+        ids[row, : len(sequence) - 1], following[row, : len(sequence) - 1] = sequence[:-1], sequence[1:]
+    mask = matrix(sequences.mask)
     return MicroBatch(
         indices=indices,
         ids=torch.from_numpy(ids).to(device),
-        lengths=torch.from_numpy(sequences.lengths[indices]).to(device),
-        mask=matrix(sequences.mask),
+        targets=torch.from_numpy(following).to(device).masked_fill_(mask == 0, IGNORE),
+        mask=mask,
         advantages=torch.from_numpy(sequences.advantages[indices][:, None]).to(device),
         behaviour=matrix(sequences.behaviour),
         old=None if sequences.old is None else matrix(sequences.old),

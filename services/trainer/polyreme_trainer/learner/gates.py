@@ -1,0 +1,177 @@
+"""Gates: before anything is trained on, three parties must be the same policy: learner, Hugging Face model, replicas.
+
+Each gate reduces to one number with a limit. Beyond it training would go on with wrong weights or wrong log-probabilities and
+look healthy, so it raises GateError with the numbers.
+"""
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyreme import rpc
+from polyreme.api.v1 import rollout_pb2 as pb
+from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
+from polyreme.errors import GateError
+from polyreme_trainer.algorithms.losses import mismatch_kl
+from polyreme_trainer.learner.batch import IGNORE, FloatArray, IntArray
+
+log = logging.getLogger(__name__)
+
+PROMPTS = 4
+SAMPLES = 4
+NEW_TOKENS = 32
+CALL_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What rounding explains, by the dtype of the weights."""
+
+    logits: float
+    """Largest difference of a logit between learner and Hugging Face model."""
+    greedy: float
+    """Most that the Hugging Face model may prefer another token than the replica's greedy choice, as log-probability."""
+    mismatch_kl: float
+    """Per token, learner against replica; also the running alarm's limit."""
+
+
+LIMITS = {"float32": Limits(1e-3, 1e-3, 1e-4), "bfloat16": Limits(0.5, 0.15, 1e-2)}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate's outcome: `value` must not exceed `limit`. `do` tells what to look at when it does."""
+
+    name: str
+    value: float
+    limit: float
+    do: str
+
+    def check(self) -> None:
+        """Raises GateError when the gate is not passed; a value that is not a number does not pass."""
+        if not self.value <= self.limit:
+            raise GateError(f"{self.name} of at most {self.limit:g}", f"{self.value:g}", self.do)
+        log.info("gate %s: %.3g (limit %.3g)", self.name, self.value, self.limit)
+
+    def record(self) -> dict[str, Any]:
+        """For the run's metrics."""
+        return {"kind": "gate", "name": self.name, "value": self.value, "limit": self.limit}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A replica's response to a prompt, both int64 [length], and the log-probabilities it reported, float32 [response]."""
+
+    prompt: IntArray
+    response: IntArray
+    logprobs: FloatArray
+
+
+def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
+    """Random tokens, int64 [4, length]."""
+    return torch.from_numpy(np.random.default_rng([seed, 0x9A7E]).integers(0, vocab, (4, length)))
+
+
+def load_hf(path: Path, dtype: str) -> torch.nn.Module:
+    """The Hugging Face model of a directory, on the CPU, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True).eval()  # type: ignore[no-any-return]
+
+
+def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Limits) -> Gate:
+    """Learner's logits [b, s, vocab] of `ids` [b, s] against the Hugging Face model's."""
+    with torch.no_grad():
+        difference = (model(input_ids=ids).logits.float() - learner.cpu()).abs().max()
+    return Gate(
+        "largest logit difference between learner and Hugging Face model",
+        float(difference),
+        limits.logits,
+        "Report it with the model's config.json: the trainer computes another function than transformers does.",
+    )
+
+
+def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: Limits) -> Gate:
+    """A replica's greedy answers under the Hugging Face model of the same weights.
+
+    One forward pass over prompt and answer tells, token by token, whether the model would have chosen the same; near ties, which
+    rounding decides, are within the limit.
+    """
+    ids, targets = stack(answers)
+    mask = targets != IGNORE
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits.float().log_softmax(-1)
+    chosen = logprobs.gather(2, targets.clamp(min=0)[..., None])[..., 0]
+    gap = float((logprobs.amax(-1) - chosen)[mask].max())
+    return Gate(
+        "log-probability by which the Hugging Face model prefers another token than a replica's greedy one",
+        gap,
+        limits.greedy,
+        "The replica serves other weights than were pushed, or its engine computes them wrongly; do not train with it.",
+    )
+
+
+def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: Limits) -> Gate:
+    """Learner's log-probabilities of sampled answers, float32 [answers, w] as `stack` lays them out, against the replica's own."""
+    behaviour = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
+    mask = stack(answers)[1] != IGNORE
+    return Gate(
+        "mismatch_kl per token between learner and replica",
+        float(mismatch_kl(learner.cpu()[mask], behaviour).mean()),
+        limits.mismatch_kl,
+        "Check that trainer and replica use the same dtype and temperature, and that the replica's logprobs are processed_logprobs.",
+    )
+
+
+def stack(answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
+    """What a model reads and what it should say next: ids and targets, int64 [answers, w]; IGNORE but for the responses.
+
+    Padding is on the right, where a causal model's earlier positions do not see it.
+    """
+    width = max(len(answer.prompt) + len(answer.response) for answer in answers) - 1
+    ids = torch.zeros(len(answers), width, dtype=torch.int64)
+    targets = torch.full_like(ids, IGNORE)
+    for row, answer in enumerate(answers):
+        tokens = torch.from_numpy(np.concatenate([answer.prompt, answer.response]))
+        ids[row, : len(tokens) - 1] = tokens[:-1]
+        targets[row, len(answer.prompt) - 1 : len(tokens) - 1] = tokens[len(answer.prompt) :]
+    return ids, targets
+
+
+async def ask_replica(
+    address: str,
+    run_id: str,
+    prompt: IntArray,
+    stop_ids: Sequence[int],
+    temperature: float,
+    samples: int,
+    max_new: int,
+    version: int,
+) -> list[Answer]:
+    """`samples` responses of one replica to one prompt through Generate; temperature 0 is greedy."""
+    request = pb.GenerateRequest(
+        run_id=run_id,
+        request_id=f"gate-{uuid.uuid4().hex}",
+        prompt_ids=prompt.astype("<i4").tobytes(),
+        slots=[pb.Slot(index=i, max_new=max_new, seed=i + 1) for i in range(samples)],
+        sampling=pb.SamplingParams(temperature=temperature, top_p=1.0, top_k=-1, stop_token_ids=stop_ids),
+        min_version=version,
+    )
+    ids: list[list[np.ndarray]] = [[] for _ in range(samples)]
+    logprobs: list[list[np.ndarray]] = [[] for _ in range(samples)]
+    async with rpc.connect(address) as channel:
+        async for message in pb_grpc.RolloutServiceStub(channel).Generate(request, timeout=CALL_SECONDS):
+            for chunk in message.chunks:
+                ids[chunk.slot].append(np.frombuffer(chunk.token_ids, "<i4"))
+                logprobs[chunk.slot].append(np.frombuffer(chunk.logprobs, "<f4"))
+    return [
+        Answer(prompt, np.concatenate(i).astype(np.int64), np.concatenate(p).astype(np.float32))
+        for i, p in zip(ids, logprobs, strict=True)
+    ]

@@ -1,0 +1,79 @@
+"""One iteration as a metric record and as an observation for the alarms: pure functions of groups and timings."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
+from polyreme.experience import GroupRecord
+from polyreme_trainer.learner.alarms import Observation, is_repetitive
+from polyreme_trainer.learner.step import Trained
+
+
+def iteration_record(
+    iteration: int, groups: Sequence[GroupRecord], trained: Trained, lr: float, seconds: Mapping[str, float], now: float
+) -> dict[str, Any]:
+    """The `iteration` record of the run's metrics.
+
+    Args:
+        seconds: iteration, wait, train, write: wall-clock parts of this iteration on rank 0.
+        now: Unix time.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    scores = np.array([sample.score for sample in samples])
+    lengths = np.array([len(sample.token_ids) for sample in samples])
+    behaviour = np.concatenate([sample.logprobs for sample in samples])
+    staleness = [iteration - 1 - min(span[0] for span in sample.spans) for sample in samples if sample.spans] or [0]
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for part in sample.parts:
+            parts.setdefault(part.name, []).append(part.raw)
+    tokens = int(lengths.sum())
+    return {
+        "kind": "iteration",
+        "iteration": iteration,
+        "time": now,
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std()),
+        **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items()},
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": int(lengths.max()),
+        "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
+        "loss/policy": trained.policy_loss,
+        "loss/kl": trained.kl,
+        "clip_fraction": trained.clip_fraction,
+        "grad_norm": trained.grad_norm,
+        "lr": lr,
+        "entropy": float(-behaviour.mean()),  # of the sampling policy: the mean of -log p over its own tokens is unbiased
+        "mismatch_kl": trained.mismatch_kl,
+        "staleness/mean": float(np.mean(staleness)),
+        "staleness/max": int(max(staleness)),
+        "trained_samples": trained.trained_samples,
+        **{f"time/{name}": value for name, value in seconds.items()},
+        "time/generate": max(group.generate_seconds for group in groups),
+        "time/score": max(group.score_seconds for group in groups),
+        "tokens/generated": tokens,
+        "tokens_per_second": tokens / seconds["iteration"],
+        "samples_per_second": len(samples) / seconds["iteration"],
+    }
+
+
+def observe(
+    iteration: int, groups: Sequence[GroupRecord], trained: Trained, lr: float, changed_tensors: int
+) -> Observation:
+    """The iteration as the alarms see it."""
+    samples = [sample for group in groups for sample in group.samples]
+    scores = [sample.score for sample in samples]
+    return Observation(
+        iteration=iteration,
+        reward_min=min(scores),
+        reward_max=max(scores),
+        trained_samples=trained.trained_samples,
+        learning_rate=lr,
+        changed_tensors=changed_tensors,
+        empty_fraction=float(np.mean([len(sample.token_ids) <= 1 for sample in samples])),
+        repetitive_fraction=float(np.mean([is_repetitive(sample.token_ids.tolist()) for sample in samples])),
+        length_stop_fraction=float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
+        mismatch_kl=trained.mismatch_kl,
+    )
