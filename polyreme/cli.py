@@ -28,7 +28,9 @@ class Command:
 def commands() -> list[Command]:
     """The core's own subcommands, then those of the services installed here."""
     found = [
-        Command("up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.up", "up")),
+        Command(
+            "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.up", "up")
+        ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.audit", "audit")),
     ]
     for point in sorted(entry_points(group="polyreme.commands")):

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from redis.asyncio import Redis
 
 from polyreme.config import RunConfig, parse_config
 from polyreme.errors import ConfigError
+from polyreme.log.run import Run
 
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 EMBEDDED = "embedded"
@@ -32,41 +34,61 @@ class RunFile:
     redis: str
 
 
-def claim(config: RunConfig, resume: bool, fork: bool) -> tuple[RunConfig, RunFile | None]:
-    """Decides which directory and run a start means.
+def claim(config: RunConfig, resume: bool, fork: bool) -> RunFile | None:
+    """Decides which run a start in the configuration's directory means.
 
     Args:
         config: of the run to start.
-        resume: go on with the directory's run; when there is none, start it.
-        fork: leave the directory's run as it is and start another beside it, under the next free name.
+        resume: go on with the directory's run, from its newest checkpoint and on its log; when there is none, start it.
+        fork: go on from the directory's newest checkpoint as a new run: new id, empty log, any configuration.
 
     Returns:
-        The configuration to use, which a fork gives a new `name`, and the run to go on with: None starts a new one.
+        The run to go on with; None: a new one.
 
     Raises:
         ConfigError: the directory holds a run and neither flag was given, or the run to resume was trained otherwise.
     """
     if resume and fork:
-        raise ConfigError("--resume or --fork", "both", "Give one: --resume goes on with the run, --fork starts another.")
+        raise ConfigError("--resume or --fork", "both", "Give one of them.")
     existing = read_run_file(config.run_dir)
-    if existing is None:
-        return config, None
-    if fork:
-        return _renamed(config), None
+    if existing is None or fork:
+        return None
     if not resume:
         raise ConfigError(
-            f"a new run directory {config.run_dir}",
-            f"run {existing.run_id} in it",
-            f"Add --resume to go on with that run, --fork to start another beside it ({_renamed(config).name}), or name=...",
+            f"no run in the run directory {config.run_dir} yet",
+            f"run {existing.run_id}",
+            "Add --resume to go on with it, --fork to go on from its newest checkpoint as a new run, or name=... to start afresh.",
         )
     before = read_config(config.run_dir)
     if before.fingerprint() != config.fingerprint():
         raise ConfigError(
             f"the configuration that run {existing.run_id} was trained with",
             "other values of " + ", ".join(differences(before, config)),
-            "Resume with the same values, or start another run with --fork.",
+            "Resume with the same values, or go on from its checkpoint with --fork.",
         )
-    return config, existing
+    return existing
+
+
+async def open_run(redis: Redis, config: RunConfig, existing: RunFile | None, store: str) -> Run:
+    """Creates the run's record in Redis, or sets the existing one going again, and writes config.yaml and run.json.
+
+    Args:
+        redis: the run's store.
+        config: resolved.
+        existing: the run to go on with; None: a new one.
+        store: what run.json says of the store: its URL, or EMBEDDED.
+
+    Raises:
+        UnavailableError: the store does not know the existing run.
+    """
+    files = read_model_files(config.model.path)
+    if existing is None:
+        run = await Run.create(redis, new_run_id(config), config, files)
+    else:
+        run = await Run.resume(redis, existing.run_id, config, files)
+    write_atomically(config.run_dir / "config.yaml", config.to_yaml())
+    write_atomically(config.run_dir / "run.json", json.dumps(asdict(RunFile(run.run_id, store)), indent=1) + "\n")
+    return run
 
 
 def new_run_id(config: RunConfig) -> str:
@@ -96,10 +118,6 @@ def owned(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def write_run_file(run_dir: Path, contents: RunFile) -> None:
-    write_atomically(run_dir / "run.json", json.dumps(asdict(contents), indent=1) + "\n")
 
 
 def read_run_file(run_dir: Path) -> RunFile | None:
@@ -181,13 +199,6 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
-
-
-def _renamed(config: RunConfig) -> RunConfig:
-    number = 2
-    while (config.output_dir / f"{config.name}-{number}").exists():
-        number += 1
-    return config.model_copy(update={"name": f"{config.name}-{number}"})
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

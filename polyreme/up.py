@@ -1,0 +1,223 @@
+"""`polyreme up`: a whole run on this machine, from the store to the last process, in the foreground.
+
+Everything it starts is its own and ends with it: on Ctrl-C or SIGTERM the trainer finishes its iteration and saves, a second one
+ends all at once, and when this process is killed the kernel tells its children, which end what is theirs.
+"""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from redis.asyncio import Redis
+from rich.console import Console
+
+from polyreme import live
+from polyreme.config import RunConfig, load_config
+from polyreme.errors import PolyremeError, RunFailedError, StoreError
+from polyreme.log.run import Run, RunState
+from polyreme.log.store import EmbeddedServer, connect
+from polyreme.plan import plan_lines
+from polyreme.progress import Progress, stream_time
+from polyreme.rundir import (
+    EMBEDDED,
+    RunFile,
+    check_inputs,
+    claim,
+    next_attempt,
+    open_run,
+    owned,
+    read_model_files,
+)
+from polyreme.supervision import ChildFailedError, Program, Supervisor, Unit
+from polyreme.weights.arena import SHARED_MEMORY, remove_stale
+
+_GRACE_SECONDS = 15.0
+_RECORDS_BLOCK_MS = 500
+_LAST_STATE_SECONDS = 30.0
+
+
+def up(
+    config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
+    redis: Annotated[
+        str | None, typer.Option(envvar="POLYREME_REDIS", help="A Redis to use; none: one of the run's own.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
+    fork: Annotated[bool, typer.Option("--fork", help="Go on from the directory's checkpoint as a new run.")] = False,
+) -> None:
+    """Train: start every service of a run on this machine and watch it."""
+    resolved = load_config(config, overrides or ())
+    check_inputs(resolved)
+    read_model_files(resolved.model.path)
+    console = Console()
+    with owned(resolved.run_dir):
+        existing = claim(resolved, resume, fork)
+        status = asyncio.run(_up(resolved, redis, existing, console))
+    raise typer.Exit(status)
+
+
+async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
+    stops = _stop_signals()
+    for line in plan_lines(config):
+        console.print(line, highlight=False)
+    async with _store(config, redis_url, existing) as (redis, url, store):
+        run = await open_run(redis, config, existing, store)
+        log_dir = next_attempt(config.run_dir)
+        console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", highlight=False, soft_wrap=True)
+        session = _Session(config, run, url, log_dir, console)
+        try:
+            return await session.run(stops)
+        finally:
+            await _sweep(run.run_id)
+
+
+class _Session:
+    """The services and the trainer of one run, and who watches them."""
+
+    def __init__(self, config: RunConfig, run: Run, url: str, log_dir: Path, console: Console) -> None:
+        self._config, self._run, self._console = config, run, console
+        self._progress = Progress(config.samples_per_iteration)
+        command = (sys.executable, "-m", "polyreme")
+        server = ("--redis", url, "--run", run.run_id)
+
+        def unit(name: str, *argv: str) -> Unit:
+            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir)
+
+        services = [unit("reward", "reward", *server)]
+        services += [unit(f"rollout-{place}", "rollout", *server) for place in range(config.rollout.replicas)]
+        self._serving = Supervisor(services, config.trainer.max_restarts)
+        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, "--log-dir", str(log_dir))
+        self._training = Supervisor([self._trainer], config.trainer.max_restarts)
+
+    async def run(self, stops: "asyncio.Queue[int]") -> int:
+        """Runs to the end. Returns the exit status: 0 when the run is done, or drained and saved.
+
+        Raises:
+            RunFailedError: the run failed; the end of the log that tells why has been printed.
+        """
+        ended, gentle = asyncio.Event(), False
+        training = asyncio.create_task(self._training.run())
+        serving = asyncio.create_task(self._serving.run())
+        stopping = asyncio.create_task(self._stop(stops))
+        watching = asyncio.create_task(self._watch(ended))
+        tasks = (training, serving, stopping, watching)
+        try:
+            await asyncio.wait((training, serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done() and serving.exception():
+                await self._declare_failed(serving, training)
+            await asyncio.wait((training, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not training.done():
+                return 128 + stopping.result()
+            ended.set()
+            await watching
+            gentle = True
+            await self._judge(training)
+        finally:
+            if gentle:
+                await self._serving.stop(_GRACE_SECONDS)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill what is left
+        for line in live.report(self._config, self._progress, self._config.run_dir):
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return 0
+
+    async def _stop(self, stops: "asyncio.Queue[int]") -> int:
+        """Drains the trainer at the first signal; returns the second."""
+        await stops.get()
+        self._console.print("stopping: the iteration under way is finished and saved; once more ends all at once")
+        self._training.draining = True
+        self._trainer.signal(signal.SIGTERM)
+        return await stops.get()
+
+    async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
+        """A service cannot be kept running: ends the run, and raises why."""
+        error = serving.exception()
+        assert error is not None
+        with suppress(PolyremeError):  # already ended, or the store is gone
+            await self._run.set_state(RunState.FAILED, error.found if isinstance(error, PolyremeError) else repr(error))
+        await asyncio.wait({training}, timeout=_LAST_STATE_SECONDS)
+        if isinstance(error, ChildFailedError):
+            self._print_tail(error)
+        raise error
+
+    async def _judge(self, training: "asyncio.Task[None]") -> None:
+        error = training.exception()
+        if isinstance(error, ChildFailedError):
+            self._print_tail(error)
+            reason = ""
+            with suppress(PolyremeError):
+                _, reason = await self._run.state()
+            raise RunFailedError(
+                f"run {self._run.run_id} to be trained", reason or error.found, f"See {error.child.log_path}."
+            ) from None
+        if error is not None:
+            raise error
+
+    def _print_tail(self, error: ChildFailedError) -> None:
+        self._console.print(f"the end of {error.child.log_path}:", highlight=False, soft_wrap=True)
+        self._console.print(error.child.log_tail(20), highlight=False, markup=False, soft_wrap=True)
+
+    async def _watch(self, ended: asyncio.Event) -> None:
+        """Shows the run's records until the stream is read to its end after `ended`."""
+        cursor, shown_state, since = "0", None, time.time()
+        with live.view(self._config, self._console) as view:
+            while True:
+                last = ended.is_set()
+                try:
+                    batch = await self._run.records(cursor, 0 if last else _RECORDS_BLOCK_MS)
+                    state, reason = await self._run.state()
+                except StoreError as error:
+                    view.status(str(error))
+                    continue
+                if state is not shown_state:
+                    shown_state = state
+                    view.status(f"{state}: {reason}" if reason else str(state))
+                for cursor, record in batch:
+                    line = {"time": stream_time(cursor), **record}
+                    self._progress.add(line)
+                    if line["time"] >= since:  # the others are a resumed run's past
+                        view.show(line, self._progress)
+                if last and not batch:
+                    return
+
+
+@asynccontextmanager
+async def _store(config: RunConfig, url: str | None, existing: RunFile | None) -> AsyncIterator[tuple[Redis, str, str]]:
+    """The run's store: a client, its URL, and how run.json names it. Ours ends with the block."""
+    if url is None and existing is not None and existing.redis != EMBEDDED:
+        url = existing.redis
+    server = EmbeddedServer.start(config.run_dir / "redis") if url is None else None
+    try:
+        address = server.url if server else str(url)
+        redis = await connect(address)
+        try:
+            yield redis, address, EMBEDDED if server else address
+        finally:
+            await redis.aclose()
+    finally:
+        if server:
+            server.stop()
+
+
+def _stop_signals() -> "asyncio.Queue[int]":
+    """SIGINT and SIGTERM, as they come."""
+    received: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, received.put_nowait, number)
+    return received
+
+
+async def _sweep(run_id: str) -> None:
+    """Removes the run's arenas, whose owner may still be on its way out."""
+    for _ in range(50):
+        remove_stale(run_id)
+        if not list(SHARED_MEMORY.glob(f"polyreme-{run_id}-weights-*")):
+            return
+        await asyncio.sleep(0.1)

@@ -1,0 +1,130 @@
+"""Writes a run's records to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
+
+Sole reader of the metrics stream that writes. metrics.jsonl is its own cursor: each line carries the stream id it came from, so a
+restart goes on behind the last whole line, and no record is lost or written twice. A sample file is complete before the line of
+its iteration is written.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from polyreme.api.v1.experience_pb2 import FinishReason
+from polyreme.config import RunConfig
+from polyreme.errors import PolyremeError
+from polyreme.experience import GroupRecord, decode_group
+from polyreme.progress import Progress, Record, stream_time
+from polyreme.rundir import write_atomically
+
+_log = logging.getLogger(__name__)
+
+GroupsOf = Callable[[int], Awaitable[list[bytes]]]
+"""The payloads of an iteration's groups, as far as the log still has them."""
+
+
+class Recorder:
+    """The files of one run directory.
+
+    Args:
+        config: of the run; its directory exists.
+        groups_of: reads an iteration's groups from the experience log.
+    """
+
+    def __init__(self, config: RunConfig, groups_of: GroupsOf) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._config, self._groups_of, self._folder = config, groups_of, config.run_dir
+        self._progress = Progress(config.samples_per_iteration)
+        self.cursor = "0"
+        """Stream id behind which the next records are wanted."""
+        self._metrics_path = self._folder / "metrics.jsonl"
+        for line in recover_lines(self._metrics_path):
+            self._progress.add(line)
+            self.cursor = line["id"]
+        (self._folder / "samples").mkdir(exist_ok=True)
+        self._metrics = open(self._metrics_path, "a")  # noqa: SIM115 (closed by close)
+        self._board = SummaryWriter(str(self._folder / "tensorboard"), flush_secs=5)
+
+    async def take(self, records: list[tuple[str, Record]]) -> None:
+        """Writes records that follow the cursor, in order."""
+        for stream_id, record in records:
+            line = {"id": stream_id, "time": stream_time(stream_id), **record}
+            if record.get("kind") == "iteration":
+                await self._write_samples(record["iteration"])
+            self._metrics.write(json.dumps(line) + "\n")
+            self._metrics.flush()
+            self._progress.add(line)
+            self.cursor = stream_id
+            for tag, value, step in scalars(line):
+                self._board.add_scalar(tag, value, step, walltime=line["time"])
+        if records:
+            write_atomically(self._folder / "summary.json", json.dumps(self._progress.summary(), indent=1) + "\n")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._board.close()
+
+    async def _write_samples(self, iteration: int) -> None:
+        try:
+            payloads = await self._groups_of(iteration)
+        except PolyremeError as error:
+            _log.warning("no sample file of iteration %d: %s", iteration, error)
+            return
+        lines = [
+            json.dumps({"iteration": iteration, **line}) for payload in payloads for line in sample_lines(decode_group(payload))
+        ]
+        if len(payloads) < self._config.groups_per_iteration:
+            _log.warning("iteration %d: %d of %d groups were still in the log", iteration, len(payloads), self._config.groups_per_iteration)  # fmt: skip
+        write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
+
+
+def sample_lines(group: GroupRecord) -> Iterator[Record]:
+    """A group's samples for people and tools: text, score and where it came from."""
+    for place, sample in enumerate(group.samples):
+        yield {
+            "group": group.index,
+            "attempt": group.attempt,
+            "sample": place,
+            "prompt": group.prompt,
+            "response": sample.text,
+            "label": group.label,
+            "score": sample.score,
+            "parts": {part.name: part.weighted for part in sample.parts},
+            "tokens": len(sample.token_ids),
+            "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
+            "spans": [list(span) for span in sample.spans],
+        }
+
+
+def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
+    """What TensorBoard plots of a record: (tag, value, step). Steps are iterations, and optimizer steps in a warm start."""
+    match line["kind"]:
+        case "iteration":
+            step = line["iteration"]
+            for key, value in line.items():
+                if key not in ("iteration", "time") and _is_number(value):
+                    yield key, float(value), step
+        case "eval":
+            yield "accuracy", line["accuracy"], line["version"]
+        case "sft":
+            yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
+
+
+def recover_lines(path: Path) -> list[Record]:
+    """The whole lines of a JSON-lines file, which is cut behind the last of them: a crash may have torn the next."""
+    with suppress(FileNotFoundError):
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with open(path, "r+b") as file:
+                file.truncate(whole)
+        return [json.loads(line) for line in data[:whole].splitlines()]
+    return []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,156 @@
+"""The trainer of one run on this host: its processes, and the run's state from their ends.
+
+The run is done when every child ended well, failed (with the reason) when they could not be kept running, and untouched when
+another trainer has taken it over. All learner ranks restart together, from the last checkpoint; the orchestrator alone.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+
+from polyreme.config import RunConfig
+from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
+from polyreme.lifecycle import stop_event
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run, RunState
+from polyreme.supervision import Program, Supervisor, Unit
+from polyreme.weights.arena import remove_stale
+from polyreme_trainer.records import Recorder
+
+_log = logging.getLogger(__name__)
+
+_STATE_POLL_SECONDS = 1.0
+_STOP_GRACE_SECONDS = 10.0
+_RECORDS_BLOCK_MS = 1000
+_RECORDS_RETRY_SECONDS = 5.0
+
+
+class Trainer:
+    """One run's supervision and its three ends: all children done, a stop asked for, the run declared failed."""
+
+    def __init__(self, config: RunConfig, run: Run, redis_url: str, log_dir: Path) -> None:
+        self._config, self._run, self._parent = config, run, os.getppid()
+        self._supervisor = Supervisor(trainer_units(config, run.run_id, redis_url, log_dir), config.trainer.max_restarts)
+
+    async def run(self) -> None:
+        """Returns when the run is done, or drained and saved. Raises what ended it otherwise, having told the run record."""
+        ended = asyncio.Event()
+        records = asyncio.create_task(self._write_records(ended))
+        try:
+            await self._supervise()
+            await self._run.set_state(RunState.DONE)
+        except StaleTermError:
+            raise  # the run is another trainer's now
+        except PolyremeError as error:
+            with suppress(PolyremeError):  # the store may be what is gone
+                await self._run.set_state(RunState.FAILED, error.found)
+            raise
+        finally:
+            ended.set()
+            await records
+            remove_stale(self._run.run_id)
+
+    async def _supervise(self) -> None:
+        work = asyncio.create_task(self._supervisor.run())
+        stopped = asyncio.create_task(stop_event().wait())
+        failed = asyncio.create_task(self._declared_failed())
+        tasks = (work, stopped, failed)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done() and not work.done():
+                await self._drain(work)
+            await (work if work.done() or stopped.done() else failed)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _drain(self, work: asyncio.Task[None]) -> None:
+        """Lets the children finish the iteration under way and save; ends those that cannot."""
+        self._supervisor.draining = True
+        if os.getppid() != self._parent:  # `up` was killed, and its services and perhaps its store with it
+            _log.warning("stopping at once: the process that started this one is gone")
+            await self._supervisor.stop(_STOP_GRACE_SECONDS)
+            return
+        _log.info("stopping: the iteration under way is finished and saved")
+        try:
+            await self._run.set_state(RunState.DRAINING, "a stop was asked for")
+            await asyncio.wait({work}, timeout=self._config.trainer.straggler_timeout)
+        except PolyremeError as error:
+            _log.error("cannot ask the children to drain: %s", error)
+        if not work.done():
+            await self._supervisor.stop(_STOP_GRACE_SECONDS)
+
+    async def _declared_failed(self) -> None:
+        """Waits until somebody declares the run failed, and raises that."""
+        while True:
+            with suppress(StoreError):  # back soon, or the children's restarts run out
+                state, reason = await self._run.state()
+                if state is RunState.FAILED:
+                    raise RunFailedError("the run to go on", reason, "Mend the cause, then go on with --resume.")
+            await asyncio.sleep(_STATE_POLL_SECONDS)
+
+    async def _write_records(self, ended: asyncio.Event) -> None:
+        """Keeps the run directory's records up to date until the stream is read to its end after `ended`."""
+        while True:
+            try:
+                with closing(Recorder(self._config, self._groups_of)) as recorder:
+                    while True:
+                        last = ended.is_set()
+                        batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
+                        await recorder.take(batch)
+                        if last and not batch:
+                            return
+            except (PolyremeError, OSError) as error:
+                _log.error("records are not being written: %s", error)
+                if ended.is_set():
+                    return
+                await asyncio.sleep(_RECORDS_RETRY_SECONDS)
+
+    async def _groups_of(self, iteration: int) -> list[bytes]:
+        log = ExperienceLog(self._run)
+        plan = await log.find_plan(iteration)
+        return await log.read(plan) if plan else []
+
+
+def trainer_units(config: RunConfig, run_id: str, redis_url: str, log_dir: Path) -> list[Unit]:
+    """The orchestrator, and the learner's ranks under torchrun's environment contract."""
+    shared = {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id}
+
+    def orchestrator() -> list[Program]:
+        return [
+            Program("orchestrator", (sys.executable, "-m", "polyreme_trainer.orchestrator"), {**shared, "OMP_NUM_THREADS": "1"})
+        ]
+
+    def learner() -> list[Program]:
+        ranks, port = config.trainer.parallel.world_size, _free_port()
+        return [
+            Program(
+                f"learner-{rank}",
+                (sys.executable, "-m", "polyreme_trainer.learner"),
+                {
+                    **shared,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": str(config.trainer.parallel.threads),
+                    "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core that another process needs
+                },
+            )
+            for rank in range(ranks)
+        ]
+
+    return [Unit("learner", learner, log_dir), Unit("orchestrator", orchestrator, log_dir)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
