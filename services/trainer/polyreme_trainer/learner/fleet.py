@@ -23,7 +23,7 @@ from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.push import CannotMapError, Link, SwapError, UnreachableError, Version
 from polyreme_trainer.learner.slots import Slots
 
-LEASES_SECONDS = 0.5
+LEASES_SECONDS = 0.25
 SWAP_ATTEMPTS = 3
 REACH_ATTEMPTS = 10  # about half a minute: a replica that dies loses its lease earlier
 FIRST_BACKOFF_SECONDS = 0.2
