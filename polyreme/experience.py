@@ -1,0 +1,205 @@
+"""Experience as arrays, and its codec: what decodes is consistent, and decoding what was encoded gives the same bits.
+
+Number arrays are raw little-endian bytes inside protobuf, so that reading one is a view. Both directions validate: what training
+would choke on never enters the log, and what was damaged never leaves it.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.errors import DataError
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One named component of a score: the plugin's raw value, and that times its weight."""
+
+    name: str
+    raw: float
+    weighted: float
+    plugin_version: str = ""
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One response of t tokens.
+
+    Attributes:
+        token_ids: int32 [t], the sampled tokens with the stop token.
+        logprobs: float32 [t], of each token under the policy that sampled it, at the sampling temperature.
+        loss_mask: uint8 [t], 1 where the policy sampled the token and it is trained on.
+        finish_reason: pb.FINISH_REASON_STOP or pb.FINISH_REASON_LENGTH.
+        spans: (version, start, end) of the policy versions, in order, covering [0, t).
+        score: the reward, finite.
+        parts: what the score is the sum of.
+        text: the response without special tokens, for people.
+    """
+
+    token_ids: Int32
+    logprobs: Float32
+    loss_mask: UInt8
+    finish_reason: int
+    spans: list[tuple[int, int, int]]
+    score: float
+    parts: list[RewardPart] = field(default_factory=list)
+    text: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(version for version, _, _ in self.spans)
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """The samples of one prompt.
+
+    Attributes:
+        index: of the group in the run; its prompt, order and seeds follow from it.
+        attempt: from 1.
+        prompt_ids: int32 [p], the templated prompt.
+        samples: at least one.
+        prompt: as text, for people.
+        label: the reference answer; may be empty.
+        generate_seconds, score_seconds: wall-clock time of the two calls.
+    """
+
+    index: int
+    attempt: int
+    prompt_ids: Int32
+    samples: list[SampleRecord]
+    prompt: str = ""
+    label: str = ""
+    generate_seconds: float = 0.0
+    score_seconds: float = 0.0
+
+    @property
+    def oldest_version(self) -> int:
+        return min(sample.oldest_version for sample in self.samples)
+
+    @property
+    def mean_reward(self) -> float:
+        return math.fsum(sample.score for sample in self.samples) / len(self.samples)
+
+
+def encode_group(group: GroupRecord) -> bytes:
+    """The serialised protobuf Group, the same bytes for the same group. Raises DataError naming what is inconsistent."""
+    _check(group)
+    message = pb.Group(
+        index=group.index,
+        attempt=group.attempt,
+        prompt_ids=_raw(group.prompt_ids, "<i4"),
+        prompt=group.prompt,
+        label=group.label,
+        generate_seconds=group.generate_seconds,
+        score_seconds=group.score_seconds,
+    )
+    for sample in group.samples:
+        message.samples.add(
+            token_ids=_raw(sample.token_ids, "<i4"),
+            logprobs=_raw(sample.logprobs, "<f4"),
+            loss_mask=_raw(sample.loss_mask, "u1"),
+            finish_reason=sample.finish_reason,
+            spans=[pb.VersionSpan(version=version, start=start, end=end) for version, start, end in sample.spans],
+            score=sample.score,
+            parts=[
+                pb.RewardPart(name=p.name, raw=p.raw, weighted=p.weighted, plugin_version=p.plugin_version) for p in sample.parts
+            ],
+            text=sample.text,
+        )
+    return bytes(message.SerializeToString(deterministic=True))
+
+
+def decode_group(payload: bytes) -> GroupRecord:
+    """The group of a payload. Its arrays are read-only views. Raises DataError when the payload is damaged or inconsistent."""
+    try:
+        message = pb.Group.FromString(payload)
+    except DecodeError as error:
+        raise DataError("a serialised Group", f"{len(payload)} bytes that are none ({error})", "Run `polyreme audit`.") from None
+    group = GroupRecord(
+        index=message.index,
+        attempt=message.attempt,
+        prompt_ids=_array(message.prompt_ids, "<i4"),
+        samples=[
+            SampleRecord(
+                token_ids=_array(sample.token_ids, "<i4"),
+                logprobs=_array(sample.logprobs, "<f4"),
+                loss_mask=_array(sample.loss_mask, "u1"),
+                finish_reason=sample.finish_reason,
+                spans=[(span.version, span.start, span.end) for span in sample.spans],
+                score=sample.score,
+                parts=[RewardPart(p.name, p.raw, p.weighted, p.plugin_version) for p in sample.parts],
+                text=sample.text,
+            )
+            for sample in message.samples
+        ],
+        prompt=message.prompt,
+        label=message.label,
+        generate_seconds=message.generate_seconds,
+        score_seconds=message.score_seconds,
+    )
+    _check(group)
+    return group
+
+
+def _raw(array: NDArray[np.generic], dtype: str) -> bytes:
+    if array.ndim != 1 or array.dtype != np.dtype(dtype).newbyteorder("="):
+        raise DataError(f"a flat array of {np.dtype(dtype).name}", f"{array.dtype} of shape {array.shape}", "Convert it first.")
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def _array(data: bytes, dtype: str) -> NDArray[Any]:
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise DataError(f"whole {size}-byte numbers", f"{len(data)} bytes", "The payload is damaged: run `polyreme audit`.")
+    return np.frombuffer(data, dtype=dtype).astype(np.dtype(dtype).newbyteorder("="), copy=False)
+
+
+def _check(group: GroupRecord) -> None:
+    if not group.samples or not len(group.prompt_ids):
+        raise _bad(group, "a prompt and at least one sample", f"{len(group.prompt_ids)} prompt ids, {len(group.samples)} samples")
+    for number, sample in enumerate(group.samples):
+        problem = _problem(sample)
+        if problem:
+            raise _bad(group, *problem, sample=number)
+
+
+def _problem(sample: SampleRecord) -> tuple[str, str] | None:
+    """What a sample should have, and what it has instead."""
+    length = len(sample.token_ids)
+    lengths = (length, len(sample.logprobs), len(sample.loss_mask))
+    if length == 0 or len(set(lengths)) > 1:
+        return "token_ids, logprobs and loss_mask of one length above 0", f"lengths {lengths}"
+    if sample.finish_reason not in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH):
+        return "a finish reason", str(sample.finish_reason)
+    if not np.isfinite(sample.logprobs).all() or not math.isfinite(sample.score):
+        return "finite logprobs and score", f"score {sample.score}, {int((~np.isfinite(sample.logprobs)).sum())} bad logprobs"
+    if sample.loss_mask.max() > 1:
+        return "a loss mask of 0 and 1", f"a {sample.loss_mask.max()}"
+    at = 0
+    for _, start, end in sample.spans:
+        if start != at or end <= start:
+            return f"version spans that follow each other and cover {length} tokens", str(sample.spans)
+        at = end
+    if at != length:
+        return f"version spans that cover {length} tokens", str(sample.spans)
+    return None
+
+
+def _bad(group: GroupRecord, expected: str, found: str, sample: int | None = None) -> DataError:
+    place = f"group {group.index}" + ("" if sample is None else f", sample {sample}")
+    return DataError(
+        f"{expected} in {place}", found, "This is a defect of what generated or stored it; the group must not be used."
+    )

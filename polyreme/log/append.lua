@@ -1,0 +1,18 @@
+#!lua
+-- append: admitted(attempt) -> appended, with its payload. The same attempt again changes nothing.
+-- KEYS: common. Writes ledger, in_flight, appended, payloads.
+-- ARGV: orchestrator's term, index, attempt, oldest version, mean reward, payload. Returns 1, or 0 for a duplicate.
+local stale = refused('orchestrator', ARGV[1])
+if stale then return stale end
+local index, attempt = tonumber(ARGV[2]), tonumber(ARGV[3])
+if index < meta('low_water') then return 0 end
+local r = row(index)
+if not r then return redis.error_reply('ORDER group ' .. int(index) .. ' was never admitted') end
+if (r.state == 'appended' or r.state == 'planned') and r.attempt == attempt then return 0 end
+if r.state ~= 'admitted' or r.attempt ~= attempt then return redis.error_reply('STALEATTEMPT ' .. r.text) end
+redis.call('ZREM', IN_FLIGHT, member(index))
+redis.call('ZADD', APPENDED, tonumber(ARGV[4]), member(index))
+redis.call('HSET', PAYLOADS, int(index), ARGV[6])
+write(index, 'appended', int(attempt), ARGV[4], ARGV[5])
+signal('append', int(index))
+return 1

@@ -1,0 +1,10 @@
+#!lua
+-- commit: a replica serves a version: one entry on the commits stream, once per nonce.
+-- KEYS: common, then commits (stream), once (string that expires). Writes commits, once, events.
+-- ARGV: learner's term, bound of the stream, replica, entry.
+local stale = refused('learner', ARGV[1])
+if stale then return stale end
+if not redis.call('SET', KEYS[10], '1', 'NX', 'EX', '600') then return 0 end
+redis.call('XADD', KEYS[9], 'MAXLEN', '~', ARGV[2], '*', 'json', ARGV[4])
+signal('commit', ARGV[3])
+return 1

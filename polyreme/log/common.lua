@@ -1,0 +1,74 @@
+-- Prepended to every script. Every script gets the same keys of one run, in this order (scripts.py, KEYS):
+--   meta       hash   state, reason, limits (groups_per_iteration, max_staleness, max_attempts, iterations), base, version,
+--                     released, low_water, orchestrator_since
+--   terms      hash   role -> "counter token" of its holder
+--   ledger     hash   index -> row, one of
+--                       admitted ATTEMPT VERSION ADMITTED_MS | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
+--                       planned ATTEMPT OLDEST_VERSION ITERATION | dropped ATTEMPT MEAN_REWARD REASON | failed ATTEMPT REASON
+--   in_flight  zset   padded index, by the version it was admitted at: the rows `admitted`
+--   appended   zset   padded index, by its oldest token's version: the rows `appended`
+--   plans      hash   iteration -> "INDEX INDEX ..."
+--   payloads   hash   index -> serialised group: the rows `appended`, and `planned` beyond `released`
+--   events     stream wake-up signals, bounded; never the truth
+local META, TERMS, LEDGER, IN_FLIGHT, APPENDED, PLANS, PAYLOADS, EVENTS = unpack(KEYS, 1, 8)
+
+local function now_ms()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function meta(field)
+  return tonumber(redis.call('HGET', META, field) or '-1')
+end
+
+-- Iterations that have a plan. `base` is the version that an empty log began at.
+local function planned()
+  return meta('base') + redis.call('HLEN', PLANS)
+end
+
+local function int(n)
+  return string.format('%d', n)
+end
+
+-- Members of equal length make the order inside one score the numeric one.
+local function member(index)
+  return string.format('%012d', index)
+end
+
+local function row(index)
+  local text = redis.call('HGET', LEDGER, int(index))
+  if not text then return nil end
+  local words = {}
+  for word in string.gmatch(text, '%S+') do words[#words + 1] = word end
+  return {state = words[1], attempt = tonumber(words[2]), third = tonumber(words[3]), text = text}
+end
+
+local function write(index, ...)
+  redis.call('HSET', LEDGER, int(index), table.concat({...}, ' '))
+end
+
+local function signal(kind, value)
+  redis.call('XADD', EVENTS, 'MAXLEN', '~', '1000', '*', 'kind', kind, 'value', tostring(value))
+end
+
+-- The error to answer when `term` no longer holds the role, else nil.
+local function refused(role, term)
+  local holder = redis.call('HGET', TERMS, role)
+  if holder == term then return nil end
+  return redis.error_reply('STALETERM ' .. role .. ' is held by ' .. (holder or 'nobody'))
+end
+
+-- admitted -> admitted with the next attempt at the current version, or failed after the last one.
+-- Returns the new attempt, or nil.
+local function next_attempt(index, attempt, reason, max_attempts)
+  if attempt >= max_attempts then
+    redis.call('ZREM', IN_FLIGHT, member(index))
+    write(index, 'failed', int(attempt), reason)
+    signal('fail', int(index))
+    return nil
+  end
+  local version = meta('version')
+  redis.call('ZADD', IN_FLIGHT, version, member(index))
+  write(index, 'admitted', int(attempt + 1), int(version), int(now_ms()))
+  return attempt + 1
+end

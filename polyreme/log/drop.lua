@@ -1,0 +1,16 @@
+#!lua flags=allow-oom
+-- drop: admitted(attempt) -> dropped(mean reward, reason): scored, and of no use to training. The same again changes nothing.
+-- KEYS: common. Writes ledger, in_flight.
+-- ARGV: orchestrator's term, index, attempt, mean reward, reason. Returns 1, or 0 for a duplicate.
+local stale = refused('orchestrator', ARGV[1])
+if stale then return stale end
+local index, attempt = tonumber(ARGV[2]), tonumber(ARGV[3])
+if index < meta('low_water') then return 0 end
+local r = row(index)
+if not r then return redis.error_reply('ORDER group ' .. int(index) .. ' was never admitted') end
+if r.state == 'dropped' and r.attempt == attempt then return 0 end
+if r.state ~= 'admitted' or r.attempt ~= attempt then return redis.error_reply('STALEATTEMPT ' .. r.text) end
+redis.call('ZREM', IN_FLIGHT, member(index))
+write(index, 'dropped', int(attempt), ARGV[4], ARGV[5])
+signal('drop', int(index))
+return 1

@@ -1,0 +1,48 @@
+#!lua flags=allow-oom
+-- plan: appended -> planned(iteration) for groups_per_iteration groups, those with the oldest tokens first, then by index.
+-- The plan that exists is answered again. While it waits, attempts in flight beyond the straggler timeout expire.
+-- KEYS: common. Reads meta; writes ledger, in_flight (expiry), appended, plans.
+-- ARGV: learner's term, iteration, straggler timeout in ms. Returns "INDEX INDEX ...", or false: not yet.
+local stale = refused('learner', ARGV[1])
+if stale then return stale end
+local iteration, timeout = tonumber(ARGV[2]), tonumber(ARGV[3])
+local existing = redis.call('HGET', PLANS, int(iteration))
+if existing then return existing end
+if iteration ~= planned() + 1 then
+  return redis.error_reply('ORDER iteration ' .. int(iteration) .. ' cannot follow plans up to iteration ' .. int(planned()))
+end
+local size, staleness, version = meta('groups_per_iteration'), meta('max_staleness'), meta('version')
+
+-- A group of version a is trained at the latest in iteration a + 1 + max_staleness. So after this plan, the unplanned groups
+-- of versions <= a must fit the iterations up to that one; where they do not, the plan waits for those in flight.
+local waits_for = redis.call('ZCARD', APPENDED) < size and '+inf' or nil
+for a = version, math.min(version, iteration - 1 - staleness), -1 do
+  if waits_for then break end
+  local left = redis.call('ZCOUNT', IN_FLIGHT, '-inf', a) + math.max(0, redis.call('ZCOUNT', APPENDED, '-inf', a) - size)
+  if left > math.max(0, a + 1 + staleness - iteration) * size then waits_for = a end
+end
+if waits_for then
+  local before = now_ms() - timeout
+  if meta('orchestrator_since') > before then return false end
+  for _, m in ipairs(redis.call('ZRANGEBYSCORE', IN_FLIGHT, '-inf', waits_for)) do
+    local index = tonumber(m)
+    local r = row(index)
+    if tonumber(string.match(r.text, '(%d+)$')) <= before then
+      if next_attempt(index, r.attempt, 'straggler', meta('max_attempts')) then signal('expire', int(index)) end
+    end
+  end
+  return false
+end
+
+local chosen = {}
+for _, m in ipairs(redis.call('ZRANGE', APPENDED, 0, size - 1)) do
+  local index = tonumber(m)
+  local r = row(index)
+  redis.call('ZREM', APPENDED, m)
+  write(index, 'planned', int(r.attempt), int(r.third), int(iteration))
+  chosen[#chosen + 1] = int(index)
+end
+local plan = table.concat(chosen, ' ')
+redis.call('HSET', PLANS, int(iteration), plan)
+signal('plan', int(iteration))
+return plan

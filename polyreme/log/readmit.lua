@@ -1,0 +1,17 @@
+#!lua flags=allow-oom
+-- readmit: admitted(attempt) -> admitted(attempt + 1) at the current version, or failed(reason) after the last attempt.
+-- The attempt that exists already is answered again: a retry, and an attempt that expired, look the same.
+-- KEYS: common. Writes ledger, in_flight.
+-- ARGV: orchestrator's term, index, attempt, reason, max_attempts. Returns {index, attempt, version}, or false when failed.
+local stale = refused('orchestrator', ARGV[1])
+if stale then return stale end
+local index, attempt = tonumber(ARGV[2]), tonumber(ARGV[3])
+local r = row(index)
+if not r then return redis.error_reply('ORDER group ' .. int(index) .. ' was never admitted') end
+if r.state == 'failed' and r.attempt == attempt then return false end
+if r.state ~= 'admitted' or (r.attempt ~= attempt and r.attempt ~= attempt + 1) then
+  return redis.error_reply('STALEATTEMPT ' .. r.text)
+end
+if r.attempt == attempt and not next_attempt(index, attempt, ARGV[4], tonumber(ARGV[5])) then return false end
+r = row(index)
+return {index, r.attempt, r.third}

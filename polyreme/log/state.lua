@@ -1,0 +1,18 @@
+#!lua flags=allow-oom
+-- state: one legal step of the run's state. The state it already has changes nothing.
+-- KEYS: common. Writes meta.
+-- ARGV: state, reason.
+local LEGAL = {
+  starting = {running = true, draining = true, done = true, failed = true},
+  running = {draining = true, done = true, failed = true},
+  draining = {done = true, failed = true},
+  done = {},
+  failed = {},
+}
+local now = redis.call('HGET', META, 'state')
+if not now then return redis.error_reply('NORUN ' .. META) end
+if now == ARGV[1] then return 0 end
+if not LEGAL[now][ARGV[1]] then return redis.error_reply('ORDER the run is ' .. now .. ' and cannot become ' .. ARGV[1]) end
+redis.call('HSET', META, 'state', ARGV[1], 'reason', ARGV[2])
+signal('state', ARGV[1])
+return 1

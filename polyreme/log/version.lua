@@ -1,0 +1,15 @@
+#!lua flags=allow-oom
+-- version: iteration `version` is trained: one step up. The version it already has changes nothing.
+-- KEYS: common. Writes meta.version.
+-- ARGV: learner's term, version.
+local stale = refused('learner', ARGV[1])
+if stale then return stale end
+local version, now = tonumber(ARGV[2]), meta('version')
+if version == now then return 0 end
+if version ~= now + 1 or version > planned() then
+  return redis.error_reply('ORDER version ' .. int(version) .. ' cannot follow version ' .. int(now) .. ' with plans up to iteration '
+    .. int(planned()))
+end
+redis.call('HSET', META, 'version', int(version))
+signal('version', int(version))
+return 1

@@ -1,0 +1,38 @@
+"""Fixtures that every kind of test shares: a real Redis, and a fresh run in it."""
+
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from support.configs import run_config
+
+from polyreme.log.run import Run
+from polyreme.log.store import EmbeddedServer, connect
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real server with production settings, on a free port, for the whole session."""
+    with EmbeddedServer.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    """A client of it."""
+    client = await connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def run(redis: Redis, run_id: str, tmp_path: Path) -> Run:
+    """A fresh run of 4 groups of 2 samples per iteration, on-policy."""
+    return await Run.create(redis, run_id, run_config(tmp_path), {"config.json": b"{}", "tokenizer.json": b"[]"})

@@ -1,0 +1,76 @@
+import asyncio
+
+import pytest
+
+from polyreme.errors import RunFailedError, UnavailableError
+from polyreme.log.ledger import ExperienceLog, Role
+from polyreme.log.run import Run, RunState
+from polyreme.registry import Lease, Registry
+
+
+def lease(name: str, **facts: object) -> Lease:
+    return Lease("rollout", name, "127.0.0.1:1", "127.0.0.1:2", 1, dict(facts))
+
+
+async def test_a_lease_lives_as_long_as_its_block(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("b", slots=3)), await registry.register(lease("a")):
+        assert await registry.leases("rollout") == [lease("a"), lease("b", slots=3)]
+        assert await registry.leases("reward") == []
+    assert await registry.leases("rollout") == []
+
+
+async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run) -> None:
+    registry = Registry(run)
+    await registry.register(lease("dead"), ttl=0.3)  # registered, and never renewed
+    async with await registry.register(lease("alive"), ttl=0.3):
+        await asyncio.sleep(0.7)
+        assert await registry.leases("rollout") == [lease("alive")]
+    assert await run.redis.smembers(run.key("leases:rollout")) == set()
+
+
+async def test_renewals_learn_the_learners_term(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("a"), ttl=0.15) as keeper:
+        assert keeper.learner_term == 0
+        await ExperienceLog(run).take(Role.LEARNER)
+        await ExperienceLog(run).take(Role.LEARNER)
+        await asyncio.sleep(0.3)
+        assert keeper.learner_term == 2
+
+
+async def test_facts_can_change(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("a", version=1, engine="x")) as keeper:
+        await keeper.update({"version": 2})
+        assert await registry.leases("rollout") == [lease("a", version=2, engine="x")]
+
+
+async def test_waiting_ends_when_enough_have_come(run: Run) -> None:
+    registry = Registry(run)
+
+    async def come_later() -> None:
+        await asyncio.sleep(0.1)
+        await registry.register(lease("a"))
+
+    task = asyncio.create_task(come_later())
+    start = asyncio.get_running_loop().time()
+    assert await registry.wait_for("rollout", 1, timeout=10) == [lease("a")]
+    assert asyncio.get_running_loop().time() - start < 0.9  # woken by the event, not by the heartbeat
+    await task
+
+
+async def test_waiting_says_who_is_there(run: Run) -> None:
+    registry = Registry(run)
+    await registry.register(lease("only-one"))
+    with pytest.raises(UnavailableError, match=r"expected 2 rollout servers within 0.2 s; found 1 \(only-one at 127.0.0.1:1\)"):
+        await registry.wait_for("rollout", 2, timeout=0.2)
+
+
+async def test_waiting_ends_with_its_source_and_with_the_run(run: Run) -> None:
+    registry = Registry(run)
+    with pytest.raises(UnavailableError, match="has ended"):
+        await registry.wait_for("rollout", 1, timeout=10, alive=lambda: False)
+    await run.set_state(RunState.FAILED, "no reward server")
+    with pytest.raises(RunFailedError, match="no reward server"):
+        await registry.wait_for("rollout", 1, timeout=10)
