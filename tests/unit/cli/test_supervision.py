@@ -1,0 +1,155 @@
+"""Supervision of real child processes: restarts and their limit, units that end together, groups that are ended whole."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyreme.errors import GateError, StaleTermError
+from polyreme.supervision import ChildFailedError, Program, Supervisor, Unit, last_error
+
+
+def unit(folder: Path, *scripts: str, name: str = "work") -> Unit:
+    """A unit of one Python process per script; `note(text)` in it appends a line to notes.txt."""
+    prelude = f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
+
+    def programs() -> list[Program]:
+        return [
+            Program(f"{name}-{place}", (sys.executable, "-S", "-c", prelude + script)) for place, script in enumerate(scripts)
+        ]
+
+    return Unit(name, programs, folder)
+
+
+def notes(folder: Path) -> list[str]:
+    path = folder / "notes.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_dead_child_is_started_again_until_it_ends_well(tmp_path: Path) -> None:
+    script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 3 else 1)"
+    await Supervisor([unit(tmp_path, script)], max_restarts=5, first_backoff=0.01).run()
+    assert notes(tmp_path) == ["start"] * 3
+
+
+async def test_restarts_are_counted_over_all_units(tmp_path: Path) -> None:
+    dying = "note('start'); raise ValueError('of no use')"
+    units = [unit(tmp_path, dying, name="a"), unit(tmp_path, dying, name="b")]
+    with pytest.raises(ChildFailedError, match=r"ended with status 1 after 3 restarts: ValueError: of no use"):
+        await Supervisor(units, max_restarts=3, first_backoff=0.01).run()
+    assert 4 <= len(notes(tmp_path)) <= 5
+
+
+async def test_a_death_by_signal_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError, match="work-0 was ended by SIGKILL"):
+        await Supervisor([unit(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")], max_restarts=0).run()
+
+
+async def test_an_error_that_a_restart_would_meet_again_is_final(tmp_path: Path) -> None:
+    script = f"note('start'); print('learner: error: the logits differ'); sys.exit({GateError.exit_code})"
+    with pytest.raises(ChildFailedError, match="the logits differ") as caught:
+        await Supervisor([unit(tmp_path, script)], max_restarts=5, first_backoff=0.01).run()
+    assert notes(tmp_path) == ["start"]
+    assert caught.value.child.name == "work-0"
+
+
+async def test_a_child_whose_role_was_taken_over_ends_supervision_as_such(tmp_path: Path) -> None:
+    with pytest.raises(StaleTermError):
+        await Supervisor([unit(tmp_path, f"sys.exit({StaleTermError.exit_code})")], max_restarts=5).run()
+
+
+async def test_one_dead_rank_restarts_all_ranks(tmp_path: Path) -> None:
+    first = f"note('rank 0'); time.sleep(0.2); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) > 3 else 1)"
+    second = f"note('rank 1')\nwhile len(open({str(tmp_path / 'notes.txt')!r}).readlines()) < 4: time.sleep(0.02)"
+    await Supervisor([unit(tmp_path, first, second)], max_restarts=1, first_backoff=0.01).run()
+    assert sorted(notes(tmp_path)) == ["rank 0", "rank 0", "rank 1", "rank 1"]
+
+
+async def test_nothing_is_left_of_a_group_when_its_leader_has_died(tmp_path: Path) -> None:
+    script = (
+        "child = os.fork()\n"
+        "if child == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN); note(os.getpid()); time.sleep(60)\n"
+        f"while not os.path.exists({str(tmp_path / 'notes.txt')!r}): time.sleep(0.01)\n"
+        "os._exit(1)"
+    )
+    with pytest.raises(ChildFailedError):
+        await Supervisor([unit(tmp_path, script)], max_restarts=0).run()
+    await until(lambda: all(not _runs(int(pid)) for pid in notes(tmp_path)))
+
+
+async def test_cancelling_supervision_ends_its_children(tmp_path: Path) -> None:
+    task = asyncio.create_task(Supervisor([unit(tmp_path, "note(os.getpid()); time.sleep(60)")], max_restarts=1).run())
+    await until(lambda: len(notes(tmp_path)) == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not _runs(int(notes(tmp_path)[0]))
+
+
+async def test_stop_terminates_gently_and_kills_what_does_not_listen(tmp_path: Path) -> None:
+    listens = "signal.signal(signal.SIGTERM, lambda *_: (note('saved'), sys.exit(0))); note('up'); time.sleep(60)"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('up'); time.sleep(60)"
+    supervisor = Supervisor([unit(tmp_path, listens, name="a"), unit(tmp_path, deaf, name="b")], max_restarts=3)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: notes(tmp_path).count("up") == 2)
+    await supervisor.stop(grace=0.5)
+    with pytest.raises(ChildFailedError, match="b-0 was ended by SIGKILL"):
+        await task
+    assert "saved" in notes(tmp_path)
+
+
+async def test_a_child_that_dies_while_draining_is_not_started_again(tmp_path: Path) -> None:
+    supervisor = Supervisor([unit(tmp_path, "note('start'); time.sleep(0.2); sys.exit(1)")], max_restarts=3)
+    supervisor.draining = True
+    with pytest.raises(ChildFailedError):
+        await supervisor.run()
+    assert notes(tmp_path) == ["start"]
+
+
+async def test_logs_are_kept_over_restarts(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError):
+        await Supervisor([unit(tmp_path, "print('once'); sys.exit(1)")], max_restarts=1, first_backoff=0.01).run()
+    assert (tmp_path / "work-0.log").read_text().splitlines() == ["once", "once"]
+
+
+def test_the_telling_line_of_a_log() -> None:
+    assert last_error("polyreme: error: expected a; found b. Do c.\nbye\n") == "expected a; found b. Do c."
+    assert last_error("Traceback (most recent call last):\n  ...\ntorch.OutOfMemoryError: no room\n") == "torch.OutOfMemoryError: no room"
+    assert last_error("hello\n\n") == "hello"
+    assert last_error("") == ""
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_children_die_with_a_killed_owner(tmp_path: Path) -> None:
+    owner = (
+        "import asyncio, sys\nfrom pathlib import Path\nfrom polyreme.supervision import Program, Supervisor, Unit\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "argv = (sys.executable, '-c', f'import os, time; open({str(folder)!r} + \"/notes.txt\", \"a\").write(str(os.getpid()) + chr(10)); time.sleep(60)')\n"
+        "asyncio.run(Supervisor([Unit('a', lambda: [Program('a', argv)], folder)], 0).run())\n"
+    )
+    pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", owner])
+    try:
+        asyncio.run(until(lambda: len(notes(tmp_path)) == 1))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    asyncio.run(until(lambda: not _runs(int(notes(tmp_path)[0]))))
