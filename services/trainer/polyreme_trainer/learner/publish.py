@@ -12,12 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from polyreme.errors import PolyremeError
 from polyreme.log.ledger import ExperienceLog, Term
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.registry import Registry
-
-from polyreme.errors import PolyremeError
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest
@@ -25,7 +24,9 @@ from polyreme_trainer.learner.fleet import Commit, Fleet
 from polyreme_trainer.learner.push import Version
 
 START_SECONDS = 30.0
+ATTACH_SECONDS = 5.0  # the learner is in the run already
 CLOSE_SECONDS = 10.0
+ANSWER_SECONDS = 90.0  # beyond a question's own deadline: Redis may be away for a minute
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class Publisher:
         Raises:
             StaleTermError: another learner has taken over.
         """
-        return await self._ask(lambda fleet: fleet.acquire_slot(seconds))
+        return await self._ask(lambda fleet: fleet.acquire_slot(seconds), seconds)
 
     async def wait_committed(self, version: int, replicas: int, seconds: float) -> list[Commit]:
         """The commits of at least `replicas` replicas that serve `version` or a newer one.
@@ -91,19 +92,24 @@ class Publisher:
             UnavailableError: there are fewer after `seconds`; says what each replica does.
             StaleTermError: another learner has taken over.
         """
-        return await self._ask(lambda fleet: fleet.wait_committed(version, replicas, seconds))
+        return await self._ask(lambda fleet: fleet.wait_committed(version, replicas, seconds), seconds)
 
     def close(self) -> None:
         """Ends the thread; pushes under way are cancelled. Idempotent."""
-        if self._thread.is_alive():
-            life = self._life.result(START_SECONDS)
-            life.loop.call_soon_threadsafe(life.task.cancel)
-            self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            return
+        if self._life.exception(START_SECONDS) is None:
+            life = self._life.result()
+            with suppress(RuntimeError):  # the loop is closed: the thread ends by itself
+                life.loop.call_soon_threadsafe(life.task.cancel)
+        self._thread.join(CLOSE_SECONDS)
 
-    async def _ask(self, question: Callable[[Fleet], Coroutine[Any, Any, T]]) -> T:
+    async def _ask(self, question: Callable[[Fleet], Coroutine[Any, Any, T]], seconds: float) -> T:
+        """`question` has its own deadline of `seconds`; this one is for a thread that ends without an answer."""
         try:
-            return await asyncio.wrap_future(self._submit(question))
-        except asyncio.CancelledError:
+            async with asyncio.timeout(seconds + ANSWER_SECONDS):
+                return await asyncio.wrap_future(self._submit(question))
+        except (asyncio.CancelledError, TimeoutError):
             self._raise_failure()  # it was the publisher's loop that ended
             raise
 
@@ -130,7 +136,7 @@ class Publisher:
         try:
             redis = await connect(self._redis_url)
             try:
-                run = await Run.attach(redis, self._run_id, START_SECONDS)
+                run = await Run.attach(redis, self._run_id, ATTACH_SECONDS)
                 fleet = Fleet(run, ExperienceLog(run, self._term), Registry(run), self._arena, self._term.counter)
                 task = asyncio.current_task()
                 assert task is not None

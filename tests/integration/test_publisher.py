@@ -1,0 +1,300 @@
+"""The publisher with real Redis, real gRPC and real shared memory: who gets which version, and what happens when one does not."""
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from polyreme_trainer.learner import fleet
+from polyreme_trainer.learner.publish import Publisher
+from support.receiver import Receiver, lease, replica, serving
+
+from polyreme.config import parse_config
+from polyreme.errors import StaleTermError, UnavailableError
+from polyreme.log.ledger import ExperienceLog, Role, Term
+from polyreme.log.run import Run
+from polyreme.log.store import EmbeddedServer, connect
+from polyreme.registry import Registry
+from polyreme.weights.arena import Arena
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+
+LAYOUT = plan_manifest([TensorSpec("embed", "F32", (7, 4)), TensorSpec("norm", "BF16", (5,))], {"head": "embed"})
+CONFIG = {
+    "iterations": 1,
+    "groups_per_iteration": 1,
+    "group_size": 2,
+    "model": {"path": "/none"},
+    "data": {"train": "/none", "max_prompt_tokens": 8},
+    "rollout": {"max_new_tokens": 8, "max_model_len": 16},
+    "reward": {"rewards": [{"name": "exact"}]},
+    "trainer": {"optimizer": {"lr": 1.0}},
+}
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with EmbeddedServer.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@dataclass
+class World:
+    """A run with a learner that publishes random weights."""
+
+    run: Run
+    log: ExperienceLog
+    registry: Registry
+    arena: Arena
+    publisher: Publisher
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    version: int = -1
+
+    async def step(self) -> dict[str, np.ndarray]:
+        """Writes and publishes the next version, as the learner does; gives its tensors."""
+        self.version += 1
+        slot = await self.publisher.acquire_slot(10)
+        self.arena.begin(slot)
+        views = tensor_views(LAYOUT, self.arena.slot_view(slot))
+        views["embed"][:] = self.rng.normal(size=(7, 4))
+        views["norm"][:] = self.rng.integers(0, 2**16, size=5)
+        weights = {name: view.copy() for name, view in views.items()}
+        generation = self.arena.complete(slot, self.version, self.term)
+        self.publisher.publish(self.manifest(), slot, generation)
+        return weights
+
+    def manifest(self) -> Manifest:
+        return LAYOUT.stamped(self.run.run_id, self.term, self.version)
+
+    @property
+    def term(self) -> int:
+        assert self.log.term is not None
+        return self.log.term.counter
+
+    def receiver(self) -> Receiver:
+        return Receiver(self.run.run_id, ["embed", "norm"])
+
+    def replica(self, name: str) -> AbstractAsyncContextManager[Receiver]:
+        return replica(self.registry, name, self.receiver())
+
+    async def notice(self, *words: str) -> str:
+        """The first notice with all these words, once it is there."""
+        async with asyncio.timeout(10):
+            while True:
+                for text in await self.notices():
+                    if all(word in text for word in words):
+                        return text
+                await asyncio.sleep(0.01)
+
+    async def notices(self) -> list[str]:
+        return [record["text"] for _, record in await self.run.records("0", 0) if record["kind"] == "notice"]
+
+
+@pytest.fixture
+async def world(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(fleet, "LEASES_SECONDS", 0.02)
+    monkeypatch.setattr(fleet, "FIRST_BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(fleet, "LONGEST_BACKOFF_SECONDS", 0.05)
+    redis = await connect(redis_url)
+    run = await Run.create(redis, f"test-{uuid.uuid4().hex[:12]}", parse_config(CONFIG, "test"), {})
+    log = ExperienceLog(run)
+    term = await log.take(Role.LEARNER)
+    arena = Arena.create(run.run_id, LAYOUT.nbytes)
+    publisher = Publisher(redis_url, run.run_id, term, arena)
+    publisher.start()
+    yield World(run, log, Registry(run), arena, publisher)
+    publisher.close()
+    arena.close()
+    await redis.aclose()
+    assert not arena.path.exists()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - it reads what other loops and servers write
+            await asyncio.sleep(0.01)
+
+
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+async def test_every_replica_serves_what_was_written(world: World) -> None:
+    async with world.replica("a") as a, world.replica("b") as b:
+        for version in range(5):
+            weights = await world.step()
+            commits = await world.publisher.wait_committed(version, 2, 10)
+            assert {commit.replica for commit in commits} == {"a", "b"}
+            assert same(a.weights, weights)
+            assert same(b.weights, weights)
+            assert np.array_equal(a.weights["head"], weights["embed"])
+        assert list(a.calls) == ["Probe"] + ["StageArena", "Commit"] * 5
+    commits = [record for _, record in await world.log.commits("0", 0)]
+    assert sorted((c["replica"], c["version"]) for c in commits) == [*itertools.product("ab", range(5))]
+    assert {(c["term"], c["reload_seconds"]) for c in commits} == {(world.term, 0.001)}
+    records = [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
+    assert len(records) == 10
+    assert records[0].keys() == {"kind", "replica", "version", "stall_seconds", "reload_seconds", "path"}
+    assert all(0 < record["stall_seconds"] < 10 and record["path"] == "arena" for record in records)
+
+
+async def test_a_late_joiner_is_brought_to_the_newest_version(world: World) -> None:
+    await world.step()
+    await world.step()
+    weights = await world.step()
+    async with world.replica("late") as late:
+        await world.publisher.wait_committed(2, 1, 10)
+        assert late.versions == [2]
+        assert same(late.weights, weights)
+
+
+async def test_the_newest_version_wins(world: World) -> None:
+    async with world.replica("slow") as slow, world.replica("quick") as quick:
+        slow.engine.may_load.clear()
+        await world.step()
+        await until(lambda: "Commit" in slow.calls)
+        await world.publisher.wait_committed(0, 1, 10)
+        for version in (1, 2, 3):
+            weights = await world.step()
+            await until(lambda version=version: quick.versions[-1] == version)
+        slow.engine.may_load.set()
+        await world.publisher.wait_committed(3, 2, 10)
+        assert slow.versions == [0, 3]
+        assert quick.versions == [0, 1, 2, 3]
+        assert same(slow.weights, weights)
+
+
+async def test_a_failed_swap_restores_the_version_before_and_is_tried_again(world: World) -> None:
+    async with world.replica("shaky") as shaky:
+        for version in range(3):
+            shaky.engine.broken_loads = 1
+            weights = await world.step()
+            await world.publisher.wait_committed(version, 1, 10)
+            assert same(shaky.weights, weights)
+        assert shaky.versions == [0, 0, 1, 1, 2]  # served again after the failures of versions 1 and 2
+
+
+async def test_three_failed_swaps_in_a_row_are_a_quarantine(world: World) -> None:
+    async with world.replica("bad") as bad, world.replica("good") as good:
+        bad.engine.broken_loads = 100
+        await world.step()
+        await until(lambda: bad.calls.count("Commit") == 3)
+        for version in (1, 2, 3, 4):
+            await world.step()
+            await until(lambda version=version: good.versions == [*range(version + 1)])
+        assert bad.calls.count("Commit") == 3
+        assert bad.versions == []
+        notices = [text for text in await world.notices() if "quarantined" in text]
+        assert len(notices) == 1
+        assert "replica bad" in notices[0]
+        assert "3 times" in notices[0]
+        assert "INTERNAL: version 0 could not be loaded: broken on command" in notices[0]
+        with pytest.raises(UnavailableError, match=r"2 replicas at version 4 .*bad .*quarantined: it failed 3 times"):
+            await world.publisher.wait_committed(4, 2, 0.1)
+
+
+async def test_a_replica_that_cannot_map_is_said_so_at_once(world: World) -> None:
+    world.arena.unlink()  # as on another host
+    async with world.replica("far") as receiver:
+        await world.step()
+        await world.notice("replica far", "cannot map", "No such file", "same /dev/shm")
+        with pytest.raises(UnavailableError, match=r"far .*quarantined: it cannot map"):
+            await world.publisher.wait_committed(0, 1, 0.05)
+        assert list(receiver.calls) == ["Probe"]
+
+
+async def test_a_hanging_replica_keeps_its_slots_until_the_deadline_and_no_longer(world: World) -> None:
+    async with world.replica("stuck") as stuck, world.replica("good") as good:
+        await world.step()
+        await world.publisher.wait_committed(0, 2, 10)
+        stuck.engine.may_load.clear()
+        await world.step()  # stuck holds this one's slot, and the one before, which it serves
+        await until(lambda: stuck.calls.count("Commit") == 2 and good.versions[-1] == 1)
+        await world.step()
+        await until(lambda: good.versions[-1] == 2)
+        kept = bytes(world.arena.slot_view(0))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await world.publisher.acquire_slot(60)
+        assert await world.publisher.acquire_slot(0.05) == 0
+        assert bytes(world.arena.slot_view(0)) == kept
+        await world.step()
+        await until(lambda: good.versions == [0, 1, 2, 3])
+        await world.notice("replica stuck", "quarantined: it kept a weight slot")
+        stuck.engine.may_load.set()
+
+
+async def test_a_lost_lease_frees_the_slots(world: World) -> None:
+    async with world.replica("good") as good:
+        async with world.replica("dying") as hanging:
+            await world.step()
+            await world.publisher.wait_committed(0, 2, 10)
+            hanging.engine.may_load.clear()
+            await world.step()
+            await until(lambda: hanging.calls.count("Commit") == 2)
+            await world.step()
+            await until(lambda: good.versions[-1] == 2)
+        async with asyncio.timeout(10):
+            assert await world.publisher.acquire_slot(60) in (0, 1)
+        assert not [text for text in await world.notices() if "quarantined" in text]
+        await world.notice("replica dying", "left")
+
+
+async def test_a_replica_that_is_not_reachable_yet_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
+    receiver = world.receiver()
+    async with serving(receiver) as port:
+        pass
+    async with await world.registry.register(lease("slow-start", port)):
+        await world.step()
+        async with asyncio.timeout(10):
+            while True:
+                with pytest.raises(UnavailableError) as raised:
+                    await world.publisher.wait_committed(0, 1, 0.05)
+                if "UNAVAILABLE" in raised.value.found:
+                    break
+        async with serving(receiver, port):
+            await world.publisher.wait_committed(0, 1, 10)
+            assert receiver.versions == [0]
+
+
+async def test_an_unreachable_replica_is_given_up(world: World) -> None:
+    async with serving(world.receiver()) as port:
+        pass
+    async with await world.registry.register(lease("gone", port)):
+        await world.step()
+        await world.notice("replica gone", "quarantined: it failed 10 times; version 0: UNAVAILABLE")
+
+
+async def test_a_replica_that_knows_a_newer_term_stops_the_publisher(world: World) -> None:
+    async with world.replica("a") as receiver:
+        receiver.term = world.term + 1
+        await world.step()
+        with pytest.raises(StaleTermError, match="taken over"):
+            await world.publisher.wait_committed(0, 1, 10)
+        with pytest.raises(StaleTermError):
+            await world.publisher.acquire_slot(1)
+        with pytest.raises(StaleTermError):
+            world.publisher.publish(world.manifest(), 0, 2)
+
+
+async def test_a_log_that_knows_a_newer_term_stops_the_publisher(world: World) -> None:
+    await ExperienceLog(world.run).take(Role.LEARNER)
+    async with world.replica("a"):
+        await world.step()
+        with pytest.raises(StaleTermError):
+            await world.publisher.wait_committed(0, 1, 10)
+
+
+async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme_trainer.learner.publish.ATTACH_SECONDS", 0.1)
+    run_id = f"test-{uuid.uuid4().hex[:12]}"
+    arena = Arena.create(run_id, LAYOUT.nbytes)
+    publisher = Publisher(redis_url, run_id, Term(Role.LEARNER, 1, "x"), arena)
+    with pytest.raises(UnavailableError, match=run_id):
+        publisher.start()
+    publisher.close()
+    arena.close()

@@ -1,0 +1,128 @@
+"""A replica's receive side on an engine of plain memory: the real weights service, swap machine, lease and gRPC server."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+from polyreme_rollout.engine.base import ArenaSource, Delta, EngineRequest, Loaded, LoadError
+from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.swap import Swapper
+from polyreme_rollout.weights_service import WeightsService
+
+from polyreme import rpc
+from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
+from polyreme.registry import Lease, Registry
+from polyreme.weights.arena import Arena, ArenaError
+from polyreme.weights.manifest import tensor_views
+
+SERVICE = "polyreme.api.v1.WeightsService"
+
+
+class MemoryEngine:
+    """An engine whose model is a dictionary of arrays; it samples nothing.
+
+    `weights` is what it holds. The next `broken_loads` loads fail half way; while `may_load` is clear, loads wait.
+    """
+
+    name, max_model_len, vocab_size, dead = "memory", 8, 8, False
+
+    def __init__(self, weight_names: Sequence[str]) -> None:
+        self.weight_names = frozenset(weight_names)
+        self.weights: dict[str, np.ndarray] = {}
+        self.broken_loads = 0
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.paused = False
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        raise NotImplementedError
+        yield
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+        assert self.paused
+        await self.may_load.wait()
+        for source in sources:
+            arena = Arena.open(source.path)
+            try:
+                self._load(source, arena)
+            except ArenaError as error:
+                raise LoadError(str(error)) from None
+            finally:
+                arena.close()
+        return Loaded(seconds=0.001, sampled={})
+
+    def _load(self, source: ArenaSource, arena: Arena) -> None:
+        arena.check(source.slot, source.generation)
+        for name, view in tensor_views(source.manifest, arena.slot_view(source.slot)).items():
+            self.weights[name] = view.copy()
+            if self.broken_loads:
+                self.broken_loads -= 1
+                raise LoadError("broken on command")
+        arena.check(source.slot, source.generation)
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    def close(self) -> None:
+        pass
+
+
+class Receiver(WeightsService):
+    """The service; `versions` lists all that it has served, `calls` every call it got, `term` is the learner's as it knows it."""
+
+    def __init__(self, run_id: str, weight_names: Sequence[str]) -> None:
+        self.engine = MemoryEngine(weight_names)
+        self.versions: list[int] = []
+        self.calls: deque[str] = deque(maxlen=1000)
+        self.term = 0
+        swapper = Swapper(
+            run_id, self.engine, lambda: self.term, lambda version, _sampled: self.versions.append(version), lambda: None
+        )
+        super().__init__(swapper, Metrics(), lambda: None)
+
+    @property
+    def weights(self) -> dict[str, np.ndarray]:
+        return self.engine.weights
+
+    async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
+        self.calls.append("Probe")
+        return await super().Probe(request, context)
+
+    async def StageArena(self, request: pb.StageArenaRequest, context: Any) -> pb.StageResponse:
+        self.calls.append("StageArena")
+        return await super().StageArena(request, context)
+
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+        self.calls.append("Commit")
+        return await super().Commit(request, context)
+
+
+@asynccontextmanager
+async def serving(receiver: Receiver, port: int = 0) -> AsyncIterator[int]:
+    """The receiver behind a gRPC server; gives its port."""
+
+    def add(server: grpc.aio.Server) -> None:
+        pb_grpc.add_WeightsServiceServicer_to_server(receiver, server)
+
+    async with rpc.serve("127.0.0.1", port, add, [SERVICE], grace=0.1) as server:
+        yield server.port
+    receiver.engine.may_load.set()  # a swap goes on to its end when the call is gone
+
+
+@asynccontextmanager
+async def replica(registry: Registry, name: str, receiver: Receiver) -> AsyncIterator[Receiver]:
+    """A receiver with a lease."""
+    async with serving(receiver) as port, await registry.register(lease(name, port)):
+        yield receiver
+
+
+def lease(name: str, port: int) -> Lease:
+    return Lease(kind="rollout", id=name, address=f"127.0.0.1:{port}", http_address=f"127.0.0.1:{port}", api=1)
