@@ -1,0 +1,104 @@
+"""How good one policy version is: greedy answers to held-out prompts, through the same replicas and rewards as training.
+
+Invariant: a result is of exactly one version, and its samples never reach the log.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence, Set
+
+from polyreme.config import RunConfig
+from polyreme.log.run import Run
+from polyreme_trainer.data import Prompt
+from polyreme_trainer.orchestrator.drafts import Draft
+from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
+from polyreme_trainer.orchestrator.score import Question, Rewards, ScoreError
+from polyreme_trainer.orchestrator.tasks import together
+from polyreme_trainer.template import Template
+
+EXAMPLES = 5
+_SCORED_AT_ONCE = 64
+
+
+class EvaluationError(Exception):
+    """This version could not be evaluated; training does not depend on it."""
+
+
+def due(version: int, done: Set[int], *, last: int, interval: int) -> bool:
+    """Whether to evaluate a version: the first that there is, the run's last, and every `interval` (0: no others); each once."""
+    return version not in done and (not done or version == last or (interval > 0 and version % interval == 0))
+
+
+class Evaluator:
+    """Evaluates versions on the first `eval_samples` held-out prompts."""
+
+    def __init__(
+        self, run: Run, config: RunConfig, template: Template, prompts: Sequence[Prompt], fleet: Fleet, rewards: Rewards
+    ) -> None:
+        self._run, self._config, self._template, self._fleet, self._rewards = run, config, template, fleet, rewards
+        self._prompts = prompts[: config.eval_samples]
+
+    async def evaluate(self, version: int) -> None:
+        """Emits the `eval` record of a version.
+
+        Raises:
+            EvaluationError: samples or scores could not be had, or another version wrote some of them.
+            UnavailableError: there is no replica or no reward server.
+        """
+        begin = time.monotonic()
+        try:
+            drafts = await self._answers(version)
+            if strays := {span[0] for draft in drafts for span in draft.spans} - {version}:
+                raise EvaluationError(f"version {version} was replaced by {sorted(strays)} during its evaluation")
+            responses, questions = self._questions(version, drafts)
+            starts = range(0, len(questions), _SCORED_AT_ONCE)
+            batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
+        except (GenerateError, ScoreError) as error:
+            raise EvaluationError(f"version {version} could not be evaluated: {error}") from error
+        scores = [result.score for batch in batches for result in batch]
+        examples = [
+            {"prompt": prompt.text, "response": response, "label": prompt.label, "score": score}
+            for prompt, response, score in zip(self._prompts[:EXAMPLES], responses, scores, strict=False)
+        ]
+        await self._run.emit(
+            {
+                "kind": "eval",
+                "version": version,
+                "accuracy": sum(scores) / len(scores),
+                "samples": len(scores),
+                "seconds": time.monotonic() - begin,
+                "examples": examples,
+            }
+        )
+
+    async def _answers(self, version: int) -> list[Draft]:
+        room = asyncio.Semaphore(self._config.rollout.max_num_seqs * max(1, len(self._fleet)))
+
+        async def answer(position: int, prompt: Prompt) -> Draft:
+            wanted = Generation(
+                run_id=self._run.run_id,
+                name=f"eval-{version}-{position}",
+                prompt_ids=prompt.ids,
+                count=1,
+                max_new=self._config.rollout.max_new_tokens,
+                temperature=0.0,
+                stop_ids=self._template.stop_ids,
+                seed=lambda slot, prefix: 0,
+                min_version=version,
+            )
+            async with room:
+                rollout = self._config.rollout
+                (draft,) = await generate(self._fleet, wanted, silence=rollout.chunk_timeout, patience=rollout.start_timeout)
+                return draft
+
+        return await together([answer(position, prompt) for position, prompt in enumerate(self._prompts)])
+
+    def _questions(self, version: int, drafts: Sequence[Draft]) -> tuple[list[str], list[Question]]:
+        ids = [draft.token_ids().tolist() for draft in drafts]
+        clean, raw = self._template.decode(ids, special=False), self._template.decode(ids, special=True)
+        questions = [
+            Question((self._run.run_id, "eval", version, i), prompt.text, clean[i], raw[i], prompt.label, prompt.metadata_json)
+            for i, prompt in enumerate(self._prompts)
+        ]
+        return clean, questions

@@ -1,0 +1,165 @@
+"""The rollout replicas that are there, the versions they serve, and who may use which.
+
+Invariant: the targets are the live leases whose API number is ours; every claim on one gives its promised tokens back when it ends.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Set
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from polyreme import rpc
+from polyreme.api.v1 import rollout_pb2_grpc
+from polyreme.errors import UnavailableError
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run
+from polyreme_trainer.orchestrator.router import Target, choose, rest_after
+from polyreme_trainer.orchestrator.servers import Servers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Claim:
+    """The right to call one replica, and the tokens promised to it by that.
+
+    Attributes:
+        deadline: of the running call; it is brought forward when the replica's lease ends.
+    """
+
+    target: Target
+    stub: rollout_pb2_grpc.RolloutServiceStub
+    tokens: int
+    deadline: asyncio.Timeout | None = None
+
+    def arrived(self, tokens: int) -> None:
+        """Takes tokens that came off the promise."""
+        self.tokens -= tokens
+        self.target.outstanding -= tokens
+        self.target.failures = 0
+
+    def failed(self) -> None:
+        """Leaves the replica alone for a while."""
+        self.target.failures += 1
+        self.target.resting_until = time.monotonic() + rest_after(self.target.failures, random.random())
+
+
+class Fleet:
+    """Replicas by lease and commit.
+
+    Args:
+        patience: seconds without a usable replica after which the run cannot go on.
+    """
+
+    def __init__(self, run: Run, log: ExperienceLog, patience: float) -> None:
+        self._log, self._patience = log, patience
+        self._servers = Servers(run, "rollout")
+        self._targets: dict[str, Target] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, rollout_pb2_grpc.RolloutServiceStub] = {}
+        self._claims: set[Claim] = set()
+        self._served: dict[str, tuple[int, int]] = {}
+        self._term, self._published = 0, -1
+        self._last_commit = "0"
+        self._changed = asyncio.Condition()
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    async def wait_for(self, count: int) -> None:
+        """Waits for `count` replicas. Raises UnavailableError: they did not come within the fleet's patience."""
+        await self._servers.wait_for(count, self._patience, "rollout.start_timeout")
+
+    async def refresh(self) -> None:
+        """Brings the targets in line with the leases and the commits. Calls on a replica whose lease has ended are ended."""
+        leases = await self._servers.live()
+        self._published = await self._log.version()
+        while commits := await self._log.commits(self._last_commit, 0):
+            for entry, commit in commits:
+                self._last_commit = entry
+                self._served[commit["replica"]] = (commit["version"], commit["term"])
+                self._term = max(self._term, commit["term"])
+        for gone in self._targets.keys() - leases.keys():
+            await self._remove(gone)
+        for new in leases.keys() - self._targets.keys():
+            self._targets[new] = Target(new)
+            self._channels[new] = rpc.connect(leases[new].address)
+            self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])  # type: ignore[no-untyped-call]
+            _log.info("replica %s at %s joined", new, leases[new].address)
+        for target in self._targets.values():
+            served = self._served.get(target.id, (target.version, target.term))
+            if served != (target.version, target.term):
+                target.version, target.term = served
+                target.resting_until, target.failures = 0.0, 0
+        async with self._changed:
+            self._changed.notify_all()
+
+    @asynccontextmanager
+    async def claim(self, tokens: int, min_version: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Claim]:
+        """Waits for the least loaded replica that serves `min_version` or a newer one.
+
+        Raises:
+            UnavailableError: there was none for as long as the fleet's patience; says which there are.
+        """
+        target = await self._wait_for_target(min_version, avoid)
+        claim = Claim(target, self._stubs[target.id], tokens)
+        target.outstanding += tokens
+        self._claims.add(claim)
+        try:
+            yield claim
+        finally:
+            self._claims.discard(claim)
+            target.outstanding -= claim.tokens
+
+    async def close(self) -> None:
+        for replica in list(self._targets):
+            await self._remove(replica)
+
+    async def _wait_for_target(self, min_version: int, avoid: Set[str]) -> Target:
+        end = time.monotonic() + self._patience
+        while True:
+            now = time.monotonic()
+            if self._published < min_version:  # a restarted learner is on its way back to it: no replica can have it yet
+                end = now + self._patience
+            if target := choose(self._targets.values(), min_version=min_version, term=self._term, now=now, avoid=avoid):
+                return target
+            if now >= end:
+                raise UnavailableError(
+                    f"a rollout replica that serves version {min_version} within rollout.start_timeout = {self._patience:.0f} s",
+                    self._describe(now),
+                    "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
+                )
+            rests = [t.resting_until - now for t in self._targets.values() if t.resting_until > now]
+            await self._wait_for_change(min([*rests, end - now]))
+
+    async def _wait_for_change(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait()
+        except TimeoutError:
+            return  # a rest or the patience is over: the caller looks again
+
+    async def _remove(self, replica: str) -> None:
+        _log.warning("replica %s left", replica)
+        target = self._targets.pop(replica)
+        loop = asyncio.get_running_loop()
+        for claim in self._claims:
+            if claim.target is target and claim.deadline is not None and not claim.deadline.expired():
+                claim.deadline.reschedule(loop.time())
+        del self._stubs[replica]
+        # Calls end by their deadline, at once: a channel closed under them would look like their task's own cancellation.
+        await self._channels.pop(replica).close(grace=1.0)
+
+    def _describe(self, now: float) -> str:
+        there = [
+            f"{t.id} ({'no version yet' if t.version is None else f'version {t.version}'}"
+            + (f", failing, asked again in {t.resting_until - now:.0f} s" if t.resting_until > now else "")
+            + ")"
+            for t in self._targets.values()
+        ]
+        return ", ".join(filter(None, [*there, self._servers.refused])) or "no replica"

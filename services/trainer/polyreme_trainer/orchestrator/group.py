@@ -1,0 +1,99 @@
+"""One attempt at a group: its prompt by its index, generated, decoded, scored, as a record for the log."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from polyreme.api.v1 import reward_pb2
+from polyreme.config import RunConfig
+from polyreme.experience import GroupRecord, RewardPart, SampleRecord
+from polyreme.log.ledger import Admission
+from polyreme_trainer.data import Prompt
+from polyreme_trainer.orchestrator.drafts import Draft
+from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme_trainer.orchestrator.generate import Generation, generate
+from polyreme_trainer.orchestrator.order import row_of, slot_seed
+from polyreme_trainer.orchestrator.score import Question, Rewards
+from polyreme_trainer.template import Template
+
+
+class GroupMaker:
+    """Makes groups from admissions. The prompt, the seeds and so (on one replica) the tokens follow from index and attempt."""
+
+    def __init__(
+        self, run_id: str, config: RunConfig, template: Template, prompts: Sequence[Prompt], fleet: Fleet, rewards: Rewards
+    ) -> None:
+        self._run_id, self._config, self._template, self._prompts = run_id, config, template, prompts
+        self._fleet, self._rewards = fleet, rewards
+
+    async def make(self, admission: Admission) -> GroupRecord:
+        """One attempt.
+
+        Raises:
+            GenerateError, ScoreError: the attempt failed.
+            UnavailableError: there is no replica or no reward server.
+        """
+        prompt = self._prompts[row_of(self._config.seed, admission.index, len(self._prompts))]
+        begin = time.monotonic()
+        drafts = await generate(
+            self._fleet,
+            self._generation(admission, prompt),
+            silence=self._config.rollout.chunk_timeout,
+            patience=self._config.rollout.start_timeout,
+        )
+        generated = time.monotonic()
+        ids = [draft.token_ids().tolist() for draft in drafts]
+        texts = self._template.decode(ids, special=False)
+        raw = self._template.decode(ids, special=True)
+        results = await self._rewards.score(
+            [
+                Question(
+                    (self._run_id, admission.index, admission.attempt, draft.index),
+                    prompt.text,
+                    texts[draft.index],
+                    raw[draft.index],
+                    prompt.label,
+                    prompt.metadata_json,
+                )
+                for draft in drafts
+            ]
+        )
+        return GroupRecord(
+            index=admission.index,
+            attempt=admission.attempt,
+            prompt_ids=prompt.ids,
+            samples=[_sample(*parts) for parts in zip(drafts, texts, results, strict=True)],
+            prompt=prompt.text,
+            label=prompt.label,
+            generate_seconds=generated - begin,
+            score_seconds=time.monotonic() - generated,
+        )
+
+    def _generation(self, admission: Admission, prompt: Prompt) -> Generation:
+        config = self._config
+        return Generation(
+            run_id=self._run_id,
+            name=f"group-{admission.index}-{admission.attempt}",
+            prompt_ids=prompt.ids,
+            count=config.group_size,
+            max_new=config.rollout.max_new_tokens,
+            temperature=config.rollout.temperature,
+            stop_ids=self._template.stop_ids,
+            seed=partial(slot_seed, config.seed, admission.index, admission.attempt),
+            min_version=admission.version,
+        )
+
+
+def _sample(draft: Draft, text: str, result: reward_pb2.ScoreResult) -> SampleRecord:
+    return SampleRecord(
+        token_ids=draft.token_ids(),
+        logprobs=draft.token_logprobs(),
+        loss_mask=np.ones(draft.length, dtype=np.uint8),
+        finish_reason=draft.finish_reason,
+        spans=draft.spans,
+        score=result.score,
+        parts=[RewardPart(part.name, part.raw, part.weighted, part.plugin_version) for part in result.parts],
+        text=text,
+    )

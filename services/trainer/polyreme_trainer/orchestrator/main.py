@@ -1,0 +1,230 @@
+"""The orchestrator's life: prepare, wait for the run to start, then admit groups and bring each into the log.
+
+Invariant: what is to be done next is read off the log, never remembered, so that a successor goes on where a killed orchestrator stood.
+Every group in flight has exactly one task here, working on the attempt that the log has.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from polyreme.config import RunConfig
+from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
+from polyreme.experience import encode_group
+from polyreme.log.ledger import Admission, ExperienceLog, Role, StaleAttemptError, TransitionError
+from polyreme.log.run import Run, RunState
+from polyreme_trainer.data import load_prompts
+from polyreme_trainer.orchestrator.evaluate import EvaluationError, Evaluator, due
+from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme_trainer.orchestrator.generate import GenerateError
+from polyreme_trainer.orchestrator.group import GroupMaker
+from polyreme_trainer.orchestrator.score import Rewards, ScoreError
+from polyreme_trainer.orchestrator.tasks import task_group, together
+from polyreme_trainer.template import Template
+
+_log = logging.getLogger(__name__)
+
+HEARTBEAT = 2.0
+"""Seconds after which everything is looked at, signal or not: a lease that expires gives none."""
+_RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease"})
+
+
+async def orchestrate(run: Run) -> None:
+    """Runs until the last iteration is trained and evaluated, or the run drains.
+
+    Raises:
+        PolyremeError: it cannot go on. What a restart would meet again is also set as the run's failure.
+    """
+    try:
+        await _orchestrate(run)
+    except (ConfigError, DataError, UnavailableError, RunFailedError) as error:
+        with suppress(TransitionError):  # it has ended already, for whatever reason stands there
+            await run.set_state(RunState.FAILED, str(error))
+        raise
+
+
+async def _orchestrate(run: Run) -> None:
+    config, log = await run.config(), ExperienceLog(run)
+    template = Template(await run.model_files(), config.data)
+    train = load_prompts(config.data.train, config.data, template)
+    held_out = load_prompts(config.data.eval, config.data, template) if config.data.eval else None
+    for name, data in (("training", train), ("held-out", held_out)):
+        if data:
+            await _notice(
+                run, f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long (template {template.digest})"
+            )
+    term = await log.take(Role.ORCHESTRATOR)
+    _log.info("term %d", term.counter)
+    fleet, rewards = Fleet(run, log, config.rollout.start_timeout), Rewards(run, config.reward)
+    await together([fleet.wait_for(config.rollout.replicas), rewards.wait_for(1)])
+    if await run.until(lambda: _started(run)) is not RunState.RUNNING:
+        return
+    maker = GroupMaker(run.run_id, config, template, train.prompts, fleet, rewards)
+    evaluator = Evaluator(run, config, template, held_out.prompts, fleet, rewards) if held_out else None
+    try:
+        await Orchestrator(run, config, log, fleet, rewards, maker, evaluator).work()
+    finally:
+        await fleet.close()
+        await rewards.close()
+
+
+async def _started(run: Run) -> RunState | None:
+    state = await run.check()
+    return None if state is RunState.STARTING else state
+
+
+async def _notice(run: Run, text: str) -> None:
+    _log.info("%s", text)
+    await run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+
+
+class Orchestrator:
+    """The main loop and the groups' tasks."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        log: ExperienceLog,
+        fleet: Fleet,
+        rewards: Rewards,
+        maker: GroupMaker,
+        evaluator: Evaluator | None,
+    ) -> None:
+        self._run, self._config, self._log = run, config, log
+        self._fleet, self._rewards, self._maker, self._evaluator = fleet, rewards, maker, evaluator
+        self._attempts: dict[int, int] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._evaluation: asyncio.Task[None] | None = None
+        self._evaluated: set[int] = set()
+        self._signals: set[str] = set()
+        self._wake = asyncio.Event()
+
+    async def work(self) -> None:
+        """Until the run drains, is done, or has nothing left to generate and evaluate."""
+        self._evaluated = await self._evaluated_before()
+        async with task_group() as group:
+            watcher = group.create_task(self._watch())
+            for admission in await self._log.in_flight():
+                self._start(group, admission)
+            if self._tasks:
+                await _notice(self._run, f"took over {len(self._tasks)} groups in flight")
+            signals: set[str] = set(_RELEVANT)
+            while (await self._run.check()) is RunState.RUNNING:
+                if not signals or signals & {"lease", "commit", "version"}:
+                    await self._fleet.refresh()
+                    await self._rewards.refresh()
+                if not signals or "expire" in signals:
+                    await self._replace_expired(group)
+                if await self._advance(group):
+                    break
+                signals = await self._next_signals()
+            for task in (watcher, self._evaluation, *self._tasks.values()):
+                if task is not None:
+                    task.cancel()
+
+    async def _advance(self, group: asyncio.TaskGroup) -> bool:
+        """Evaluates the version if that is due, else admits what may be. Returns whether nothing is left to do."""
+        version = await self._log.version()
+        if self._evaluation is not None and not self._evaluation.done():
+            return False
+        last, interval = self._config.iterations, self._config.eval_interval
+        if self._evaluator and due(version, self._evaluated, last=last, interval=interval):
+            # On-policy training cannot leave this version before it gets groups: the evaluation has it for itself.
+            self._evaluation = group.create_task(self._evaluate(self._evaluator, version))
+            return False
+        if version >= last:
+            return True
+        while not self._rewards.paused and (admission := await self._log.admit()):
+            self._start(group, admission)
+        return False
+
+    def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:
+        index = admission.index
+        self._attempts[index] = admission.attempt
+        task = self._tasks[index] = group.create_task(self._bring_in(admission))
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._tasks.get(index) is ended:
+                del self._tasks[index], self._attempts[index]
+
+        task.add_done_callback(forget)
+
+    async def _bring_in(self, admission: Admission) -> None:
+        """A group, from its admission to the log, over as many attempts as it takes."""
+        attempt: Admission | None = admission
+        try:
+            while attempt is not None:
+                self._attempts[attempt.index] = attempt.attempt
+                attempt = await self._attempt(attempt)
+        except StaleAttemptError as error:
+            _log.warning("group %d is given up here: %s", admission.index, error)
+
+    async def _attempt(self, admission: Admission) -> Admission | None:
+        """One attempt. Returns the next one when it failed, None when the group is settled."""
+        index, number = admission.index, admission.attempt
+        try:
+            record = await self._maker.make(admission)
+            await self._log.append(index, number, encode_group(record), record.oldest_version, record.mean_reward)
+            return None
+        except (GenerateError, ScoreError, DataError) as error:
+            return await self._try_again(admission, str(error))
+        except StaleAttemptError:  # it expired while it was appended
+            return await self._try_again(admission, "expired")
+
+    async def _try_again(self, failed: Admission, reason: str) -> Admission | None:
+        limit = self._config.max_attempts
+        _log.warning("group %d, attempt %d of %d: %s", failed.index, failed.attempt, limit, reason)
+        if admission := await self._log.readmit(failed.index, failed.attempt, reason, limit):
+            return admission
+        await _notice(self._run, f"group {failed.index} failed after {limit} attempts: {reason}")
+        fraction = await self._log.failed_fraction()
+        if fraction > self._config.max_failed_fraction:
+            raise RunFailedError(
+                f"at most max_failed_fraction = {self._config.max_failed_fraction:.0%} of the newest 50 groups to fail",
+                f"{fraction:.0%} failed, the last one because {reason}",
+                "Mend the cause, then go on with --resume.",
+            )
+        return None
+
+    async def _replace_expired(self, group: asyncio.TaskGroup) -> None:
+        """The learner's plan has let attempts expire: ends their tasks, and starts those of the attempts that came after."""
+        for admission in await self._log.in_flight():
+            task = self._tasks.get(admission.index)
+            if task is not None and self._attempts[admission.index] < admission.attempt:
+                _log.warning("group %d: attempt %d expired", admission.index, self._attempts[admission.index])
+                task.cancel()
+                self._start(group, admission)
+
+    async def _evaluate(self, evaluator: Evaluator, version: int) -> None:
+        try:
+            await evaluator.evaluate(version)
+        except EvaluationError as error:
+            await _notice(self._run, str(error))
+        finally:
+            self._evaluated.add(version)
+            self._wake.set()
+
+    async def _evaluated_before(self) -> set[int]:
+        versions, last = set(), "0"
+        while records := await self._run.records(last, 0):
+            last = records[-1][0]
+            versions |= {record["version"] for _, record in records if record.get("kind") == "eval"}
+        return versions
+
+    async def _watch(self) -> None:
+        last = await self._run.last_event()
+        while True:
+            last, signals = await self._run.watch(last, 2000)
+            if relevant := {kind for kind, _ in signals} & _RELEVANT:
+                self._signals |= relevant
+                self._wake.set()
+
+    async def _next_signals(self) -> set[str]:
+        """What has happened since the last call; nothing after a heartbeat without any."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT):
+                await self._wake.wait()
+        self._wake.clear()
+        signals, self._signals = self._signals, set()
+        return signals

@@ -1,0 +1,250 @@
+"""Scores of a group's samples from the reward servers.
+
+Invariant: a score is what a reward computed for exactly this text, label and reward version. A failure stays a failure: it is retried,
+then the group's attempt fails; no number is ever put in its place.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import grpc
+import xxhash
+
+from polyreme import rpc
+from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
+from polyreme.config import RewardConfig
+from polyreme.errors import UnavailableError
+from polyreme.log.run import Run
+from polyreme.registry import Lease
+from polyreme_trainer.orchestrator.servers import Servers
+
+_log = logging.getLogger(__name__)
+_OK = reward_pb2.SCORE_STATUS_OK
+
+
+class ScoreError(Exception):
+    """Some samples of this attempt have no score after all tries."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One sample to be scored. `name` tells it apart from other samples with the same text."""
+
+    name: tuple[str | int, ...]
+    prompt: str
+    response: str
+    response_raw: str
+    label: str
+    metadata_json: str
+
+
+@dataclass
+class Health:
+    """When all scoring fails. Pure; time is an argument.
+
+    Attributes:
+        grace: seconds of nothing but failures that are waited out, with admission paused, before they count.
+        down_since: the first failure after which nothing has succeeded.
+    """
+
+    grace: float
+    down_since: float | None = None
+    announced: bool = False
+
+    def succeeded(self) -> None:
+        self.down_since, self.announced = None, False
+
+    def failed(self, now: float) -> None:
+        if self.down_since is None:
+            self.down_since = now
+
+    def waits(self, now: float) -> bool:
+        return self.down_since is not None and now - self.down_since < self.grace
+
+
+@dataclass(eq=False)
+class _Server:
+    lease: Lease
+    channel: grpc.aio.Channel
+    outstanding: int = 0
+    resting_until: float = 0.0
+    rewards: str = ""
+
+    @property
+    def stub(self) -> reward_pb2_grpc.RewardServiceStub:
+        return reward_pb2_grpc.RewardServiceStub(self.channel)  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class _Try:
+    """What one call brought: results by position, and what was wrong with the others.
+
+    Attributes:
+        counts: whether it was an answer about the items, and so one of their attempts.
+        outage: whether it looks like the reward being down, and not like the items being bad.
+    """
+
+    scored: dict[int, reward_pb2.ScoreResult] = field(default_factory=dict)
+    trouble: str = ""
+    counts: bool = True
+    outage: bool = False
+    retry_after: float = 0.0
+
+
+class Rewards:
+    """The reward servers with a lease.
+
+    Args:
+        run: for leases and notices.
+        config: `attempts`, `item_timeout` and `start_timeout` (the grace of an outage) are used.
+    """
+
+    def __init__(self, run: Run, config: RewardConfig) -> None:
+        self._run, self._config = run, config
+        self._leases = Servers(run, "reward")
+        self._servers: dict[str, _Server] = {}
+        self.health = Health(config.start_timeout)
+
+    @property
+    def paused(self) -> bool:
+        """Whether new groups should wait: nothing is being scored, and those that need scores keep asking."""
+        return self.health.waits(time.monotonic())
+
+    async def wait_for(self, count: int) -> None:
+        """Waits for `count` servers. Raises UnavailableError: they did not come within reward.start_timeout."""
+        await self._leases.wait_for(count, self._config.start_timeout, "reward.start_timeout")
+
+    async def refresh(self) -> None:
+        """Brings the servers in line with the leases."""
+        leases = await self._leases.live()
+        for gone in self._servers.keys() - leases.keys():
+            await self._servers.pop(gone).channel.close(grace=1.0)
+        for new in leases.keys() - self._servers.keys():
+            self._servers[new] = _Server(leases[new], rpc.connect(leases[new].address))
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            await server.channel.close()
+        self._servers.clear()
+
+    async def score(self, questions: Sequence[Question]) -> list[reward_pb2.ScoreResult]:
+        """One result with a score per question, in order.
+
+        While nothing at all is scored, it goes on asking for the configured grace; then the outage counts.
+
+        Raises:
+            ScoreError: items still fail after all attempts.
+            UnavailableError: no reward server has answered for the whole grace.
+        """
+        scored: dict[int, reward_pb2.ScoreResult] = {}
+        attempts = pauses = 0
+        while True:
+            missing = [position for position in range(len(questions)) if position not in scored]
+            outcome = await self._ask(questions, missing)
+            scored |= outcome.scored
+            if len(scored) == len(questions):
+                self.health.succeeded()
+                return [scored[position] for position in range(len(questions))]
+            if outcome.scored:
+                self.health.succeeded()
+            elif outcome.outage:
+                self.health.failed(time.monotonic())
+            attempts += outcome.counts
+            await self._judge(outcome, attempts, f"{len(questions) - len(scored)} of {len(questions)} samples")
+            pauses += 1
+            backoff = outcome.retry_after or min(5.0, 0.25 * 2.0 ** min(pauses, 5))
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+
+    async def _judge(self, outcome: _Try, attempts: int, which: str) -> None:
+        """Raises when asking again has no point; says so when it takes an outage to be the reason."""
+        if outcome.retry_after or (outcome.counts and attempts < self._config.attempts):
+            return
+        if not (outcome.outage and self.paused):
+            if outcome.counts:
+                raise ScoreError(f"{which} have no score after {attempts} tries: {outcome.trouble}")
+            if self.health.down_since is None:
+                return  # others are being scored meanwhile
+            raise UnavailableError(
+                f"a reward server that answers within reward.start_timeout = {self._config.start_timeout:.0f} s",
+                outcome.trouble,
+                "See the reward service's log, or start one with `polyreme reward`.",
+            )
+        if not self.health.announced:
+            self.health.announced = True
+            text = f"no sample gets a score ({outcome.trouble}); admission waits, and scores are asked for again"
+            _log.warning("%s", text)
+            await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
+
+    def _skew(self) -> str:
+        return f" but {self._leases.refused}" if self._leases.refused else ""
+
+    async def _ask(self, questions: Sequence[Question], positions: Sequence[int]) -> _Try:
+        now = time.monotonic()
+        server = min(self._servers.values(), key=lambda s: (s.resting_until > now, s.outstanding, s.lease.id), default=None)
+        if server is None:
+            return _Try(trouble=f"no reward server is registered{self._skew()}", counts=False, outage=True)
+        server.outstanding += len(positions)
+        try:
+            if not server.rewards:
+                server.rewards = await _describe(server)
+            items = [_item(questions[position], server.rewards) for position in positions]
+            request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
+            response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
+        except grpc.aio.AioRpcError as error:
+            trouble = f"reward server {server.lease.id} answered {error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ScoreError(trouble) from error
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return _Try(trouble=trouble, counts=False, retry_after=_retry_after(error))
+            server.resting_until = now + 5.0
+            return _Try(trouble=trouble, counts=False, outage=True)
+        finally:
+            server.outstanding -= len(positions)
+        return _sort(response, items, positions)
+
+
+def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreItem], positions: Sequence[int]) -> _Try:
+    if [result.key for result in response.results] != [item.key for item in items]:
+        raise ScoreError(
+            f"expected {len(items)} results with the items' keys in their order, found {len(response.results)} others"
+        )
+    outcome = _Try()
+    for position, result in zip(positions, response.results, strict=True):
+        if result.status == _OK:
+            outcome.scored[position] = result
+        else:
+            outcome.outage |= result.status != reward_pb2.SCORE_STATUS_INVALID
+            status = reward_pb2.ScoreStatus.Name(result.status).removeprefix("SCORE_STATUS_").lower()
+            outcome.trouble = outcome.trouble or f"{status}: {result.message}"
+    return outcome
+
+
+async def _describe(server: _Server) -> str:
+    """Names and versions of a server's rewards, as they go into item keys."""
+    listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
+    return json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
+
+
+def _item(question: Question, rewards: str) -> reward_pb2.ScoreItem:
+    identity = [*question.name, question.prompt, question.response_raw, question.label, rewards]
+    return reward_pb2.ScoreItem(
+        key=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
+        prompt=question.prompt,
+        response=question.response,
+        response_raw=question.response_raw,
+        label=question.label,
+        metadata_json=question.metadata_json,
+    )
+
+
+def _retry_after(error: grpc.aio.AioRpcError) -> float:
+    """Seconds that a full server asks for, between 0.1 and 30."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "retry-after-ms" and str(value).isdigit():
+            return min(30.0, max(0.1, int(value) / 1000))
+    return 1.0
