@@ -23,7 +23,7 @@ from polyreme.rundir import write_atomically
 _log = logging.getLogger(__name__)
 
 GroupsOf = Callable[[int], Awaitable[list[bytes]]]
-"""The payloads of an iteration's groups, as far as the log still has them."""
+"""The payloads of an iteration's groups. Raises PolyremeError when the log no longer has them."""
 
 
 class Recorder:
@@ -77,8 +77,6 @@ class Recorder:
         lines = [
             json.dumps({"iteration": iteration, **line}) for payload in payloads for line in sample_lines(decode_group(payload))
         ]
-        if len(payloads) < self._config.groups_per_iteration:
-            _log.warning("iteration %d: %d of %d groups were still in the log", iteration, len(payloads), self._config.groups_per_iteration)  # fmt: skip
         write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
 
 

@@ -17,7 +17,9 @@ from polyreme.supervision import ChildFailedError, Program, Supervisor, Unit, la
 
 def unit(folder: Path, *scripts: str, name: str = "work") -> Unit:
     """A unit of one Python process per script; `note(text)` in it appends a line to notes.txt."""
-    prelude = f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
+    prelude = (
+        f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
+    )
 
     def programs() -> list[Program]:
         return [
@@ -127,7 +129,10 @@ async def test_logs_are_kept_over_restarts(tmp_path: Path) -> None:
 
 def test_the_telling_line_of_a_log() -> None:
     assert last_error("polyreme: error: expected a; found b. Do c.\nbye\n") == "expected a; found b. Do c."
-    assert last_error("Traceback (most recent call last):\n  ...\ntorch.OutOfMemoryError: no room\n") == "torch.OutOfMemoryError: no room"
+    assert (
+        last_error("Traceback (most recent call last):\n  ...\ntorch.OutOfMemoryError: no room\n")
+        == "torch.OutOfMemoryError: no room"
+    )
     assert last_error("hello\n\n") == "hello"
     assert last_error("") == ""
 

@@ -1,0 +1,110 @@
+"""The command line as a user meets it: real processes, their messages and exit codes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from support.configs import run_config
+
+
+def polyreme(*argv: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    env = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
+    command = [sys.executable, "-m", "polyreme", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=env | {"COLUMNS": "120"})
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A configuration whose files exist and hold nothing."""
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "train.jsonl").touch()
+    path = tmp_path / "run.yaml"
+    path.write_text(run_config(tmp_path).to_yaml())
+    return path
+
+
+def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -> None:
+    """One message, no traceback, the exit code of its kind."""
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(errors) == 1, result.stderr
+    for piece in pieces:
+        assert piece in errors[0]
+
+
+def test_help_names_every_command_and_imports_none() -> None:
+    result = polyreme("--help")
+    assert result.returncode == 0
+    for name in ("up", "audit", "rollout", "reward", "train"):
+        assert f" {name} " in result.stdout
+    script = (
+        "import sys\nfrom polyreme.cli import build_app\nfrom typer.testing import CliRunner\n"
+        "CliRunner().invoke(build_app(['--help']), ['--help'])\n"
+        "print([m for m in sys.modules if m.partition('.')[0] in ('redis', 'grpc', 'yaml', 'pydantic') or m.startswith('polyreme_')])"
+    )
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "[]"
+
+
+def test_an_unknown_command_gets_the_nearest() -> None:
+    result = polyreme("rolout")
+    assert result.returncode == 2
+    assert "'rollout'" in result.stderr
+
+
+def test_a_misspelt_key_gets_the_nearest(config_file: Path) -> None:
+    tree = yaml.safe_load(config_file.read_text())
+    tree["trainer"]["optimizer"]["warmupp"] = 3
+    config_file.write_text(yaml.safe_dump(tree))
+    fails(polyreme("up", str(config_file)), 2, "trainer.optimizer.warmupp", "did you mean trainer.optimizer.warmup?")
+
+
+def test_an_override_that_does_not_fit_is_told(config_file: Path) -> None:
+    fails(polyreme("up", str(config_file), "iterations=0"), 2, "iterations")
+
+
+def test_a_missing_file_is_told(config_file: Path, tmp_path: Path) -> None:
+    fails(polyreme("up", str(tmp_path / "nothing.yaml")), 2, "nothing.yaml")
+    fails(polyreme("up", str(config_file), "model.path=nowhere"), 2, "model.path", "nowhere")
+
+
+def test_no_redis_at_the_url_is_told(config_file: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{unused.getsockname()[1]}"
+        fails(polyreme("up", str(config_file), "--redis", url), 3, "Redis")
+
+
+def test_a_redis_that_may_lose_writes_is_told(config_file: Path, tmp_path: Path) -> None:
+    from polyreme.log.store import _binary, _free_port
+
+    port = _free_port()
+    server = subprocess.Popen(
+        [_binary(), "--port", str(port), "--dir", str(tmp_path), "--save", ""],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        fails(polyreme("up", str(config_file), "--redis", f"redis://127.0.0.1:{port}"), 3, "appendonly")
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def test_an_existing_run_directory_is_not_reused(config_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "run.json").write_text('{"run_id": "run-1", "redis": "embedded"}')
+    fails(polyreme("up", str(config_file)), 2, "run-1", "--resume", "--fork")
+
+
+def test_audit_wants_to_know_what(tmp_path: Path) -> None:
+    fails(polyreme("audit"), 2, "neither a run directory nor --redis")
+    fails(polyreme("audit", str(tmp_path)), 2, "run.json")

@@ -1,0 +1,130 @@
+"""The fold over records, and the lines that people read of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.configs import run_config
+
+from polyreme import live
+from polyreme.plan import plan_lines, redis_bytes
+from polyreme.progress import Progress
+
+
+def iteration(number: int, time: float, seconds: float = 2.0, wait: float = 1.0, **fields: Any) -> dict[str, Any]:
+    return {
+        "kind": "iteration",
+        "time": time,
+        "iteration": number,
+        "reward/mean": 0.25 * number,
+        "response/length_mean": 9.5,
+        "tokens_per_second": 5000.0,
+        "time/iteration": seconds,
+        "time/wait": wait,
+        "time/train": 0.5,
+        "time/write": 0.1,
+        "mismatch_kl": 1e-6,
+        **fields,
+    }
+
+
+def evaluation(version: int, time: float, accuracy: float) -> dict[str, Any]:
+    example = {"prompt": "a2b3=", "response": "b3+2=5#5", "label": "5", "score": 1.0}
+    return {
+        "kind": "eval",
+        "time": time,
+        "version": version,
+        "accuracy": accuracy,
+        "samples": 500,
+        "seconds": 3.0,
+        "examples": [example],
+    }
+
+
+def told(*records: dict[str, Any]) -> Progress:
+    progress = Progress(samples_per_iteration=256)
+    for record in records:
+        progress.add(record)
+    return progress
+
+
+def test_the_first_iteration_begins_when_the_evaluation_before_it_has_ended() -> None:
+    progress = told(evaluation(0, 100.0, 0.3), iteration(1, time=102.0, seconds=5.0, wait=4.0), iteration(2, time=104.0))
+    assert progress.rl_seconds() == pytest.approx(4.0)
+    assert progress.time_split()["waiting for samples"] == pytest.approx(2.0)
+    assert sum(progress.time_split().values()) == pytest.approx(4.0)
+
+
+def test_a_resumed_run_counts_its_iterations_only() -> None:
+    progress = told(iteration(1, time=10.0), iteration(2, time=12.0), iteration(2, time=5000.0), iteration(3, time=5002.0))
+    assert progress.rl_seconds() == pytest.approx(6.0)
+    assert progress.summary()["iterations"] == 3
+
+
+def test_accuracy_before_and_after() -> None:
+    progress = told(evaluation(0, 1.0, 0.3), evaluation(8, 2.0, 0.7), evaluation(24, 3.0, 0.99))
+    assert (progress.accuracy(first=True), progress.accuracy()) == (0.3, 0.99)
+    assert told(evaluation(0, 1.0, 0.3)).summary()["accuracy_after"] is None
+    assert Progress(1).summary()["accuracy_before"] is None
+
+
+def test_kinds_of_a_later_release_change_nothing() -> None:
+    assert told({"kind": "from the future", "time": 1.0}) == Progress(samples_per_iteration=256)
+
+
+def test_one_line_per_iteration(tmp_path: Path) -> None:
+    record = iteration(3, time=10.0, alarms=["constant reward"])
+    progress = told({"kind": "commit", "time": 9.0, "replica": "r0", "version": 2}, evaluation(0, 1.0, 0.3), record)
+    line = live.plain_line(record, progress, iterations=24)
+    assert line == (
+        "iteration  3/24  reward 0.750  accuracy 0.300  length 9.5  tokens/s 5,000  2.00 s (wait 50% train 25% write 5%)  r0@2"
+        "  ALARM constant reward"
+    )
+
+
+def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    progress = told(
+        {"kind": "commit", "time": 1.0, "replica": "r0", "version": 2},
+        evaluation(0, 1.0, 0.3),
+        iteration(1, time=3.0),
+        evaluation(1, 4.0, 0.95),
+        {"kind": "saved", "time": 5.0, "iteration": 1, "path": "checkpoints/1", "hf_path": "hf/iteration_1"},
+    )
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(live.render(config, progress, "running"))
+        shown = console.export_text()
+    for piece in ("running", "r0 at 2", "0.950", "5,000", "1.0e-06"):
+        assert piece in shown
+    report = "\n".join(live.report(config, progress, config.run_dir))
+    for piece in (
+        "0.300 before, 0.950 after",
+        "1  a2b3= -> b3+2=5#5  (right: 5)",
+        "training 25%",
+        str(config.run_dir),
+        "hf/iteration_1",
+    ):
+        assert piece in report
+
+
+def test_a_sparkline_is_flat_at_nothing_and_full_at_one() -> None:
+    assert live.sparkline([0.0, 1.0]) == " " + chr(0x2588)
+    assert live.sparkline([]) == ""
+
+
+def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
+    config = run_config(tmp_path, iterations=24, eval_interval=8)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"eval": tmp_path / "eval.jsonl"})})
+    text = "\n".join(plan_lines(config))
+    assert "24 of 4 prompts x 2 samples = 192 samples" in text
+    assert "500 held-out prompts before iteration 1 and after iteration 8, 16, 24" in text
+    assert "saves          after iteration 24" in text
+    assert "constant 0.001" in text
+
+
+def test_redis_must_hold_what_the_oldest_kept_checkpoint_may_replay(tmp_path: Path) -> None:
+    config = run_config(tmp_path, iterations=100)
+    every_ten = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_interval": 10})})
+    assert redis_bytes(config) == pytest.approx(redis_bytes(every_ten) * 101 / 21)

@@ -1,0 +1,156 @@
+"""The files that records become: each record once, whatever crashes between them."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from polyreme_trainer.records import Recorder, scalars
+from support.configs import run_config
+
+from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.config import RunConfig
+from polyreme.errors import StoreError
+from polyreme.experience import GroupRecord, RewardPart, SampleRecord, encode_group
+
+Stream = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = run_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+def group(index: int) -> bytes:
+    def sample(score: float) -> SampleRecord:
+        return SampleRecord(
+            token_ids=np.arange(3, dtype=np.int32),
+            logprobs=np.full(3, -0.5, dtype=np.float32),
+            loss_mask=np.ones(3, dtype=np.uint8),
+            finish_reason=pb.FINISH_REASON_STOP,
+            spans=[(0, 0, 3)],
+            score=score,
+            parts=[RewardPart("exact", score, score)],
+            text="#5",
+        )
+
+    prompt_ids = np.arange(4, dtype=np.int32)
+    return encode_group(GroupRecord(index, 1, prompt_ids, [sample(1.0), sample(0.0)], "a2b3=", "5"))
+
+
+async def groups_of(iteration: int) -> list[bytes]:
+    return [group(4 * iteration + place) for place in range(4)]
+
+
+async def no_groups(iteration: int) -> list[bytes]:
+    raise StoreError(f"the groups of iteration {iteration}", "no payload", "They are released.")
+
+
+def iteration(number: int, **fields: Any) -> dict[str, Any]:
+    times = {"time/iteration": 2.0, "time/wait": 1.0, "time/train": 0.5, "time/write": 0.1}
+    return {"kind": "iteration", "iteration": number, "reward/mean": 0.5, **times, **fields}
+
+
+def stream(*records: dict[str, Any]) -> Stream:
+    return [(f"{1000 + 2000 * place}-0", record) for place, record in enumerate(records)]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_a_record_becomes_a_line_with_its_time(config: RunConfig) -> None:
+    with closing(Recorder(config, groups_of)) as recorder:
+        await recorder.take(stream({"kind": "notice", "service": "rollout", "text": "joined"}))
+    [line] = lines(config.run_dir / "metrics.jsonl")
+    assert line == {"id": "1000-0", "time": 1.0, "kind": "notice", "service": "rollout", "text": "joined"}
+
+
+async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -> None:
+    records = stream(iteration(1), iteration(2), iteration(3))
+    with closing(Recorder(config, groups_of)) as recorder:
+        await recorder.take(records[:2])
+    metrics = config.run_dir / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-7])  # the crash tore the second line
+    with closing(Recorder(config, groups_of)) as recorder:
+        assert recorder.cursor == records[0][0]
+        await recorder.take([entry for entry in records if entry[0] > recorder.cursor])
+    assert [line["iteration"] for line in lines(metrics)] == [1, 2, 3]
+    assert json.loads((config.run_dir / "summary.json").read_text())["iterations"] == 3
+
+
+async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> None:
+    with closing(Recorder(config, groups_of)) as recorder:
+        await recorder.take(stream(iteration(1)))
+    samples = lines(config.run_dir / "samples" / "iteration_0001.jsonl")
+    assert len(samples) == 8
+    assert samples[1] == {
+        "iteration": 1,
+        "group": 4,
+        "attempt": 1,
+        "sample": 1,
+        "prompt": "a2b3=",
+        "response": "#5",
+        "label": "5",
+        "score": 0.0,
+        "parts": {"exact": 0.0},
+        "tokens": 3,
+        "finish_reason": "stop",
+        "spans": [[0, 0, 3]],
+    }
+
+
+async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Recorder(config, no_groups)) as recorder:
+        await recorder.take(stream(iteration(1)))
+    assert not list((config.run_dir / "samples").iterdir())
+    assert len(lines(config.run_dir / "metrics.jsonl")) == 1
+    assert "no sample file of iteration 1" in caplog.text
+
+
+async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -> None:
+    with closing(Recorder(config, groups_of)) as recorder:
+        await recorder.take(
+            stream(
+                {"kind": "sft_done", "seconds": 7.0},
+                {"kind": "eval", "version": 0, "accuracy": 0.25, "samples": 10, "seconds": 1.0},
+                iteration(1),
+                iteration(2),
+                iteration(2),
+                {"kind": "eval", "version": 2, "accuracy": 0.75, "samples": 10, "seconds": 1.0},
+                {"kind": "saved", "iteration": 2, "path": "checkpoints/2", "hf_path": "hf/2"},
+            )
+        )
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert summary["accuracy_before"] == 0.25
+    assert summary["accuracy_after"] == 0.75
+    assert summary["sft_seconds"] == 7.0
+    assert summary["rl_seconds"] == 4.0
+    assert summary["iterations"] == 2
+    assert summary["samples_per_second"] == 4.0
+    assert summary["time_split"] == {"waiting for samples": 2.0, "training": 1.0, "writing weights": 0.2, "other": 0.8}
+    assert summary["hf_path"] == "hf/2"
+
+
+async def test_tensorboard_has_the_events(config: RunConfig) -> None:
+    with closing(Recorder(config, groups_of)) as recorder:
+        await recorder.take(stream(iteration(1)))
+    [events] = (config.run_dir / "tensorboard").iterdir()
+    assert b"reward/mean" in events.read_bytes()
+
+
+def test_only_finite_numbers_are_plotted() -> None:
+    line = {"time": 1.0, **iteration(3, alarms=["constant reward"], entropy=None, lr=1e-4)}
+    assert ("lr", 1e-4, 3) in list(scalars(line))
+    assert {tag for tag, _, _ in scalars(line)} == {
+        "lr",
+        "reward/mean",
+        "time/iteration",
+        "time/wait",
+        "time/train",
+        "time/write",
+    }

@@ -1,0 +1,135 @@
+"""Who may use a run directory, and what it says of itself."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from support.configs import run_config
+
+from polyreme.config import RunConfig
+from polyreme.errors import ConfigError, UnavailableError
+from polyreme.log.run import RunState
+from polyreme.rundir import (
+    EMBEDDED,
+    RunFile,
+    check_inputs,
+    claim,
+    differences,
+    next_attempt,
+    open_run,
+    owned,
+    read_config,
+    read_model_files,
+    read_run_file,
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Of a run whose model directory has the files a replica needs."""
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_text("{}")
+    config = run_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+async def test_a_new_run_is_written_down(config: RunConfig, redis: Redis) -> None:
+    assert claim(config, resume=False, fork=False) is None
+    run = await open_run(redis, config, None, EMBEDDED)
+    assert read_run_file(config.run_dir) == RunFile(run.run_id, EMBEDDED)
+    assert read_config(config.run_dir) == config
+    assert set(await run.model_files()) == {"config.json", "tokenizer.json", "chat_template.jinja"}
+
+
+async def test_an_existing_run_needs_resume_or_fork(config: RunConfig, redis: Redis) -> None:
+    run = await open_run(redis, config, None, EMBEDDED)
+    with pytest.raises(ConfigError, match=rf"found run {run.run_id}.*--resume.*--fork"):
+        claim(config, resume=False, fork=False)
+    assert claim(config, resume=True, fork=False) == RunFile(run.run_id, EMBEDDED)
+    assert claim(config, resume=False, fork=True) is None
+    with pytest.raises(ConfigError, match="found both"):
+        claim(config, resume=True, fork=True)
+
+
+def test_resume_of_nothing_starts(config: RunConfig) -> None:
+    assert claim(config, resume=True, fork=False) is None
+
+
+async def test_a_resume_sets_the_same_run_going_again_with_its_new_length(config: RunConfig, redis: Redis) -> None:
+    run = await open_run(redis, config, None, EMBEDDED)
+    await run.set_state(RunState.FAILED, "the test says so")
+    longer = config.model_copy(update={"iterations": 2000})
+    again = await open_run(redis, longer, claim(longer, resume=True, fork=False), EMBEDDED)
+    assert again.run_id == run.run_id
+    assert (await again.state())[0] is RunState.STARTING
+    assert (await again.config()).iterations == 2000
+
+
+async def test_a_resume_that_would_train_otherwise_is_refused_by_key(config: RunConfig, redis: Redis) -> None:
+    await open_run(redis, config, None, EMBEDDED)
+    other = config.model_copy(update={"seed": 1, "iterations": 7})
+    with pytest.raises(ConfigError, match="other values of iterations, seed"):
+        claim(other, resume=True, fork=False)
+
+
+async def test_a_resume_on_a_store_without_the_run_says_so(config: RunConfig, redis: Redis) -> None:
+    with pytest.raises(UnavailableError):
+        await open_run(redis, config, RunFile("gone", EMBEDDED), EMBEDDED)
+
+
+def test_a_fork_gets_a_run_id_of_its_own(config: RunConfig) -> None:
+    (config.run_dir / "run.json").write_text('{"run_id": "old", "redis": "embedded"}')
+    assert claim(config, resume=False, fork=True) is None
+
+
+def test_a_damaged_run_file_is_told(config: RunConfig) -> None:
+    (config.run_dir / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        claim(config, resume=True, fork=False)
+
+
+def test_attempts_are_numbered(config: RunConfig) -> None:
+    assert [next_attempt(config.run_dir).name for _ in range(3)] == ["attempt_1", "attempt_2", "attempt_3"]
+
+
+def _try_to_own(run_dir: Path, answer: "multiprocessing.Queue[str]") -> None:
+    try:
+        with owned(run_dir):
+            answer.put("owned")
+    except ConfigError as error:
+        answer.put(str(error))
+
+
+def test_one_process_at_a_time_owns_a_directory(config: RunConfig) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    answer = spawn.Queue()
+    with owned(config.run_dir):
+        other = spawn.Process(target=_try_to_own, args=(config.run_dir, answer))
+        other.start()
+        assert "another process" in answer.get(timeout=30)
+        other.join(30)
+    with owned(config.run_dir):
+        pass
+
+
+def test_what_the_configuration_names_must_be_there(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        check_inputs(config)
+    (tmp_path / "train.jsonl").touch()
+    check_inputs(config)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="weights"):
+        check_inputs(config)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        read_model_files(config.model.path)
+    with pytest.raises(ConfigError, match="no such directory"):
+        read_model_files(tmp_path / "nowhere")
+
+
+def test_differences_are_dotted_keys(config: RunConfig) -> None:
+    other = config.model_copy(update={"seed": 3, "rollout": config.rollout.model_copy(update={"temperature": 0.5})})
+    assert differences(config, other) == ["rollout.temperature", "seed"]

@@ -1,0 +1,145 @@
+"""Who may import whom. Read from the source (every import statement, also those inside functions), and once from a live process."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "polyreme": ROOT / "polyreme",
+    "polyreme_rollout": ROOT / "services" / "rollout" / "polyreme_rollout",
+    "polyreme_reward": ROOT / "services" / "reward" / "polyreme_reward",
+    "polyreme_trainer": ROOT / "services" / "trainer" / "polyreme_trainer",
+}
+SERVICES = tuple(name for name in PACKAGES if name != "polyreme")
+
+
+@dataclass(frozen=True)
+class Import:
+    """`importer` (a dotted module) imports `imported`, at `line`."""
+
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join((package, *(part for part in parts if part != "__init__"))), path
+
+
+def imports_of(module: str, source: str) -> Iterator[Import]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (Import(module, alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: a relative import"
+            assert node.module
+            yield from (Import(module, f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+IMPORTS = [found for module, path in modules() for found in imports_of(module, path.read_text())]
+
+
+def under(module: str, *packages: str) -> bool:
+    """Whether a dotted name is one of the packages or inside one."""
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def offenders(importers: tuple[str, ...], imported: tuple[str, ...], allowed: tuple[str, ...] = ()) -> list[str]:
+    """Imports of `imported` by modules under `importers`, except by those under `allowed`."""
+    return [
+        str(found)
+        for found in IMPORTS
+        if under(found.importer, *importers) and under(found.imported, *imported) and not under(found.importer, *allowed)
+    ]
+
+
+def test_the_rules_read_real_code() -> None:
+    importers = {found.importer for found in IMPORTS}
+    for package in PACKAGES:
+        assert any(under(importer, package) for importer in importers), f"no import found in {package}"
+
+
+def test_the_core_is_light() -> None:
+    assert not offenders(("polyreme",), ("torch", "vllm", "megatron", "fastapi", "transformers", "tokenizers", *SERVICES))
+
+
+def test_the_core_stays_light_when_all_of_it_is_loaded() -> None:
+    names = [module for module, _ in modules() if under(module, "polyreme") and not module.endswith("__main__")]
+    script = "import importlib, sys\n" + "".join(f"importlib.import_module({name!r})\n" for name in names)
+    script += f"print(*(sorted({{m.partition('.')[0] for m in sys.modules}} & {set(HEAVY)!r})))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert loaded.strip() == ""
+
+
+HEAVY = ("torch", "vllm", "megatron", "fastapi", "transformers", *SERVICES)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_services_do_not_import_each_other(service: str) -> None:
+    assert not offenders((service,), tuple(other for other in SERVICES if other != service))
+
+
+def test_orchestrator_and_learner_meet_only_in_redis() -> None:
+    orchestrator, learner = "polyreme_trainer.orchestrator", "polyreme_trainer.learner"
+    assert not offenders((orchestrator,), (learner,))
+    assert not offenders((learner,), (orchestrator,))
+
+
+def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
+    light = ("orchestrator", "command", "supervisor", "records", "data", "template")
+    assert not offenders(tuple(f"polyreme_trainer.{name}" for name in light), ("torch", "megatron"))
+
+
+def test_each_framework_has_one_place() -> None:
+    assert not offenders(tuple(PACKAGES), ("vllm",), allowed=("polyreme_rollout.engine",))
+    assert not offenders(tuple(PACKAGES), ("megatron",), allowed=("polyreme_trainer.model", "polyreme_trainer.learner"))
+    assert not offenders(tuple(PACKAGES), ("torch_npu",), allowed=("polyreme_trainer.model.device", "polyreme_rollout.device"))
+
+
+def test_redis_commands_are_in_the_log_and_the_registry() -> None:
+    clients = [found for found in IMPORTS if under(found.imported, "redis") and not found.imported.endswith(".Redis")]
+    assert not [str(found) for found in clients if not under(found.importer, "polyreme.log", "polyreme.registry")]
+    command = re.compile(
+        r"redis\.(x(add|read|range)|h(set|get|mget|getall)|z\w+|set|get|delete|eval|evalsha|pipeline|execute_command)\("
+    )
+    for module, path in modules():
+        if not under(module, "polyreme.log", "polyreme.registry"):
+            assert not command.search(path.read_text()), f"{module} talks to Redis itself"
+
+
+def test_planners_and_algorithms_are_pure() -> None:
+    pure = (
+        "polyreme_trainer.algorithms",
+        "polyreme_trainer.model.layout",
+        "polyreme_trainer.learner.batch",
+        "polyreme.plan",
+        "polyreme.progress",
+        "polyreme.weights.manifest",
+    )
+    present = {module for module, _ in modules()}
+    assert all(any(under(module, name) for module in present) for name in pure)
+    assert not offenders(
+        pure, ("time", "datetime", "random", "secrets", "os", "pathlib", "socket", "asyncio", "subprocess", "redis", "grpc")
+    )
+    for module, path in modules():
+        if under(module, *pure):
+            assert not re.search(
+                r"\b(open\(|np\.random\.(rand|randn|randint|choice|seed)|torch\.(rand|randn|randperm)\()", path.read_text()
+            )
+
+
+def test_nothing_is_pickled() -> None:
+    assert not offenders(tuple(PACKAGES), ("pickle", "cloudpickle", "dill", "marshal", "shelve"))
