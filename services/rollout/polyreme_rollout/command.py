@@ -1,0 +1,22 @@
+"""`polyreme rollout`: one replica, from a Redis URL alone.
+
+Kept here: the engine is started before any thread or event loop, since it forks; and however the process ends, its engine's
+processes and files end with it.
+"""
+
+from typing import Annotated
+
+import typer
+
+
+def rollout(
+    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
+    host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: a free one.")] = 0,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")] = 0,
+) -> None:
+    """Serves a run's policy: vLLM behind gRPC and HTTP. It needs no copy of the model."""
+    from polyreme_rollout.replica import Place, serve_replica
+
+    serve_replica(redis, run, Place(host, port, http_port))

@@ -1,0 +1,1 @@
+"""Inference engines behind one protocol. vLLM is imported here and nowhere else."""

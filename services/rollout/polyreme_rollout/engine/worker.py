@@ -1,0 +1,118 @@
+"""What vLLM's workers do for a weight swap: map the arena and reload layer by layer. Mixed into vLLM's worker class.
+
+Kept here: no method raises, since one worker's error would leave its peers' answers unread; an answer names the error instead.
+After a failed load the next one starts from a clean state, whatever the failure left half done.
+
+vLLM builds its fused and packed tensors from Hugging Face tensors while it loads, and on CPU keeps only the packed ones. So a
+swap runs vLLM's own loading: nothing else knows all the packings.
+"""
+
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from polyreme.api.v1 import weights_pb2
+from polyreme.weights.manifest import Manifest, tensor_views
+from polyreme_rollout.arenas import ArenaCache
+
+TORCH_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
+}
+
+
+class PolicyWorker:
+    """Methods named polyreme_*: vLLM refuses an extension whose names clash with its worker's."""
+
+    model_runner: Any
+    model_config: Any
+    vllm_config: Any
+    device: torch.device
+    polyreme_arenas: ArenaCache | None = None
+    polyreme_half_loaded: bool = False
+
+    def polyreme_weight_names(self) -> list[str]:
+        """Hugging Face names of the tensors this worker's model is made of, aliases left out."""
+        return sorted(_hf_names(self.model_runner.model))
+
+    def polyreme_load(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> dict[str, Any]:
+        """Loads a version from its parts: (path, nonce, slot, generation, serialised manifest) of each.
+
+        Returns:
+            {"seconds", "sampled": tokens of each request so far} or {"error"}.
+        """
+        started = time.perf_counter()
+        try:
+            if self.polyreme_half_loaded:
+                self._polyreme_finalize()
+            self.polyreme_half_loaded = True
+            self._polyreme_reload(parts)
+            self.polyreme_half_loaded = False
+        except Exception as error:  # noqa: BLE001 - is the answer
+            return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        sampled = {id: len(state.output_token_ids) for id, state in self.model_runner.requests.items()}
+        return {"seconds": time.perf_counter() - started, "sampled": sampled}
+
+    def _polyreme_reload(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> None:
+        if self.polyreme_arenas is None:
+            self.polyreme_arenas = ArenaCache()
+        model, arenas = self.model_runner.model, self.polyreme_arenas
+        slots = [(arenas.named(path, nonce), slot, generation) for path, nonce, slot, generation, _ in parts]
+        for arena, slot, generation in slots:
+            arena.check(slot, generation)
+        manifests = [Manifest.from_proto(weights_pb2.Manifest.FromString(part[4])) for part in parts]
+        tensors = [
+            item
+            for (arena, slot, _), manifest in zip(slots, manifests, strict=True)
+            for item in _tensors(manifest, arena.slot_view(slot))
+        ]
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+            initialize_layerwise_reload(model)
+            model.load_weights(iter(tensors))
+            self._polyreme_finalize()
+            _pack_tied_head(model)
+        torch.accelerator.synchronize()
+        for arena, slot, generation in slots:
+            arena.check(slot, generation)  # what was read is what had been verified
+
+    def _polyreme_finalize(self) -> None:
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+            finalize_layerwise_reload(self.model_runner.model, self.model_config)
+
+
+def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
+    """Torch views of the arena's memory. Aliases are left out: the model ties them itself."""
+    views = tensor_views(manifest, buffer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and only read
+        for tensor in manifest.tensors:
+            if not tensor.alias_of:
+                yield tensor.name, torch.from_numpy(views[tensor.name]).view(TORCH_DTYPES[tensor.dtype])
+
+
+def _pack_tied_head(model: Any) -> None:
+    """Reloading a tied embedding leaves the head's packed copy (CPU) as it was: every token would come from the old head."""
+    head = getattr(model, "lm_head", None)
+    if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "quant_method"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _hf_names(model: Any) -> set[str]:
+    tied = getattr(model.config, "tie_word_embeddings", False)
+    parts = {
+        f".{fused}.": [f".{part}." for part in packed] for fused, packed in getattr(model, "packed_modules_mapping", {}).items()
+    }
+    names: set[str] = set()
+    for name, _ in model.named_parameters():
+        if tied and name.startswith("lm_head."):
+            continue
+        fused = next((fused for fused in parts if fused in name), None)
+        names.update(name.replace(fused, part) for part in parts[fused]) if fused else names.add(name)
+    return names
