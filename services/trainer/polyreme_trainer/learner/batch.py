@@ -118,7 +118,8 @@ def share(lengths: IntArray, indices: IntArray, rank: int, ranks: int) -> IntArr
     """
     order = indices[np.argsort(-lengths[indices], kind="stable")]
     place = np.arange(len(order)) % (2 * ranks)
-    return order[np.minimum(place, 2 * ranks - 1 - place) == rank]
+    mine: IntArray = order[np.minimum(place, 2 * ranks - 1 - place) == rank]
+    return mine
 
 
 def plan_micro_batches(lengths: IntArray, indices: IntArray, budget: int, overhead: float) -> list[IntArray]:

@@ -83,7 +83,8 @@ def load_hf(path: Path, dtype: str) -> torch.nn.Module:
     """The Hugging Face model of a directory, on the CPU, in evaluation mode."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True).eval()  # type: ignore[no-any-return]
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    return model.requires_grad_(False).eval()
 
 
 def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Limits) -> Gate:
@@ -167,7 +168,8 @@ async def ask_replica(
     ids: list[list[np.ndarray]] = [[] for _ in range(samples)]
     logprobs: list[list[np.ndarray]] = [[] for _ in range(samples)]
     async with rpc.connect(address) as channel:
-        async for message in pb_grpc.RolloutServiceStub(channel).Generate(request, timeout=CALL_SECONDS):
+        stub = pb_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]
+        async for message in stub.Generate(request, timeout=CALL_SECONDS):
             for chunk in message.chunks:
                 ids[chunk.slot].append(np.frombuffer(chunk.token_ids, "<i4"))
                 logprobs[chunk.slot].append(np.frombuffer(chunk.logprobs, "<f4"))

@@ -3,21 +3,22 @@
 Which rows a step takes and its learning rate are functions of (seed, phase, step), so the warm start of a seed is always the same.
 """
 
-import logging
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.config import SftPhase
+from polyreme.config import RunConfig, SftPhase
+from polyreme_trainer.data import load_examples
 from polyreme_trainer.learner.batch import IntArray, MicroBatch, Sequences
+from polyreme_trainer.learner.ranks import join, split
 from polyreme_trainer.learner.step import Layout, optimize
 from polyreme_trainer.model.optimizer import Optimizer
 from polyreme_trainer.model.policy import Policy
-
-log = logging.getLogger(__name__)
+from polyreme_trainer.template import Template
 
 FLOOR = 0.02
 """Where the cooldown ends, as a part of the phase's rate."""
@@ -44,6 +45,26 @@ def batches(rows: int, phase: SftPhase, seed: Sequence[int]) -> Iterator[IntArra
             number += 1
         yield waiting[: phase.batch_size]
         waiting = waiting[phase.batch_size :]
+
+
+async def packed_examples(phase: SftPhase, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
+    """The phase's rows, tokenised, as bytes for `unpack`. Raises DataError."""
+    template = Template(files, config.data)
+    examples = await asyncio.to_thread(load_examples, phase.data, config.data, template, config.rollout.max_model_len)
+    return join(
+        [
+            np.array([len(example.ids) for example in examples], dtype=np.int64).tobytes(),
+            np.concatenate([example.ids for example in examples]).tobytes(),
+            np.concatenate([example.loss_mask for example in examples]).tobytes(),
+        ]
+    )
+
+
+def unpack(packed: bytes) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """ids, int32 [length] each, and loss masks, uint8 [length] each, of every row."""
+    lengths, ids, mask = split(packed)
+    ends = np.cumsum(np.frombuffer(lengths, np.int64))[:-1]
+    return np.split(np.frombuffer(ids, np.int32), ends), np.split(np.frombuffer(mask, np.uint8), ends)
 
 
 def select(ids: Sequence[np.ndarray], loss_mask: Sequence[np.ndarray], rows: IntArray) -> Sequences:

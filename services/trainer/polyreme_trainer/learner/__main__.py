@@ -1,0 +1,57 @@
+"""One rank of the learner, under torchrun's contract: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+POLYREME_REDIS and POLYREME_RUN name the run; all else is in its record.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+
+from polyreme import logs
+from polyreme.config import RunConfig
+from polyreme.lifecycle import exit_on_error
+from polyreme.log.run import Run
+from polyreme.log.store import connect
+from polyreme_trainer.learner.desk import ATTACH_SECONDS, DrainError
+from polyreme_trainer.learner.main import Learner
+from polyreme_trainer.learner.ranks import LeaderError, Ranks
+from polyreme_trainer.model.build import close_parallel, init_parallel
+from polyreme_trainer.model.device import Device
+
+log = logging.getLogger("polyreme_trainer.learner")
+
+
+async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, bytes]]:
+    """The run's configuration and the model's small files."""
+    redis = await connect(redis_url)
+    try:
+        run = await Run.attach(redis, run_id, ATTACH_SECONDS)
+        return await run.config(), await run.model_files()
+    finally:
+        await redis.aclose()
+
+
+def main() -> None:
+    rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    redis_url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
+    logs.setup(f"learner-{rank}")
+    with exit_on_error("learner"):
+        config, files = asyncio.run(read_run(redis_url, run_id))
+        device = Device(config.device, local_rank, config.trainer.parallel.threads)
+        device.seed(config.seed)
+        init_parallel(config.trainer.parallel, device)
+        ranks = Ranks(rank, world, device.torch)
+        try:
+            Learner(config, files, redis_url, run_id, ranks, device).run()
+        except DrainError as stopped:
+            log.info("%s", stopped)
+        except LeaderError as error:
+            log.info("rank 0 ended: %s", error.found)
+            sys.exit(error.exit_code)
+        ranks.close()
+        close_parallel()
+
+
+if __name__ == "__main__":
+    main()
