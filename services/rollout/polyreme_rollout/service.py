@@ -99,7 +99,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         call = _Call()
         tasks = [self._start(plan, shared, call) for plan in plans]
         try:
-            while call.open_slots:
+            while call.open_slots or call.news.is_set():  # the last slots may end while a response is being sent
                 await call.news.wait()
                 call.news.clear()
                 if call.failure:

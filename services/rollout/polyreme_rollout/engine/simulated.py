@@ -136,14 +136,12 @@ class SimulatedEngine:
         for source in sources:
             try:
                 arena = Arena.open(source.path)
+                try:
+                    arena.check(source.slot, source.generation)
+                finally:
+                    arena.close()
             except ArenaError as error:
                 raise LoadError(str(error)) from None
-            try:
-                arena.check(source.slot, source.generation)
-            except ArenaError as error:
-                raise LoadError(str(error)) from None
-            finally:
-                arena.close()
         digests = sorted((tensor.name, tensor.digest) for source in sources for tensor in source.manifest.tensors)
         self._state.policy = xxhash.xxh3_64_intdigest(repr(digests).encode())
         sampled = {name: running.sampled for name, running in self._state.running.items()}
@@ -175,8 +173,7 @@ class SimulatedEngine:
             await self._dead.wait()
         self._check_alive()
         await asyncio.sleep(self._profile.step_seconds * tokens)
-        while not self._sampling.is_set():
-            await self._sampling.wait()
+        await self._sampling.wait()
         self._check_alive()
 
     def _check_alive(self) -> None:
