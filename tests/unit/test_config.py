@@ -33,13 +33,12 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
     ("place", "wrong", "right"),
     [
         ((), "iteration", "iterations"),
-        (("trainer", "optimizer"), "zzzzzz", None),
         (("trainer", "optimizer"), "betas2", "trainer.optimizer.beta2"),
         (("rollout",), "temprature", "rollout.temperature"),
     ],
 )
 def test_an_unknown_key_is_an_error_that_names_the_nearest(
-    tree: dict[str, Any], tmp_path: Path, place: tuple[str, ...], wrong: str, right: str | None
+    tree: dict[str, Any], tmp_path: Path, place: tuple[str, ...], wrong: str, right: str
 ) -> None:
     node = tree
     for name in place:
@@ -47,9 +46,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
     node[wrong] = 1
     with pytest.raises(ConfigError, match=f"unknown key {'.'.join((*place, wrong))}") as caught:
         load_config(written(tmp_path, tree))
-    assert ("did you mean" in str(caught.value)) == (right is not None)
-    if right:
-        assert f"did you mean {right}?" in str(caught.value)
+    assert f"did you mean {right}?" in str(caught.value)
 
 
 @pytest.mark.parametrize(
