@@ -53,33 +53,55 @@ class RolloutConfig(Section):
 
 
 class RewardSpec(Section):
-    """One reward: a built-in by `name`, or an HTTP endpoint by `url`."""
+    """One reward: built in or installed (`name` alone), a Python function (`file` or `module`), or an HTTP endpoint (`url`)."""
 
-    name: str | None = None
-    url: str | None = None
-    protocol: Literal["paddlenlp"] | None = None
-    weight: float = 1.0
-    options: dict[str, Any] = Field({}, description="Arguments of a built-in reward.")
+    name: str | None = Field(
+        None, description="Of a built-in or installed reward; beside another source, what its part is called."
+    )
+    file: Path | None = Field(None, description="A Python file with a reward function.")
+    module: str | None = Field(None, description="An importable Python module with a reward function.")
+    function: str | None = Field(None, description="The function in `file` or `module`, when there are several.")
+    url: str | list[str] | None = Field(None, description="An HTTP endpoint, or several that share the load.")
+    protocol: Literal["paddlenlp", "openrlhf", "native"] | None = Field(None, description="What the endpoint speaks.")
+    weight: float = Field(1.0, allow_inf_nan=False, description="The reward's value times this goes into the score.")
+    options: dict[str, Any] = Field({}, description="Arguments of the reward.")
 
     @model_validator(mode="after")
     def _one_source(self) -> "RewardSpec":
-        if self.url is None and self.name is None:
-            raise ValueError("a reward needs `name` (a built-in one) or `url` (an HTTP endpoint)")
+        sources = [key for key in ("file", "module", "url") if getattr(self, key)]
+        if len(sources) > 1 or not (sources or self.name):
+            raise ValueError("a reward needs one of `name` (built in or installed), `file`, `module` or `url`")
         if (self.url is None) != (self.protocol is None):
             raise ValueError("`url` and `protocol` go together")
+        if self.function is not None and not (self.file or self.module):
+            raise ValueError("`function` names a function in `file` or `module`")
         return self
 
     @property
     def label(self) -> str:
-        return self.name or self.url or ""
+        """What the reward's part of a score is called."""
+        urls = [self.url] if isinstance(self.url, str) else self.url or []
+        return self.name or (self.file.stem if self.file else None) or self.module or ",".join(urls)
 
 
 class RewardConfig(Section):
     rewards: list[RewardSpec] = Field(min_length=1)
     item_timeout: float = Field(10.0, gt=0, description="Seconds for one item, queueing excluded.")
     workers: int = Field(1, ge=1, description="Worker processes for rewards that run in this service.")
+    worker_memory_mib: int = Field(4096, ge=64, description="Data memory of each worker process.")
+    queue: int = Field(16384, ge=1, description="Items a reward server takes in at once; it refuses more.")
+    special_tokens: list[str] = Field([], description="Taken out of responses on foreign HTTP wires, which carry them as text.")
     attempts: int = Field(3, ge=1, description="How often the orchestrator asks for a group's scores before the attempt fails.")
-    start_timeout: float = Field(60.0, gt=0)
+    start_timeout: float = Field(
+        60.0, gt=0, description="Seconds until rewards are loaded, and until a server must be registered."
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "RewardConfig":
+        labels = [spec.label for spec in self.rewards]
+        if twice := {label for label in labels if labels.count(label) > 1}:
+            raise ValueError(f"two rewards are called {', '.join(sorted(twice))}; give one another `name`")
+        return self
 
 
 class ParallelConfig(Section):
@@ -209,7 +231,15 @@ class RunConfig(Section):
 
 _NOT_TRAINED_ON = (
     *("name", "output_dir", "iterations", "eval_interval", "eval_samples", "data.eval"),
-    *("rollout.replicas", "rollout.start_timeout", "rollout.chunk_timeout", "reward.workers", "reward.start_timeout"),
+    *(
+        "rollout.replicas",
+        "rollout.start_timeout",
+        "rollout.chunk_timeout",
+        "reward.workers",
+        "reward.worker_memory_mib",
+        "reward.queue",
+        "reward.start_timeout",
+    ),
     *("trainer.save_interval", "trainer.keep_checkpoints", "trainer.max_restarts"),
 )
 _PATHS = ("output_dir", "model.path", "data.train", "data.eval")
@@ -223,6 +253,27 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file is missing or is not YAML, a key is unknown (the nearest is named), a value does not fit.
     """
+    tree = _read_tree(path)
+    _resolve_paths(tree, path.resolve().parent)
+    for override in overrides:
+        _resolve_paths(tree := _override(tree, override), Path.cwd())
+    return parse_config(tree, str(path))
+
+
+def load_reward_config(path: Path) -> RewardConfig:
+    """The `reward` section of a YAML file: of a whole run's, or of one with nothing else in it. Raises as load_config."""
+    tree = _read_tree(path)
+    if set(tree) != {"reward"}:
+        return load_config(path).reward
+    _resolve_paths(tree, path.resolve().parent)
+    try:
+        return RewardConfig.model_validate(tree["reward"])
+    except ValidationError as error:
+        problems = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
+        raise ConfigError(f"a valid reward section in {path}", "; ".join(map(_explain, problems)), "Mend these keys.") from None
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text())
     except FileNotFoundError:
@@ -233,10 +284,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(f"YAML in {path}", str(error).replace("\n", " "), "Mend the file.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"a mapping of keys in {path}", type(tree).__name__, "Start from a file under examples/.")
-    _resolve_paths(tree, path.resolve().parent)
-    for override in overrides:
-        _resolve_paths(tree := _override(tree, override), Path.cwd())
-    return parse_config(tree, str(path))
+    return tree
 
 
 def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
@@ -274,8 +322,9 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
 def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
     """Makes the tree's relative paths absolute, in place."""
     places = [(tree, *dotted.split(".")) for dotted in _PATHS]
-    sft = (tree.get("trainer") or {}).get("sft") if isinstance(tree.get("trainer"), dict) else None
-    places += [(phase, "data") for phase in sft or [] if isinstance(phase, dict)]
+    for section, rows, key in (("trainer", "sft", "data"), ("reward", "rewards", "file")):
+        listed = (tree.get(section) or {}).get(rows) if isinstance(tree.get(section), dict) else None
+        places += [(row, key) for row in listed or [] if isinstance(row, dict)]
     tree.setdefault("output_dir", "runs")
     for node, *parents, last in places:
         for parent in parents:

@@ -1,0 +1,81 @@
+"""From the configuration to rewards that are ready. Invariant: only built-in linear-time rules run in this process."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from polyreme.config import RewardConfig, RewardSpec
+from polyreme.errors import ConfigError
+from polyreme_reward.inline import InlineReward
+from polyreme_reward.items import Reward
+from polyreme_reward.metrics import Metrics
+from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
+
+_ENTRY_POINTS = "polyreme.rewards"
+
+
+@asynccontextmanager
+async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[Sequence[Reward]]:
+    """The configured rewards, loaded, in their order; closed with their processes and connections at the end.
+
+    Raises:
+        ConfigError: one cannot be loaded. UnavailableError: loading takes longer than `start_timeout`.
+    """
+    async with AsyncExitStack() as stack:
+        rewards: list[Reward | None] = []
+        pooled: list[tuple[int, dict[str, Any]]] = []
+        for position, spec in enumerate(config.rewards):
+            if spec.url is not None:
+                from polyreme_reward.remote.reward import HttpReward  # imports httpx: only where it is used
+
+                urls = [spec.url] if isinstance(spec.url, str) else spec.url
+                remote = HttpReward(spec.label, spec.weight, urls, str(spec.protocol), config.item_timeout, spec.options)
+                stack.push_async_callback(remote.close)
+                rewards.append(remote)
+            elif _is_builtin(spec) and (builtin := BUILTINS.get(str(spec.name))) is not None and builtin.inline:
+                name = str(spec.name)
+                rule = make_rule(name, spec.options)
+                version = builtin_version(name, spec.options)
+                rewards.append(InlineReward(name, spec.weight, version, builtin.description, rule))
+            else:
+                rewards.append(None)
+                pooled.append((position, _source(spec)))
+        if pooled:
+            from polyreme_reward.isolation.pool import PooledReward, WorkerPool
+
+            preload = sorted({module for _, s in pooled if "builtin" in s for module in BUILTINS[s["builtin"]].preload})
+            sources = [source for _, source in pooled]
+            limits = (config.workers, config.item_timeout, config.start_timeout, config.worker_memory_mib)
+            pool = WorkerPool(sources, preload, *limits, metrics)
+            stack.push_async_callback(pool.close)
+            await pool.start()
+            for index, (position, _) in enumerate(pooled):
+                spec = config.rewards[position]
+                rewards[position] = PooledReward(spec.label, spec.weight, pool, index)
+        yield [reward for reward in rewards if reward is not None]
+
+
+def _is_builtin(spec: RewardSpec) -> bool:
+    return spec.file is None and spec.module is None
+
+
+def _source(spec: RewardSpec) -> dict[str, Any]:
+    """What a worker needs to load the reward, as `plugins.load` takes it."""
+    if spec.file is not None:
+        return {"path": str(spec.file), "code": _read(spec.file), "function": spec.function, "options": spec.options}
+    if spec.module is not None:
+        return {"module": spec.module, "function": spec.function, "options": spec.options}
+    if spec.name not in BUILTINS and entry_points(group=_ENTRY_POINTS, name=str(spec.name)):
+        return {"entry_point": spec.name, "options": spec.options}
+    if spec.name not in BUILTINS:
+        make_rule(str(spec.name), spec.options)  # raises, naming the nearest
+    return {"builtin": spec.name, "options": spec.options}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"a Python file {path}", str(error), "Mend `file`; it is read where the reward service runs.") from None

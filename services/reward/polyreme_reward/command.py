@@ -1,0 +1,61 @@
+"""`polyreme reward`: one reward server, of a run in Redis or on its own."""
+
+import asyncio
+import gc
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyreme import logs
+from polyreme.config import load_reward_config
+from polyreme.errors import ConfigError
+from polyreme.lifecycle import stop_event
+
+log = logging.getLogger(__name__)
+
+_ATTACH_SECONDS = 60.0
+
+
+def reward(
+    redis: Annotated[str | None, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")] = None,
+    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML with a `reward` section: serve it without a run.")] = None,
+    host: Annotated[str, typer.Option(help="Address to bind, gRPC and HTTP.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="gRPC port; 0: a free one.")] = 0,
+    http_port: Annotated[int, typer.Option(help="HTTP port; 0: a free one.")] = 0,
+) -> None:
+    """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
+    logs.setup("reward")
+    if config is None and redis is None:
+        raise ConfigError("--redis URL or --config FILE", "neither", "Name the run's Redis, or a YAML file to serve alone.")
+    asyncio.run(_serve(redis, run, config, host, port, http_port))
+
+
+async def _serve(redis: str | None, run_id: str | None, path: Path | None, host: str, port: int, http_port: int) -> None:
+    from polyreme_reward.server import serve
+
+    stop = stop_event()
+    if path is not None:
+        async with serve(load_reward_config(path), host, port, http_port) as addresses:
+            await _until(stop, addresses.grpc, addresses.http)
+        return
+    from polyreme.log.run import Run
+    from polyreme.log.store import connect
+
+    client = await connect(str(redis))
+    try:
+        run = await Run.attach(client, run_id, _ATTACH_SECONDS)
+        settings = (await run.config()).reward
+        async with serve(settings, host, port, http_port, run) as addresses:
+            await _until(stop, addresses.grpc, addresses.http)
+    finally:
+        await client.aclose()
+
+
+async def _until(stop: asyncio.Event, grpc: str, http: str) -> None:
+    gc.freeze()  # what is loaded stays: full collections need not look at it
+    log.info("ready: gRPC at %s, HTTP at http://%s/", grpc, http)
+    await stop.wait()
+    log.info("draining")

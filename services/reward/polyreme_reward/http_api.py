@@ -1,0 +1,245 @@
+"""The HTTP wires: PaddleNLP's, OpenRLHF's and our own. Invariant: they only translate, and a failure carries no number.
+
+The foreign wires have no status per item, so one failed item fails their whole request. Where PaddleNLP's server answers an error
+with zeros as scores, this one answers `null`: its trainer reads only `score`, and would train on the zeros without a word.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request, Response
+from fastapi.encoders import jsonable_encoder
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, Field
+
+from polyreme_reward.grpc_service import API
+from polyreme_reward.items import Item, Status
+from polyreme_reward.metrics import Metrics
+from polyreme_reward.scorer import BadBatch, Refused, Scored, Scorer
+
+
+class PaddleNlpRequest(BaseModel):
+    """What PaddleNLP's trainers send: lists of one length."""
+
+    src: list[str]
+    tgt: list[str]
+    response: list[str]
+
+
+class PaddleNlpReply(BaseModel):
+    """What they read. `score` is null unless `error_code` is 0."""
+
+    error_code: int = 0
+    error_msg: str = "Success"
+    score: list[float] | None = None
+
+
+class OpenRlhfRequest(BaseModel):
+    """What OpenRLHF's trainers send. `query` is prompt and response; the other lists, when given, have its length."""
+
+    query: list[str]
+    prompts: list[str] | None = None
+    labels: list[str | None] | None = None
+
+
+class OpenRlhfReply(BaseModel):
+    rewards: list[float]
+    scores: list[float]
+    extra_logs: dict[str, list[float]]
+
+
+class NativeItem(BaseModel):
+    key: str = Field("", description="Names this exact question, so that a retry is answered once; empty: not remembered.")
+    prompt: str = Field("", description="The prompt, template included.")
+    response: str = Field(description="The response without special tokens.")
+    response_raw: str = Field("", description="The response with special tokens.")
+    label: str = Field("", description="The reference answer.")
+    metadata: dict[str, Any] = Field({}, description="The row's other columns.")
+
+
+class NativeRequest(BaseModel):
+    items: list[NativeItem]
+
+
+class NativePart(BaseModel):
+    name: str
+    raw: float
+    weighted: float
+    version: str
+
+
+class NativeResult(BaseModel):
+    key: str
+    status: Literal["ok", "error", "timeout", "invalid"]
+    score: float | None = Field(description="Null unless the status is ok.")
+    parts: list[NativePart]
+    message: str
+
+
+class NativeReply(BaseModel):
+    results: list[NativeResult]
+
+
+class RewardDescription(BaseModel):
+    name: str
+    weight: float
+    version: str
+    description: str
+
+
+class RewardList(BaseModel):
+    api: int
+    rewards: list[RewardDescription]
+
+
+class Problem(BaseModel):
+    detail: str
+
+
+_BUSY: dict[int | str, dict[str, Any]] = {
+    413: {"model": Problem, "description": "The body is too large."},
+    429: {"model": Problem, "description": "The queue is full; ask again after `retry-after` seconds."},
+    503: {"model": Problem, "description": "The service shuts down; ask again after `retry-after` seconds, elsewhere."},
+}
+
+
+def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], ready: list[bool]) -> FastAPI:
+    """The HTTP application.
+
+    Args:
+        scorer: what scores.
+        metrics: shown under /metrics.
+        special_tokens: texts taken out of the foreign wires' responses, which carry them, to get the clean response.
+        ready: its only element is whether /ready says so.
+    """
+    app = FastAPI(title="Polyreme reward service", version=str(API))
+
+    def clean(text: str) -> str:
+        for token in special_tokens:
+            text = text.replace(token, "")
+        return text
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
+        status = 503 if error.draining else 429
+        headers = {"retry-after": str(max(1, round(error.retry_after)))}
+        if request.url.path == "/":
+            return JSONResponse(PaddleNlpReply(error_code=status, error_msg=str(error)).model_dump(), status, headers)
+        return JSONResponse({"detail": str(error)}, status, headers)
+
+    @app.exception_handler(BadBatch)
+    async def bad_batch(request: Request, error: BadBatch) -> Response:
+        if request.url.path == "/":
+            return JSONResponse(PaddleNlpReply(error_code=500, error_msg=str(error)).model_dump())
+        return _unprocessable(str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_request(request: Request, error: RequestValidationError) -> Response:
+        detail = jsonable_encoder(error.errors(), custom_encoder={bytes: lambda value: value.decode("utf-8", "replace")})
+        try:
+            return JSONResponse({"detail": detail}, 422)
+        except ValueError:  # the input shown in it has what JSON cannot hold: NaN, lone surrogates
+            return JSONResponse({"detail": [{k: v for k, v in entry.items() if k != "input"} for entry in detail]}, 422)
+
+    @app.post("/", response_model=PaddleNlpReply, responses=_BUSY, summary="PaddleNLP's wire")
+    async def paddlenlp(body: PaddleNlpRequest) -> Any:
+        if not len(body.src) == len(body.tgt) == len(body.response):
+            lengths = f"{len(body.src)}, {len(body.tgt)} and {len(body.response)}"
+            return PaddleNlpReply(error_code=500, error_msg=f"expected src, tgt and response of one length; found {lengths}")
+        if not body.src:
+            return PaddleNlpReply(score=[])
+        rows = zip(body.src, body.tgt, body.response, strict=True)
+        answers = await scorer.score([Item("", src, clean(response), response, tgt) for src, tgt, response in rows])
+        if problem := _failures(answers):
+            return PaddleNlpReply(error_code=500, error_msg=problem)
+        return PaddleNlpReply(score=[answer.score for answer in answers])
+
+    @app.post(
+        "/get_reward",
+        response_model=OpenRlhfReply,
+        responses={**_BUSY, 500: {"model": Problem, "description": "An item could not be scored."}},
+        summary="OpenRLHF's wire",
+    )
+    async def openrlhf(body: OpenRlhfRequest) -> Any:
+        count = len(body.query)
+        prompts = body.prompts if body.prompts is not None else [""] * count
+        labels = body.labels if body.labels is not None else [None] * count
+        if not len(prompts) == len(labels) == count:
+            return _unprocessable(
+                f"expected query, prompts and labels of one length; found {count}, {len(prompts)} and {len(labels)}"
+            )
+        if not count:
+            return OpenRlhfReply(rewards=[], scores=[], extra_logs={})
+        items = []
+        for query, prompt, label in zip(body.query, prompts, labels, strict=True):
+            response = query.removeprefix(prompt)
+            items.append(Item("", prompt, clean(response), response, label or ""))
+        answers = await scorer.score(items)
+        if problem := _failures(answers):
+            return JSONResponse({"detail": problem}, 500)
+        scores = [answer.score for answer in answers]
+        return OpenRlhfReply(rewards=scores, scores=scores, extra_logs=_columns(answers))
+
+    @app.post("/v1/score", response_model=NativeReply, responses=_BUSY, summary="The native wire: a status for every item")
+    async def native(body: NativeRequest) -> Any:
+        items = [
+            Item(i.key, i.prompt, i.response, i.response_raw, i.label, json.dumps(i.metadata) if i.metadata else "")
+            for i in body.items
+        ]
+        answers = await scorer.score(items)
+        return {"results": [_native(item.key, answer) for item, answer in zip(items, answers, strict=True)]}
+
+    @app.get("/v1/rewards", response_model=RewardList, summary="The rewards behind every score")
+    async def rewards() -> Any:
+        return RewardList(
+            api=API,
+            rewards=[
+                RewardDescription(name=r.name, weight=r.weight, version=r.version, description=r.description)
+                for r in scorer.rewards
+            ],
+        )
+
+    @app.get("/health", summary="The process answers")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready", responses={503: {"description": "Starting or draining."}}, summary="It takes items")
+    async def is_ready() -> Response:
+        return JSONResponse({"ready": ready[0]}, 200 if ready[0] else 503)
+
+    @app.get("/metrics", summary="Prometheus metrics")
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+def _native(key: str, answer: Scored) -> dict[str, Any]:
+    return {
+        "key": key,
+        "status": answer.status.name.lower(),
+        "score": answer.score if answer.status is Status.OK else None,
+        "parts": [part._asdict() for part in answer.parts],
+        "message": answer.message,
+    }
+
+
+def _failures(answers: Sequence[Scored]) -> str:
+    """What went wrong with the items that have no score; empty when all have one."""
+    bad = [(position, answer) for position, answer in enumerate(answers) if answer.status is not Status.OK]
+    told = [f"item {position}: {answer.status.name} {answer.message}" for position, answer in bad[:5]]
+    return "; ".join(told) + (f"; and {len(bad) - 5} more" if len(bad) > 5 else "")
+
+
+def _columns(answers: Sequence[Scored]) -> dict[str, list[float]]:
+    """The parts that every item has, by name."""
+    rows = [{part.name: part.raw for part in answer.parts} for answer in answers]
+    common = [name for name in rows[0] if all(name in row for row in rows)]
+    return {name: [row[name] for row in rows] for name in common}
+
+
+def _unprocessable(message: str) -> Response:
+    return JSONResponse({"detail": message}, 422)

@@ -1,0 +1,126 @@
+"""uvicorn inside this process's event loop. Invariant: it takes no signal handler and ends with its block."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from polyreme.errors import ConfigError
+
+BODY_LIMIT = 32 << 20
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class BodyLimit:
+    """Answers 413 to a body beyond `limit` bytes, without keeping more than that of it."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        size = 0
+        started = False
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise _TooLarge
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        try:
+            if declared.isdigit() and int(declared) > self._limit:
+                raise _TooLarge
+            await self._app(scope, counted, watched)
+        except _TooLarge:
+            if not started:
+                body = b'{"detail":"expected a body of at most %d bytes"}' % self._limit
+                headers = [
+                    (b"content-type", b"application/json"),
+                    (b"connection", b"close"),
+                    (b"content-length", b"%d" % len(body)),
+                ]
+                await send({"type": "http.response.start", "status": 413, "headers": headers})
+                await send({"type": "http.response.body", "body": body})
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The process has its own handlers."""
+        yield
+
+
+@asynccontextmanager
+async def serve_http(host: str, port: int, app: Any, grace: float) -> AsyncIterator[int]:
+    """Serves `app` until the block ends; gives the port. Raises ConfigError when it is taken.
+
+    Args:
+        host: the address to bind.
+        port: 0 takes a free one.
+        app: the ASGI application.
+        grace: seconds for requests under way at the end.
+    """
+    listener = _listen(host, port)
+    config = uvicorn.Config(
+        BodyLimit(app, BODY_LIMIT),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(grace)),
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await server.up.wait()
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"a free port {port} on {host} for HTTP", error.strerror or str(error), "Choose another port, or end its owner."
+        ) from None
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,163 @@
+"""The process that owns the workers: it forks them, ends them, and sweeps up whatever they leave behind.
+
+Invariant: when it ends, nothing that a worker started still runs. It is single-threaded, runs no plugin code, adopts orphans
+(PR_SET_CHILD_SUBREAPER), and ends with the other end of its control socket.
+
+Control socket (SOCK_SEQPACKET, JSON): in {"spawn": id} with the worker's socket, {"kill": id}; out {"exited": id, "reason": text}. Run as `python -m polyreme_reward.isolation.keeper FD MODULE...`; the modules are imported before the first fork.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+from typing import NoReturn
+
+import psutil  # type: ignore[import-untyped]
+
+from polyreme.lifecycle import die_with_parent
+from polyreme_reward.isolation import worker
+
+_MESSAGE_BYTES = 1 << 12
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants' orphans. Linux only; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class Keeper:
+    """The loop of the process."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._workers: dict[int, int] = {}  # pid -> id
+        self._me = psutil.Process()
+
+    def run(self) -> None:
+        """Serves until the control socket closes or SIGTERM comes; then ends every descendant."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        stopping: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while not stopping:
+            ready, _, _ = select.select([self._control.fileno(), wake_read], [], [])
+            if wake_read in ready:
+                with suppress(BlockingIOError):
+                    os.read(wake_read, 4096)
+                self._reap()
+            if self._control.fileno() in ready and not self._command():
+                break
+        self._end()
+
+    def _command(self) -> bool:
+        """Obeys one message. False when the socket is closed."""
+        data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+        if not data:
+            return False
+        message = json.loads(data)
+        if "kill" in message:
+            for pid in [pid for pid, name in self._workers.items() if name == message["kill"]]:
+                _kill(pid)
+        else:
+            self._fork(message["spawn"], fds[0])
+        return True
+
+    def _fork(self, name: int, fd: int) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(parent, fd)
+        os.close(fd)
+        self._workers[pid] = name
+
+    def _become_worker(self, parent: int, fd: int) -> NoReturn:
+        status = 70
+        try:
+            os.setsid()
+            die_with_parent(parent)
+            adopt_orphans()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.closerange(3, fd)
+            os.closerange(fd + 1, 1 << 16)
+            status = worker.main(socket.socket(fileno=fd))
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        orphans = False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            orphans = True
+            name = self._workers.pop(pid, None)
+            if name is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                with suppress(BrokenPipeError, ConnectionError):
+                    self._control.send(json.dumps({"exited": name, "reason": _reason(status)}).encode())
+        if orphans:
+            self._sweep()
+
+    def _sweep(self) -> bool:
+        """KILL to adopted orphans: their worker is gone. Their own children come to us next. True if there were any."""
+        orphans = [child.pid for child in self._me.children() if child.pid not in self._workers]
+        for pid in orphans:
+            _kill(pid)
+        return bool(orphans)
+
+    def _end(self) -> None:
+        for pid in self._workers:
+            _kill(pid)
+        with suppress(ChildProcessError):
+            while True:
+                pid, _ = os.waitpid(-1, 0)
+                self._workers.pop(pid, None)
+                self._sweep()
+
+
+def _kill(pid: int) -> None:
+    """KILL to a child that is not reaped yet, so that its pid is its own, and to its group."""
+    for kill in (os.kill, os.killpg):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _reason(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    adopt_orphans()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.freeze()  # the forks share these pages
+    Keeper(control).run()
+
+
+if __name__ == "__main__":
+    main()

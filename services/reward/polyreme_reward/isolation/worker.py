@@ -1,0 +1,167 @@
+"""A worker's life: limits, plugins, then item after item. Invariant: every item it is sent gets one reply, in order, or the process
+ends; what a plugin returns, raises or prints never leaves but as a bounded, checked reply."""
+
+import asyncio
+import io
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from polyreme.errors import ConfigError
+from polyreme_reward.isolation.wire import FRAME_LIMIT, HEADER, encode
+from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
+from polyreme_reward.plugins.load import Loaded, load
+
+_OUTPUT_CHARS = 4000
+
+
+class BoundedOutput(io.TextIOBase):
+    """Stands in for stdout and stderr: keeps the first characters an item prints and counts the rest away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[str] = []
+        self._room = _OUTPUT_CHARS
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._room > 0:
+            kept = text[: self._room]
+            self._kept.append(kept)
+            self._room -= len(kept)
+        return len(text)
+
+    def take(self) -> str:
+        """What was printed since the last call, at most 4000 characters."""
+        text = "".join(self._kept)
+        self._kept, self._room = [], _OUTPUT_CHARS
+        return text
+
+
+def main(channel: socket.socket) -> int:
+    """Runs a worker on its socket until the socket closes; the first message has `rewards` (sources) and `memory_mib`.
+
+    Returns the exit status.
+    """
+    setup = _receive(channel)
+    if setup is None:
+        return 0
+    output = _confine(setup["memory_mib"])
+    pid = os.getpid()
+    try:
+        plugins = [load(source) for source in setup["rewards"]]
+    except ConfigError as error:
+        channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
+        return 2
+    except BaseException as error:  # noqa: BLE001 the plugin's own code, whatever it raises
+        channel.sendall(encode({"failed": ["a reward that loads", _summary(error), "Mend the plugin."]}))
+        return 2
+    channel.sendall(encode({"ready": [[plugin.version, plugin.description] for plugin in plugins]}))
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    left_behind = _leftover_test()
+    output.take()
+    while (jobs := _receive(channel)) is not None:
+        for index, fields in jobs:
+            outcome, memory = _score(plugins[index], Item(*fields), loop)
+            if os.getpid() != pid:  # a plugin forked and both sides came back
+                return 71
+            processes, threads = left_behind()
+            reply = [outcome.status, outcome.value, outcome.message, dict(outcome.extras)]
+            channel.sendall(encode([*reply, memory or processes, memory or processes or threads, output.take()]))
+    return 0
+
+
+def _confine(memory_mib: int) -> BoundedOutput:
+    """Sets the process's limits and takes its standard streams away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit = memory_mib << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    if null > 2:
+        os.close(null)
+    output = BoundedOutput()
+    sys.stdout = sys.stderr = output
+    return output
+
+
+def _score(plugin: Loaded, item: Item, loop: asyncio.AbstractEventLoop) -> tuple[Outcome, bool]:
+    """The plugin's judged answer, and whether memory ran out."""
+    try:
+        answer = plugin.call(item)
+        if asyncio.iscoroutine(answer):
+            answer = loop.run_until_complete(answer)
+        return judge(plugin.unwrap(answer)), False
+    except RewardError as error:
+        return failed(Status.ERROR, str(error)), False
+    except MemoryError:
+        return failed(Status.ERROR, "ran out of memory (MemoryError at the worker's limit)"), True
+    except SystemExit as error:
+        return failed(Status.ERROR, f"called sys.exit({error.code!r})"), False
+    except BaseException as error:  # noqa: BLE001 the plugin's own code, whatever it raises
+        return failed(Status.ERROR, _summary(error)), False
+
+
+def _summary(error: BaseException) -> str:
+    """The exception and where it was raised, in one line."""
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+        return f"{type(error).__name__}: {str(error)[:1000]}{where}"
+    except Exception:  # noqa: BLE001 a plugin's exception may not even print
+        return f"{type(error).__name__} (which cannot be printed)"
+
+
+def _leftover_test() -> Callable[[], tuple[bool, bool]]:
+    """A cheap test of whether items left (processes, threads) behind that were not there after loading."""
+    threads = threading.active_count()
+    helpers = _has_children()
+
+    def test() -> tuple[bool, bool]:
+        return (not helpers and _has_children()), threading.active_count() > threads
+
+    return test
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _receive(channel: socket.socket) -> Any:
+    """The next message; None at the end."""
+    header = _exactly(channel, HEADER.size)
+    if header is None:
+        return None
+    (size,) = HEADER.unpack(header)
+    if size > FRAME_LIMIT:
+        raise ValueError(f"expected a frame of at most {FRAME_LIMIT} bytes; found {size}")
+    body = _exactly(channel, size)
+    return None if body is None else json.loads(body)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = channel.recv_into(view)
+        if count == 0:
+            return None
+        view = view[count:]
+    return data

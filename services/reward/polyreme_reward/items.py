@@ -1,0 +1,147 @@
+"""What a reward is asked and what it answers. Invariant: a value exists only beside Status.OK, and then it is finite."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+
+class Item(NamedTuple):
+    """One response to be scored.
+
+    Args:
+        key: names this exact question for retries; empty: never remembered.
+        prompt: as text, template included.
+        response: as text without special tokens.
+        response_raw: as text with special tokens; may be empty when only the clean text is known.
+        label: the reference answer; may be empty.
+        metadata_json: a JSON object with the row's other columns, or empty.
+    """
+
+    key: str
+    prompt: str
+    response: str
+    response_raw: str = ""
+    label: str = ""
+    metadata_json: str = ""
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The row's other columns. Raises RewardError when they are no JSON object."""
+        if not self.metadata_json:
+            return {}
+        try:
+            found = json.loads(self.metadata_json)
+        except (ValueError, RecursionError) as error:
+            raise RewardError(f"expected metadata_json to be a JSON object; found {error}") from None
+        if not isinstance(found, dict):
+            raise RewardError(f"expected metadata_json to be a JSON object; found a {type(found).__name__}")
+        return found
+
+    @property
+    def raw(self) -> str:
+        """The response with special tokens where it is known, else without."""
+        return self.response_raw or self.response
+
+
+class Status(IntEnum):
+    """How scoring an item ended; the numbers are those of ScoreStatus in the proto."""
+
+    OK = 1
+    ERROR = 2
+    TIMEOUT = 3
+    INVALID = 4
+
+
+class Outcome(NamedTuple):
+    """One reward's answer to one item. `extras` are further named numbers, reported and not summed."""
+
+    status: Status
+    value: float = 0.0
+    message: str = ""
+    extras: Mapping[str, float] = {}
+
+
+class RewardError(Exception):
+    """A reward cannot score this item; the message says what was expected and what was found."""
+
+
+MESSAGE_LIMIT = 2000
+EXTRAS_LIMIT = 32
+
+
+def ok(value: float) -> Outcome:
+    return Outcome(Status.OK, value)
+
+
+def failed(status: Status, message: str) -> Outcome:
+    text = printable(message)
+    return Outcome(status, message=text if len(text) <= MESSAGE_LIMIT else text[:MESSAGE_LIMIT] + " ...")
+
+
+def printable(text: str) -> str:
+    """The text without lone surrogates, which neither protobuf nor UTF-8 can carry."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def judge(answer: object) -> Outcome:
+    """The outcome of whatever a reward returned: a number, or a mapping with `score` and further numbers beside it."""
+    extras: dict[str, float] = {}
+    if isinstance(answer, Mapping):
+        if "score" not in answer:
+            return failed(Status.INVALID, f"expected a mapping with the key 'score'; found the keys {_shown(list(answer))}")
+        for name, value in list(answer.items())[: EXTRAS_LIMIT + 1]:
+            number = _number(value)
+            if name != "score" and number is not None and math.isfinite(number):
+                extras[printable(str(name)[:100])] = number
+        answer = answer["score"]
+    number = _number(answer)
+    if number is None:
+        return failed(Status.INVALID, f"expected a finite number; found {_shown(answer)}")
+    if not math.isfinite(number):
+        return failed(Status.INVALID, f"expected a finite number; found {number}")
+    return Outcome(Status.OK, number, "", extras)
+
+
+def _number(value: object) -> float | None:
+    """A Python or NumPy-like number as a float; None for anything else."""
+    if isinstance(value, str | bytes | bytearray) or not hasattr(type(value), "__float__"):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+
+
+def _shown(value: object) -> str:
+    text = repr(value[:200] if isinstance(value, str | bytes | list | tuple) else value)
+    return f"{text[:200]} ({type(value).__name__})"
+
+
+class Reward(Protocol):
+    """A reward that is ready to score."""
+
+    @property
+    def name(self) -> str:
+        """What its part of a score is called."""
+        ...
+
+    @property
+    def weight(self) -> float:
+        """Its value times this goes into the score."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Changes whenever its scores may."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """One line for people."""
+        ...
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        """One outcome per item, in order. Never raises for what an item or plugin does."""
+        ...

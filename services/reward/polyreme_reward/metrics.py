@@ -1,0 +1,34 @@
+"""What the service counts about itself, in a registry of its own. Invariant: counting costs per batch, not per item."""
+
+from collections import Counter as Tally
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from polyreme_reward.items import Outcome
+
+
+class Metrics:
+    """The service's Prometheus metrics."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._outcomes = Counter(
+            "polyreme_reward_outcomes", "Answers of each reward, by status.", ["reward", "status"], registry=self.registry
+        )
+        self.refused = Counter("polyreme_reward_refused", "Items refused because the queue was full.", registry=self.registry)
+        self.inside = Gauge("polyreme_reward_items_inside", "Items being scored.", registry=self.registry)
+        self.batch_seconds = Histogram(
+            "polyreme_reward_batch_seconds", "Wall-clock seconds to score one batch.", registry=self.registry
+        )
+        self.workers_replaced = Counter(
+            "polyreme_reward_workers_replaced",
+            "Worker processes ended and replaced, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+
+    def count(self, reward: str, outcomes: Sequence[Outcome]) -> None:
+        """Adds one reward's answers to a batch."""
+        for status, number in Tally(outcome.status for outcome in outcomes).items():
+            self._outcomes.labels(reward, status.name.lower()).inc(number)

@@ -1,0 +1,101 @@
+"""From a source to a function ready to call. Invariant: the version says exactly which code and options gave a score."""
+
+import hashlib
+import importlib
+import inspect
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+from polyreme.errors import ConfigError
+from polyreme_reward.items import Item
+from polyreme_reward.plugins.signatures import adapt
+from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
+
+ENTRY_POINTS = "polyreme.rewards"
+_USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A reward in its worker: `unwrap(call(item))`, the call maybe awaited in between, is a number or a mapping with `score`."""
+
+    call: Callable[[Item], Any]
+    unwrap: Callable[[Any], object]
+    version: str
+    description: str
+
+
+def load(source: Mapping[str, Any]) -> Loaded:
+    """Loads a reward.
+
+    Args:
+        source: `options` and one of: `builtin` (a name); `path` and `code` (a file and its text as the service read it);
+            `module`; `entry_point`. `function` may name the function.
+
+    Raises:
+        ConfigError: nothing usable is there. The plugin's own import errors come through as they are.
+    """
+    options = source["options"]
+    if (name := source.get("builtin")) is not None:
+        rule = make_rule(name, options)
+        return Loaded(rule, lambda answer: answer, builtin_version(name, options), BUILTINS[name].description)
+    if (path := source.get("path")) is not None:
+        module = _module_of(path, source["code"])
+        function, code = _function(module, source.get("function"), path), source["code"]
+    elif (name := source.get("module")) is not None:
+        module = importlib.import_module(name)
+        function, code = _function(module, source.get("function"), f"the module {name}"), _code(module)
+    else:
+        name = source["entry_point"]
+        function = next(iter(entry_points(group=ENTRY_POINTS, name=name))).load()
+        code = _code(inspect.getmodule(function) or function)
+    adapted = adapt(function, options)
+    digest = hashlib.sha256(json.dumps([code, function.__qualname__, options], sort_keys=True, default=str).encode()).hexdigest()
+    summary = (inspect.getdoc(function) or f"{function.__name__} of {path or name}").partition("\n")[0]
+    return Loaded(adapted.call, adapted.unwrap, f"{function.__name__}-{digest[:12]}", f"{summary} ({adapted.convention})")
+
+
+def _module_of(path: str, code: str) -> types.ModuleType:
+    """The file as a module of its own name; its folder is importable, so that it may have neighbours."""
+    name = os.path.splitext(os.path.basename(path))[0]
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.path.insert(0, os.path.dirname(path))
+    sys.modules[name] = module
+    exec(compile(code, path, "exec"), module.__dict__)
+    return module
+
+
+def _function(module: Any, name: str | None, where: str) -> Callable[..., Any]:
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if callable(value) and not key.startswith("_") and getattr(value, "__module__", None) == module.__name__
+    }
+    if name is not None:
+        found: Any = getattr(module, name, None)
+        if not callable(found):
+            raise ConfigError(f"a function {name} in {where}", f"the functions {sorted(own)}", "Mend `function`.")
+        return cast(Callable[..., Any], found)
+    usual = [own[key] for key in _USUAL_NAMES if key in own]
+    candidates = usual or list(own.values())
+    if len(candidates) != 1:
+        raise ConfigError(
+            f"one reward function in {where} ({', '.join(_USUAL_NAMES)}, or the only public one)",
+            f"the functions {sorted(own)}",
+            "Name it with `function`.",
+        )
+    return candidates[0]
+
+
+def _code(module: Any) -> str:
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):  # an extension module: its file decides
+        return str(getattr(module, "__version__", getattr(module, "__name__", "")))

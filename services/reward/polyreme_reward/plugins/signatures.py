@@ -1,0 +1,176 @@
+"""Five signatures of a reward function, told apart once by their parameters' names. Invariant: a function is called with exactly
+the names it takes, and one that fits no signature is refused at load, not at the first item.
+
+| convention | parameters                                                          | one call is | texts                  |
+|------------|---------------------------------------------------------------------|-------------|------------------------|
+| polyreme   | any of prompt, response, response_raw, label, metadata, item        | an item     | as named               |
+| paddlenlp  | solution_str, ground_truth[, query]                                 | an item     | with special tokens    |
+| verl       | data_source, solution_str, ground_truth[, extra_info]               | an item     | without special tokens |
+| verl-batch | data_sources, solution_strs, ground_truths[, extra_infos]           | a list      | without special tokens |
+| openrlhf   | queries[, prompts][, labels]                                        | a list      | with special tokens    |
+| trl        | completions[, prompts][, trainer_state, log_*][, dataset columns]   | a list      | without special tokens |
+
+Lists have one element: items are isolated from each other. Further parameters come from the reward's `options`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polyreme.errors import ConfigError
+from polyreme_reward.items import Item, RewardError
+
+_LABEL_COLUMNS = (
+    "label",
+    "labels",
+    "answer",
+    "answers",
+    "solution",
+    "solutions",
+    "ground_truth",
+    "ground_truths",
+    "target",
+    "targets",
+)
+_OURS: dict[str, Callable[[Item], Any]] = {
+    "prompt": lambda item: item.prompt,
+    "response": lambda item: item.response,
+    "response_raw": lambda item: item.raw,
+    "label": lambda item: item.label,
+    "metadata": lambda item: item.metadata,
+    "item": lambda item: item,
+}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A function and how to call it: `call(item)` gives its answer (maybe a coroutine), `unwrap` the number or mapping in it."""
+
+    convention: str
+    call: Callable[[Item], Any]
+    unwrap: Callable[[Any], object]
+
+
+def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
+    """Binds a reward function of any known signature.
+
+    Raises:
+        ConfigError: the parameters fit no signature, or an option has no parameter.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    required = {p.name for p in parameters if p.default is p.empty and p.name in names}
+    if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
+        raise _misfit(function, f"positional-only parameters {positional}")
+    if strangers := [name for name in options if name not in names and not takes_any]:
+        raise ConfigError(f"options that {function.__name__} takes ({', '.join(names)})", ", ".join(strangers), "Mend `options`.")
+    wanted = [name for name in names if name not in options]
+    if "completions" in names:
+        return _trl(function, wanted, required - set(options), takes_any, options)
+    convention, sources, listed = _convention(names)
+    sources = {name: source for name, source in sources.items() if name in wanted}
+    if missing := required - set(sources) - set(options):
+        raise _misfit(function, f"the parameters {sorted(missing)}, which nothing provides")
+
+    def call(item: Item) -> Any:
+        arguments = {name: source(item) for name, source in sources.items()}
+        if listed:
+            arguments = {name: [value] for name, value in arguments.items()}
+        return function(**arguments, **options)
+
+    return Adapted(convention, call, _unwrap_openrlhf if convention == "openrlhf" else _first if listed else _same)
+
+
+def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], Any]], bool]:
+    """The convention's name, its parameters, and whether they are lists."""
+    if "queries" in names:
+        query = {"queries": lambda item: item.prompt + item.raw, "prompts": lambda item: item.prompt}
+        return "openrlhf", {**query, "labels": lambda item: item.label}, True
+    if "solution_strs" in names:
+        return "verl-batch", {f"{name}s": source for name, source in _verl().items()}, True
+    if "data_source" in names or "extra_info" in names:
+        return "verl", _verl(), False
+    if "solution_str" in names:
+        texts = {"solution_str": lambda item: item.raw, "ground_truth": lambda item: item.label}
+        return "paddlenlp", {**texts, "query": lambda item: item.prompt}, False
+    return "polyreme", _OURS, False
+
+
+def _verl() -> dict[str, Callable[[Item], Any]]:
+    def extra_info(item: Item) -> Any:
+        metadata = item.metadata
+        return metadata.get("extra_info", metadata)
+
+    return {
+        "data_source": lambda item: item.metadata.get("data_source", ""),
+        "solution_str": lambda item: item.response,
+        "ground_truth": lambda item: item.label,
+        "extra_info": extra_info,
+    }
+
+
+def _trl(
+    function: Callable[..., Any], wanted: list[str], required: set[str], takes_any: bool, options: Mapping[str, Any]
+) -> Adapted:
+    if "completion_ids" in required:
+        raise _misfit(function, "the required parameter completion_ids, but rewards are given text and no token ids")
+    special = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+
+    def call(item: Item) -> Any:
+        columns = item.metadata
+        for name in _LABEL_COLUMNS:
+            columns.setdefault(name, item.label)
+        given: dict[str, Any] = {"prompts": [item.prompt], "completions": [item.response]}
+        given |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+        for name in list(columns) if takes_any else wanted:
+            if name in columns and name not in special and name not in options:
+                given[name] = [columns[name]]
+        if absent := required - given.keys():
+            raise RewardError(f"expected the columns {sorted(absent)} in the row; found {sorted(item.metadata)}")
+        return function(**{name: value for name, value in given.items() if takes_any or name in wanted}, **options)
+
+    return Adapted("trl", call, _first)
+
+
+def _ignore(*_: object, **__: object) -> None:
+    """TRL's logging hooks: the service reports a reward's numbers by its parts."""
+
+
+def _same(answer: object) -> object:
+    return answer
+
+
+def _first(answer: Any) -> object:
+    """The only element of a list, array or tensor of length 1, or of every list in a mapping."""
+    if isinstance(answer, Mapping):
+        return {name: _first(value) if name == "score" else value for name, value in answer.items()}
+    if hasattr(answer, "tolist"):
+        answer = answer.tolist()
+    if isinstance(answer, list | tuple):
+        if len(answer) != 1:
+            raise RewardError(f"expected a list of one score for a list of one item; found one of {len(answer)}")
+        return answer[0]
+    return answer
+
+
+def _unwrap_openrlhf(answer: Any) -> object:
+    """OpenRLHF's {"rewards", "scores", "extra_logs"}, or a bare list or tensor of rewards."""
+    if not isinstance(answer, Mapping):
+        return _first(answer)
+    if "rewards" not in answer:
+        raise RewardError(f"expected a mapping with the key 'rewards'; found the keys {sorted(map(str, answer))[:10]}")
+    extras = {name: _first(values) for name, values in (answer.get("extra_logs") or {}).items()}
+    if answer.get("scores") is not None:
+        extras["scores"] = _first(answer["scores"])
+    return {**extras, "score": _first(answer["rewards"])}
+
+
+def _misfit(function: Callable[..., Any], found: str) -> ConfigError:
+    return ConfigError(
+        "a reward function whose parameters are among (prompt, response, response_raw, label, metadata, item), or in PaddleNLP's, "
+        "verl's, OpenRLHF's or TRL's signature",
+        f"{getattr(function, '__name__', function)} with {found}",
+        "Rename its parameters, or give the others a value in `options`.",
+    )

@@ -1,0 +1,118 @@
+"""The wires of reward servers, as pure functions. Invariant: a reply is a list of outcomes as long as the request, or BadReply.
+
+paddlenlp: {"src", "tgt", "response"} -> {"error_code", "error_msg", "score"}; its servers answer errors with HTTP 200.
+openrlhf: {"query", "prompts", "labels"} -> {"rewards"[, "scores"][, "extra_logs"]}.
+native: this service's own POST /v1/score, with a status per item.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyreme_reward.items import Item, Outcome, Status, failed, judge
+
+
+class BadReply(Exception):
+    """A reply that scores nothing. `status` is what its items get; `again` says that asking again may help."""
+
+    def __init__(self, message: str, status: Status = Status.ERROR, again: bool = False) -> None:
+        super().__init__(message)
+        self.status, self.again = status, again
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`encode` makes the JSON body; `decode` takes the parsed JSON object of a 200 and the number of items asked for."""
+
+    encode: Callable[[Sequence[Item]], dict[str, Any]]
+    decode: Callable[[dict[str, Any], int], list[Outcome]]
+
+
+def parse(http_status: int, body: bytes, protocol: Protocol, count: int) -> list[Outcome]:
+    """The outcomes in an HTTP reply. Raises BadReply."""
+    if http_status != 200:
+        excerpt = body[:300].decode("utf-8", "replace").strip()
+        raise BadReply(
+            f"expected HTTP 200; found {http_status}: {excerpt}", again=http_status >= 500 or http_status in (408, 425, 429)
+        )
+    try:
+        tree = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadReply(f"expected JSON; found {body[:100]!r} ({error})", Status.INVALID) from None
+    if not isinstance(tree, dict):
+        raise BadReply(f"expected a JSON object; found a {type(tree).__name__}", Status.INVALID)
+    return protocol.decode(tree, count)
+
+
+def _encode_paddlenlp(items: Sequence[Item]) -> dict[str, Any]:
+    return {"src": [i.prompt for i in items], "tgt": [i.label for i in items], "response": [i.raw for i in items]}
+
+
+def _decode_paddlenlp(tree: dict[str, Any], count: int) -> list[Outcome]:
+    if tree.get("error_code") != 0:
+        raise BadReply(f"expected error_code 0; found {tree.get('error_code')!r}: {str(tree.get('error_msg'))[:1000]}")
+    return [judge(score) for score in _column(tree, "score", count)]
+
+
+def _encode_openrlhf(items: Sequence[Item]) -> dict[str, Any]:
+    return {"query": [i.prompt + i.raw for i in items], "prompts": [i.prompt for i in items], "labels": [i.label for i in items]}
+
+
+def _decode_openrlhf(tree: dict[str, Any], count: int) -> list[Outcome]:
+    rewards = _column(tree, "rewards", count)
+    named: dict[str, list[Any]] = {}
+    logs = tree.get("extra_logs")
+    for name, values in [("scores", tree.get("scores")), *(logs.items() if isinstance(logs, dict) else ())]:
+        if isinstance(values, list) and len(values) == count:
+            named[name] = values
+    return [judge({**{name: values[k] for name, values in named.items()}, "score": reward}) for k, reward in enumerate(rewards)]
+
+
+def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
+    return {
+        "items": [
+            {
+                "key": i.key,
+                "prompt": i.prompt,
+                "response": i.response,
+                "response_raw": i.response_raw,
+                "label": i.label,
+                "metadata": i.metadata,
+            }
+            for i in items
+        ]
+    }
+
+
+def _decode_native(tree: dict[str, Any], count: int) -> list[Outcome]:
+    outcomes = []
+    for result in _column(tree, "results", count):
+        status = result.get("status") if isinstance(result, dict) else None
+        if status == "ok":
+            parts = result.get("parts")
+            named = (
+                {p["name"]: p.get("raw") for p in parts if isinstance(p, dict) and "name" in p} if isinstance(parts, list) else {}
+            )
+            outcomes.append(judge({**named, "score": result.get("score")}))
+        elif status in ("error", "timeout", "invalid"):
+            outcomes.append(failed(Status[status.upper()], str(result.get("message", ""))))
+        else:
+            outcomes.append(failed(Status.INVALID, f"expected a result with a status; found {str(result)[:200]}"))
+    return outcomes
+
+
+def _column(tree: dict[str, Any], name: str, count: int) -> list[Any]:
+    values = tree.get(name)
+    if not isinstance(values, list):
+        raise BadReply(f"expected a list under {name!r}; found {str(values)[:100]!r}", Status.INVALID)
+    if len(values) != count:
+        raise BadReply(f"expected {count} values under {name!r}; found {len(values)}", Status.INVALID)
+    return values
+
+
+PROTOCOLS = {
+    "paddlenlp": Protocol(_encode_paddlenlp, _decode_paddlenlp),
+    "openrlhf": Protocol(_encode_openrlhf, _decode_openrlhf),
+    "native": Protocol(_encode_native, _decode_native),
+}

@@ -1,0 +1,177 @@
+"""A reward that another server computes. Invariants: no request outlives its items' deadline; no more than `concurrency` are open;
+every failure to get a finite number in range is a status."""
+
+import asyncio
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from polyreme.errors import ConfigError
+from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
+from polyreme_reward.remote.endpoints import Endpoint, Endpoints
+from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
+
+_REPLY_BYTES = 32 << 20
+_FIRST_PAUSE = 0.1
+_NOBODY_THERE = (502, 503, 504)
+
+
+@checked(frozen=True, config={"extra": "forbid"})
+class HttpOptions:
+    """What a reward's `options` may set.
+
+    Args:
+        concurrency: requests open at once.
+        batch: items per request. Beyond 1 the item deadline is the whole request's, and a batch that the server
+            refuses is asked again item by item.
+        tries: requests for the same items, as long as their deadline allows.
+        min: the least score the server may answer.
+        max: the greatest.
+    """
+
+    concurrency: int = 16
+    batch: int = 1
+    tries: int = 4
+    min: float = float("-inf")
+    max: float = float("inf")
+
+
+@dataclass
+class _Failure:
+    status: Status
+    message: str
+    answered: bool  # the server was there and spoke: its word may be about one item of the batch
+
+
+class HttpReward:
+    """A reward behind one or several URLs that speak the same protocol.
+
+    Args:
+        urls: they share the load.
+        protocol: a key of PROTOCOLS.
+        item_timeout: seconds for one item, retries included, waiting for a free connection excluded.
+        options: as HttpOptions.
+
+    Raises:
+        ConfigError: an option is unknown or does not fit.
+    """
+
+    def __init__(
+        self, name: str, weight: float, urls: Sequence[str], protocol: str, item_timeout: float, options: dict[str, Any]
+    ) -> None:
+        try:
+            self._options = TypeAdapter(HttpOptions).validate_python(options)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            known = ", ".join(HttpOptions.__dataclass_fields__)
+            raise ConfigError(f"options of an HTTP reward ({known})", problems, "Mend reward.rewards.") from None
+        for url in urls:
+            _check(url)
+        self.name, self.weight = name, weight
+        self.description = f"{protocol} endpoint {', '.join(urls)}"
+        self.version = (
+            f"{protocol}-{hashlib.sha256(json.dumps([sorted(urls), options], sort_keys=True).encode()).hexdigest()[:8]}"
+        )
+        self._protocol = PROTOCOLS[protocol]
+        self._item_timeout = item_timeout
+        self._endpoints = Endpoints(urls)
+        self._slots = asyncio.Semaphore(self._options.concurrency)
+        self._client = httpx.AsyncClient(
+            timeout=None,  # the deadline around each request is ours
+            limits=httpx.Limits(max_connections=self._options.concurrency, max_keepalive_connections=self._options.concurrency),
+            verify=any(url.startswith("https:") for url in urls),
+            trust_env=False,
+        )
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        size = self._options.batch
+        batches = [items[start : start + size] for start in range(0, len(items), size)]
+        return [outcome for part in await asyncio.gather(*map(self._batch, batches)) for outcome in part]
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def _batch(self, items: Sequence[Item]) -> list[Outcome]:
+        async with self._slots:
+            answer = await self._ask(items)
+        if isinstance(answer, list):
+            return [self._ranged(outcome) for outcome in answer]
+        if len(items) > 1 and answer.answered:
+            return [outcome for part in await asyncio.gather(*(self._batch([item]) for item in items)) for outcome in part]
+        return [failed(answer.status, answer.message)] * len(items)
+
+    async def _ask(self, items: Sequence[Item]) -> list[Outcome] | _Failure:
+        """Outcomes of one request, tried again where that may help."""
+        try:
+            body = json.dumps(self._protocol.encode(items)).encode()
+        except RewardError as error:
+            return _Failure(Status.ERROR, str(error), answered=True)
+        last = _Failure(Status.TIMEOUT, "", answered=False)
+        try:
+            async with asyncio.timeout(self._item_timeout):
+                for attempt in range(self._options.tries):
+                    if attempt:
+                        await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                    endpoint = self._endpoints.take()
+                    if endpoint is None:
+                        wait = self._endpoints.next_probe()
+                        return _Failure(Status.ERROR, f"{self.description} does not answer; next probe in {wait:.1f} s", False)
+                    answer, again = await self._request(endpoint, body, len(items))
+                    if isinstance(answer, list):
+                        return answer
+                    last = answer
+                    if not again:
+                        break
+        except TimeoutError:
+            before = f"; before that: {last.message}" if last.message else ""
+            return _Failure(Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none{before}", False)
+        return last
+
+    async def _request(self, endpoint: Endpoint, body: bytes, count: int) -> tuple[list[Outcome] | _Failure, bool]:
+        """One request: its outcomes or failure, and whether another try may help."""
+        alive: bool | None = None
+        try:
+            http_status, reply = await self._post(endpoint.url, body)
+            alive = http_status not in _NOBODY_THERE
+            return parse(http_status, reply, self._protocol, count), False
+        except BadReply as error:
+            return _Failure(error.status, f"{endpoint.url}: {error}", answered=True), error.again
+        except httpx.HTTPError as error:
+            alive = False if isinstance(error, httpx.ConnectError) else None
+            what = str(error) or type(error).__name__
+            return _Failure(Status.ERROR, f"{endpoint.url}: expected an HTTP reply; found {what}", answered=False), True
+        finally:
+            self._endpoints.give_back(endpoint, alive)
+
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        async with self._client.stream("POST", url, content=body, headers=headers) as response:
+            reply = bytearray()
+            async for chunk in response.aiter_bytes():
+                reply += chunk
+                if len(reply) > _REPLY_BYTES:
+                    raise BadReply(f"expected a reply of at most {_REPLY_BYTES} bytes; found more", Status.INVALID)
+            return response.status_code, bytes(reply)
+
+    def _ranged(self, outcome: Outcome) -> Outcome:
+        low, high = self._options.min, self._options.max
+        if outcome.status is Status.OK and not low <= outcome.value <= high:
+            return failed(Status.INVALID, f"expected a score in [{low:g}, {high:g}]; found {outcome.value:g}")
+        return outcome
+
+
+def _check(url: str) -> None:
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError("the URL of a reward server", f"{url!r} ({error})", "Mend reward.rewards.") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError("a URL like http://host:8731/", repr(url), "Mend reward.rewards.")

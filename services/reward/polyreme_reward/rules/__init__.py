@@ -1,0 +1,63 @@
+"""The built-in rewards by name. Invariant: an `inline` rule takes time linear in its texts and calls nothing that can wait."""
+
+import difflib
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version as package_version
+from typing import Any
+
+from pydantic import ValidationError, validate_call
+
+from polyreme.errors import ConfigError
+from polyreme_reward.items import Item
+from polyreme_reward.rules.answers import exact, numeric
+
+Rule = Callable[[Item], object]
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A rule's factory (its keyword arguments are the reward's `options`) and where the rule may run."""
+
+    factory: Callable[..., Rule]
+    inline: bool
+    preload: tuple[str, ...] = ()  # modules that its workers share
+
+    @property
+    def description(self) -> str:
+        return (inspect.getdoc(self.factory) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+BUILTINS: dict[str, Builtin] = {
+    "exact": Builtin(exact, inline=True),
+    "numeric": Builtin(numeric, inline=True),
+}
+
+
+def make_rule(name: str, options: Mapping[str, Any]) -> Rule:
+    """The rule `name` with its options set. Raises ConfigError for an unknown name, option or value."""
+    builtin = BUILTINS.get(name)
+    if builtin is None:
+        near = difflib.get_close_matches(name, BUILTINS, n=1)
+        raise ConfigError(
+            f"the name of a built-in reward ({', '.join(sorted(BUILTINS))})",
+            repr(name),
+            f"Did you mean {near[0]}?"
+            if near
+            else "Name one of these, or give `file`, `module` or `url` for a reward of your own.",
+        )
+    try:
+        return validate_call(builtin.factory)(**options)
+    except ValidationError as error:
+        known = ", ".join(inspect.signature(builtin.factory).parameters) or "none"
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"options of the reward {name} ({known})", problems, "Mend reward.rewards.") from None
+
+
+def builtin_version(name: str, options: Mapping[str, Any]) -> str:
+    """Changes whenever the scores may: with this package's version and with the options."""
+    digest = hashlib.sha256(json.dumps([name, dict(options)], sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{name}-{package_version('polyreme-reward')}-{digest}"

@@ -1,0 +1,198 @@
+"""From items to scores, whatever the wire. Invariants: a score exists only when every reward gave a finite value; an item key is
+scored once, at any time; no more than `limit` items are inside."""
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from polyreme_reward.items import Item, Outcome, Reward, Status, failed
+from polyreme_reward.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+BATCH_LIMIT = 4096
+_REMEMBERED = 1 << 16
+
+
+class Part(NamedTuple):
+    """One reward's share of a score."""
+
+    name: str
+    raw: float
+    weighted: float
+    version: str
+
+
+class Scored(NamedTuple):
+    """The answer to one item. `score` means something only with Status.OK; `parts` holds the rewards that succeeded."""
+
+    status: Status
+    score: float
+    parts: tuple[Part, ...]
+    message: str = ""
+
+
+class BadBatch(ValueError):
+    """A batch that no retry can make right."""
+
+
+class Refused(RuntimeError):
+    """The queue is full (`draining` is False) or the service is on its way out. Ask again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float, draining: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after, self.draining = retry_after, draining
+
+
+class Scorer:
+    """The rewards of a run, composed.
+
+    Args:
+        rewards: all of them score every item; a score is the sum of their weighted values.
+        limit: items that may be inside at once; more are refused, never queued without bound.
+        metrics: counts every outcome.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], limit: int, metrics: Metrics) -> None:
+        self.rewards = tuple(rewards)
+        self.limit = limit
+        self._metrics = metrics
+        self._inside = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._seconds_per_item = 0.0
+        self._known: OrderedDict[str, Scored] = OrderedDict()
+        self._running: dict[str, asyncio.Future[Scored]] = {}
+
+    @property
+    def inside(self) -> int:
+        """Items being scored now."""
+        return self._inside
+
+    async def score(self, items: Sequence[Item]) -> list[Scored]:
+        """Scores items; answers come in their order.
+
+        A cancelled call leaves its keyed items running to their deadline, so that the retry finds them answered.
+
+        Raises:
+            BadBatch: no items, or more than BATCH_LIMIT or than `limit` of them.
+            Refused: the queue is full, or the service drains.
+        """
+        if not 0 < len(items) <= min(BATCH_LIMIT, self.limit):
+            raise BadBatch(f"expected a batch of 1 to {min(BATCH_LIMIT, self.limit)} items; found {len(items)}")
+        if self._draining:
+            raise Refused("the reward service is shutting down", 1.0, draining=True)
+        answers: list[Scored | None] = [None] * len(items)
+        awaited: list[tuple[int, asyncio.Future[Scored]]] = []
+        fresh: list[int] = []
+        keys: set[str] = set()
+        repeats: list[int] = []
+        for position, item in enumerate(items):
+            key = item.key
+            if key and (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                answers[position] = known
+            elif key and (running := self._running.get(key)) is not None:
+                awaited.append((position, running))
+            elif key in keys:
+                repeats.append(position)
+            else:
+                fresh.append(position)
+                if key:
+                    keys.add(key)
+        if fresh:
+            batch = [items[position] for position in fresh] if len(fresh) < len(items) else items
+            for position, scored in zip(fresh, await self._admit(batch), strict=True):
+                answers[position] = scored
+        for position, running in awaited:
+            answers[position] = await asyncio.shield(running)
+        if repeats:
+            first = {items[position].key: answers[position] for position in fresh}
+            for position in repeats:
+                answers[position] = first[items[position].key]
+        return [answer for answer in answers if answer is not None]
+
+    async def drain(self, grace: float) -> int:
+        """Refuses new calls and waits for those under way. Returns the number of items given up after `grace` seconds."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace)
+        except TimeoutError:
+            log.warning("%d items were still being scored after %.0f s and are given up", self._inside, grace)
+        return self._inside
+
+    async def _admit(self, batch: Sequence[Item]) -> list[Scored]:
+        if self._inside + len(batch) > self.limit:
+            self._metrics.refused.inc(len(batch))
+            wait = min(max(self._inside * self._seconds_per_item, 0.1), 30.0)
+            raise Refused(f"{self._inside} items are being scored and at most {self.limit} may be", wait)
+        self._inside += len(batch)
+        self._idle.clear()
+        self._metrics.inside.set(self._inside)
+        loop = asyncio.get_running_loop()
+        for item in batch:
+            if item.key:
+                self._running[item.key] = loop.create_future()
+        return await asyncio.shield(loop.create_task(self._run(batch)))
+
+    async def _run(self, batch: Sequence[Item]) -> list[Scored]:
+        begin = time.perf_counter()
+        try:
+            results = await self._compose(batch)
+            for item, scored in zip(batch, results, strict=True):
+                if item.key:
+                    self._running[item.key].set_result(scored)
+                    if scored.status is Status.OK:
+                        self._known[item.key] = scored
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+            return results
+        finally:
+            for item in batch:
+                if item.key and not (future := self._running.pop(item.key)).done():
+                    future.cancel()
+            self._inside -= len(batch)
+            if not self._inside:
+                self._idle.set()
+            seconds = time.perf_counter() - begin
+            self._seconds_per_item += 0.1 * (seconds / len(batch) - self._seconds_per_item)
+            self._metrics.inside.set(self._inside)
+            self._metrics.batch_seconds.observe(seconds)
+
+    async def _compose(self, batch: Sequence[Item]) -> list[Scored]:
+        columns = await asyncio.gather(*(self._ask(reward, batch) for reward in self.rewards))
+        results = []
+        for row in zip(*columns, strict=True):
+            results.append(self._sum(row))
+        return results
+
+    async def _ask(self, reward: Reward, batch: Sequence[Item]) -> list[Outcome]:
+        outcomes = await reward.score(batch)
+        if len(outcomes) != len(batch):
+            raise AssertionError(f"the reward {reward.name} gave {len(outcomes)} outcomes for {len(batch)} items")
+        self._metrics.count(reward.name, outcomes)
+        return outcomes
+
+    def _sum(self, row: Sequence[Outcome]) -> Scored:
+        parts: list[Part] = []
+        failure: Outcome | None = None
+        total = 0.0
+        for reward, outcome in zip(self.rewards, row, strict=True):
+            if outcome.status is Status.OK:
+                weighted = reward.weight * outcome.value
+                total += weighted
+                parts.append(Part(reward.name, outcome.value, weighted, reward.version))
+                for name, value in outcome.extras.items():
+                    parts.append(Part(f"{reward.name}/{name}", value, 0.0, reward.version))
+            elif failure is None:
+                failure = failed(outcome.status, f"{reward.name}: {outcome.message}")
+        if failure is None and not math.isfinite(total):
+            failure = failed(Status.INVALID, f"expected a finite sum of weighted rewards; found {total}")
+        if failure is not None:
+            return Scored(failure.status, 0.0, tuple(parts), failure.message)
+        return Scored(Status.OK, total, tuple(parts))

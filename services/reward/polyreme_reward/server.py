@@ -1,0 +1,83 @@
+"""The service as one process. Invariant: it is ready exactly while its rewards are loaded and it is not on its way out; on the way
+out it leaves the registry first, refuses new items next, and ends its processes last."""
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from polyreme import rpc
+from polyreme.config import RewardConfig
+from polyreme.log.run import Run
+from polyreme.registry import Lease, Registry
+from polyreme_reward.build import open_rewards
+from polyreme_reward.grpc_service import API, NAME, RewardServicer
+from polyreme_reward.http_api import make_app
+from polyreme_reward.http_server import serve_http
+from polyreme_reward.metrics import Metrics
+from polyreme_reward.scorer import Scorer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where a running service listens, as others reach it."""
+
+    grpc: str
+    http: str
+
+
+@asynccontextmanager
+async def serve(
+    config: RewardConfig, host: str = "127.0.0.1", port: int = 0, http_port: int = 0, run: Run | None = None
+) -> AsyncIterator[Addresses]:
+    """Loads the rewards and serves them until the block ends, then drains.
+
+    Args:
+        config: the rewards and their limits.
+        host: the address to bind; beyond loopback it is reachable by everyone who reaches the machine.
+        port: of gRPC; 0 takes a free one.
+        http_port: of HTTP; 0 takes a free one.
+        run: where to register; None: nowhere.
+
+    Raises:
+        ConfigError: a reward cannot be loaded or a port is taken. UnavailableError: loading takes too long.
+    """
+    grace = min(config.item_timeout + 1.0, 30.0)
+    metrics = Metrics()
+    ready = [False]
+    async with AsyncExitStack() as stack:
+        rewards = await stack.enter_async_context(open_rewards(config, metrics))
+        scorer = Scorer(rewards, config.queue, metrics)
+        app = make_app(scorer, metrics, config.special_tokens, ready)
+        http = await stack.enter_async_context(serve_http(host, http_port, app, grace))
+        server = await stack.enter_async_context(
+            rpc.serve(
+                host,
+                port,
+                RewardServicer(scorer).add_to,
+                [NAME],
+                grace,
+            )
+        )
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        addresses = Addresses(f"{name}:{server.port}", f"{name}:{http}")
+        await server.set_ready(True)
+        ready[0] = True
+        try:
+            async with AsyncExitStack() as registered:
+                if run is not None:
+                    facts = {"rewards": [{"name": r.name, "weight": r.weight, "version": r.version} for r in rewards]}
+                    lease = Lease(
+                        "reward", f"reward-{os.getpid()}-{uuid.uuid4().hex[:6]}", addresses.grpc, addresses.http, API, facts
+                    )
+                    await registered.enter_async_context(await Registry(run).register(lease))
+                yield addresses
+        finally:
+            ready[0] = False
+            await server.set_ready(False)
+            await scorer.drain(grace)
