@@ -86,7 +86,10 @@ class Receiver(WeightsService):
         swapper = Swapper(
             run_id, self.engine, lambda: self.term, lambda version, _sampled: self.versions.append(version), lambda: None
         )
-        super().__init__(swapper, Metrics(), lambda: None)
+        super().__init__(swapper, Metrics(), self._committed)
+
+    async def _committed(self) -> None:
+        pass
 
     @property
     def weights(self) -> dict[str, np.ndarray]:

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from polyreme.errors import UnavailableError
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
-
-from polyreme.errors import UnavailableError
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.push import CannotMapError, Link, SwapError, UnreachableError, Version
 from polyreme_trainer.learner.slots import Slots

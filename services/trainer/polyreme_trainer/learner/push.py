@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from polyreme.registry import Lease
 
 from polyreme import rpc
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.errors import StaleTermError
+from polyreme.registry import Lease
 
 PROBE_SECONDS = 10.0
 STAGE_SECONDS = 30.0
