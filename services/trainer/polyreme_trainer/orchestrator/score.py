@@ -150,6 +150,7 @@ class Rewards:
             if len(scored) == len(questions):
                 self.health.succeeded()
                 return [scored[position] for position in range(len(questions))]
+            outcome.outage &= not (outcome.counts and scored)  # these items are bad: others of the group have their scores
             if outcome.scored:
                 self.health.succeeded()
             elif outcome.outage:

@@ -1,0 +1,185 @@
+"""A run without models: simulated replicas behind the real rollout services, and a learner that trains nothing.
+
+Redis, gRPC, leases, arenas, pushes, commits and the ledger are the real ones.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from polyreme_rollout.engine.simulated import Failures, Profile, SimulatedEngine
+from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.requests import Limits
+from polyreme_rollout.service import Identity, RolloutService
+from polyreme_rollout.swap import Swapper
+from polyreme_rollout.weights_service import WeightsService
+from polyreme_trainer.learner.push import Link, Version
+
+from polyreme import API_VERSION, rpc
+from polyreme.api.v1 import rollout_pb2_grpc, weights_pb2_grpc
+from polyreme.config import RunConfig, parse_config
+from polyreme.experience import GroupRecord, decode_group
+from polyreme.log.ledger import ExperienceLog, Role
+from polyreme.log.run import Run
+from polyreme.registry import Lease, Registry
+from polyreme.weights.arena import Arena
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
+from support.tiny_tokenizer import CHARS, SPECIAL, model_files
+
+VOCAB = len(SPECIAL) + len(CHARS)
+CONTEXT = 256
+_LAYOUT = plan_manifest([TensorSpec("weight", "F32", (4,))])
+_SERVICES = ["polyreme.api.v1.RolloutService", "polyreme.api.v1.WeightsService"]
+
+
+def config_tree(folder: Path, rows: Sequence[dict[str, Any]], **sections: Any) -> RunConfig:
+    """A small run on `rows`; `sections` replace keys, one level deep."""
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    tree: dict[str, Any] = {
+        "output_dir": str(folder),
+        "iterations": 2,
+        "groups_per_iteration": 4,
+        "group_size": 3,
+        "model": {"path": str(folder)},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
+        "rollout": {"max_new_tokens": 96, "max_model_len": 128, "start_timeout": 10.0, "chunk_timeout": 5.0},
+        "reward": {"rewards": [{"name": "exact"}], "start_timeout": 10.0, "attempts": 2},
+        "trainer": {"optimizer": {"lr": 1e-3}},
+    }
+    for key, value in sections.items():
+        tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+    return parse_config(tree, "the test")
+
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+
+
+async def make_run(redis: Any, run_id: str, config: RunConfig, **files: Any) -> Run:
+    return await Run.create(redis, run_id, config, model_files(**files))
+
+
+@dataclass
+class Replica:
+    """A simulated replica that serves. `calls` are the Generate requests it got, in order."""
+
+    id: str
+    engine: SimulatedEngine
+    service: RolloutService
+    lease: Lease
+    calls: list[Any] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    _life: AsyncExitStack = field(default_factory=AsyncExitStack)
+    _lease: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def lose_lease(self) -> None:
+        """As if it had stopped renewing; it still serves."""
+        await self._lease.aclose()
+
+    async def vanish(self) -> None:
+        """As if its machine were gone; its lease too."""
+        await self.lose_lease()
+        await self._life.aclose()
+
+
+@asynccontextmanager
+async def simulated_replica(
+    run: Run, name: str, profile: Profile | None = None, failures: Failures | None = None, api: int = API_VERSION
+) -> AsyncIterator[Replica]:
+    """A replica with a lease. It serves nothing until a version is pushed to it."""
+    engine = SimulatedEngine(["weight"], VOCAB, CONTEXT, profile, failures)
+    metrics = Metrics()
+    service = RolloutService(engine, Identity(run.run_id, name, ""), Limits(CONTEXT, VOCAB, 1 << 14), metrics)
+    swapper = Swapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
+    service.bind(swapper)
+    async with AsyncExitStack() as life, AsyncExitStack() as lease_life:
+        replica = Replica(name, engine, service, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life)
+
+        class Recorder(rollout_pb2_grpc.RolloutServiceServicer):
+            Describe = service.Describe
+
+            async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+                replica.calls.append(request)
+                replica.asked.set()
+                async for response in service.Generate(request, context):
+                    yield response
+
+        async def announce() -> None:
+            pass
+
+        def add(server: grpc.aio.Server) -> None:
+            rollout_pb2_grpc.add_RolloutServiceServicer_to_server(Recorder(), server)
+            weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, metrics, announce), server)
+
+        server = await life.enter_async_context(rpc.serve("127.0.0.1", 0, add, _SERVICES, grace=0.0))
+        address = f"127.0.0.1:{server.port}"
+        replica.lease = replace(replica.lease, address=address, http_address=address)
+        await lease_life.enter_async_context(await Registry(run).register(replica.lease))
+        yield replica
+        engine.close()
+
+
+class IdleLearner:
+    """Takes the learner's role and trains nothing: every version has random weights.
+
+    Attributes:
+        trained: the groups of every iteration.
+    """
+
+    def __init__(self, run: Run, arena: Arena) -> None:
+        self.run, self.log, self._arena = run, ExperienceLog(run), arena
+        self._rng = np.random.default_rng(0)
+        self._manifest: Any = None
+        self._generation = 0
+        self.trained: dict[int, list[GroupRecord]] = {}
+
+    async def write(self, version: int) -> None:
+        """Makes the weights of a version."""
+        assert self.log.term is not None
+        self._arena.begin(version % 3)
+        tensor_views(_LAYOUT, self._arena.slot_view(version % 3))["weight"][:] = self._rng.normal(size=4)
+        self._generation = self._arena.complete(version % 3, version, self.log.term.counter)
+        stamped = _LAYOUT.stamped(self.run.run_id, self.log.term.counter, version)
+        self._manifest = seal(stamped, self._arena.slot_view(version % 3)).to_proto()
+
+    async def push(self, replica: Replica) -> None:
+        """Brings the newest version to a replica."""
+        identity = self._manifest.id
+        link = Link(replica.lease, str(self._arena.path), self._arena.nonce)
+        await link.push(Version(self._manifest, identity.version % 3, self._generation))
+        await link.close()
+        await self.log.ack_commit(replica.id, identity.version, identity.term, 0.0, 0.0)
+
+    async def train(self, iterations: Sequence[int], replicas: Sequence[Replica]) -> None:
+        """Plans and "trains" each iteration, and pushes what comes of it."""
+        for iteration in iterations:
+            plan = await self.log.wait_plan(iteration, 600.0)
+            if plan is None:
+                return
+            self.trained[iteration] = [decode_group(payload) for payload in await self.log.read(plan)]
+            await self.write(iteration)
+            await self.log.set_version(iteration)
+            await asyncio.gather(*(self.push(replica) for replica in replicas))
+
+
+@asynccontextmanager
+async def idle_learner(run: Run, replicas: Sequence[Replica] = (), version: int = 0) -> AsyncIterator[IdleLearner]:
+    """A learner that has begun at `version` and brought it to the replicas."""
+    arena = Arena.create(run.run_id, _LAYOUT.nbytes)
+    try:
+        learner = IdleLearner(run, arena)
+        await learner.log.take(Role.LEARNER)
+        await learner.write(version)
+        await learner.log.begin(version)
+        for replica in replicas:
+            await learner.push(replica)
+        yield learner
+    finally:
+        arena.close()
+        arena.unlink()

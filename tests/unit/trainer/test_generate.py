@@ -1,0 +1,255 @@
+"""One prompt's samples over simulated replicas with real gRPC: exact tokens, exact continuations, clear failures."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from polyreme_rollout.engine.base import Sampling
+from polyreme_rollout.engine.simulated import Failures, Profile, simulate
+from polyreme_trainer.orchestrator.drafts import BadStreamError, Drafts, merged
+from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
+from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
+
+from polyreme.api.v1 import experience_pb2, rollout_pb2
+from polyreme.errors import UnavailableError
+from polyreme.log.ledger import ExperienceLog
+
+PROMPT = np.array([7, 8, 9], dtype=np.int32)
+STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.fixture
+async def world(redis, run_id, tmp_path):
+    """A run, and `start(profile, failures, ...)`: replicas at version 0 with a fleet that sees them."""
+    run = await make_run(redis, run_id, config_tree(tmp_path, ROWS))
+    async with AsyncExitStack() as life:
+
+        class World:
+            def __init__(self):
+                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=1.0)
+
+            async def start(self, *kinds: tuple[Profile, Failures | None]):
+                self.replicas = [
+                    await life.enter_async_context(simulated_replica(run, f"r{i}", *kind)) for i, kind in enumerate(kinds)
+                ]
+                self.learner = await life.enter_async_context(idle_learner(run, self.replicas))
+                await self.fleet.refresh()
+                life.push_async_callback(self.fleet.close)
+                return self.replicas
+
+            def wanted(self, **fields) -> Generation:
+                defaults = dict(
+                    run_id=run_id, name="g", prompt_ids=PROMPT, count=4, max_new=96, temperature=1.0, stop_ids=(1,),
+                    seed=lambda slot, prefix: 1000 * slot + prefix, min_version=0,
+                )  # fmt: skip
+                return Generation(**{**defaults, **fields})
+
+            async def generate(self, **fields):
+                return await generate(self.fleet, self.wanted(**fields), silence=2.0, patience=5.0)
+
+        yield World()
+
+
+def expected(engine, profile, seed, max_new=96, prefix=(), temperature=1.0):
+    sampling = Sampling(temperature, 1.0, -1, (1,))
+    ids, logprobs, _ = simulate(engine.policy, [*PROMPT.tolist(), *prefix], seed, sampling, max_new, VOCAB, profile)
+    return ids, logprobs
+
+
+async def test_tokens_of_one_replica(world):
+    profile = Profile(mean_tokens=30)
+    (replica,) = await world.start((profile, None))
+    drafts = await world.generate(count=8)
+    assert len({draft.length for draft in drafts}) > 3
+    for draft in drafts:
+        ids, logprobs = expected(replica.engine, profile, 1000 * draft.index)
+        assert draft.token_ids().tolist() == ids
+        assert draft.token_logprobs().tolist() == np.float32(logprobs).tolist()
+        assert draft.finish_reason == (STOP if ids[-1] == 1 else LENGTH)
+        assert draft.spans == [(0, 0, len(ids))]
+    assert len(replica.calls) == 1 and replica.service.ready
+
+
+async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
+    slow = Profile(step_seconds=0.005, mean_tokens=1e9)
+    replicas = await world.start((slow, None), (slow, None))
+    await asyncio.gather(*(world.generate() for _ in range(6)))
+    assert [len(replica.calls) for replica in replicas] == [3, 3]
+    assert [target.outstanding for target in world.fleet._targets.values()] == [0, 0]
+
+
+async def test_a_replica_that_dies_midstream_is_continued_exactly(world):
+    profile = Profile(mean_tokens=60)
+    dying, other = await world.start((profile, Failures(die_after=100)), (profile, None))
+    drafts = await world.generate(count=4)  # r0 is the first choice
+    assert dying.engine.dead and len(other.calls) == 1
+    prefixes = {slot.index: np.frombuffer(slot.prefix_ids, "<i4").tolist() for slot in other.calls[0].slots}
+    assert any(prefixes.values())
+    for draft in drafts:
+        first, first_logprobs = expected(dying.engine, profile, 1000 * draft.index)
+        prefix = prefixes.get(draft.index, first)
+        assert (prefix == first[: len(prefix)] and len(prefix) % 16 == 0) or prefix == first
+        rest, rest_logprobs = [], []
+        if draft.index in prefixes:
+            rest, rest_logprobs = expected(other.engine, profile, 1000 * draft.index + len(prefix), 96 - len(prefix), prefix)
+        assert draft.token_ids().tolist() == prefix + rest
+        assert draft.token_logprobs().tolist() == np.float32(first_logprobs[: len(prefix)] + rest_logprobs).tolist()
+        assert draft.spans == [(0, 0, draft.length)] and draft.finished
+
+
+async def test_greedy_continuation_equals_an_uninterrupted_answer(world):
+    profile = Profile(mean_tokens=200)
+    dying, _ = await world.start((profile, Failures(die_after=40)), (profile, None))
+    (draft,) = await world.generate(count=1, temperature=0.0)
+    assert draft.token_ids().tolist() == expected(dying.engine, profile, 0, temperature=0.0)[0]
+
+
+async def test_a_vanished_replica_is_continued_at_once(world):
+    slow = Profile(step_seconds=0.01, mean_tokens=1e9)
+    gone, other = await world.start((slow, None), (slow, None))
+    generating = asyncio.create_task(world.generate(count=1))
+    await gone.asked.wait()
+    await asyncio.sleep(0.25)
+    await gone.vanish()
+    await world.fleet.refresh()
+    (draft,) = await generating
+    assert draft.length == 96 and len(other.calls) == 1
+    assert len(other.calls[0].slots[0].prefix_ids) >= 4 * 16
+
+
+async def test_a_silent_replica_is_left_when_its_lease_ends(world):
+    """A stopped process answers nothing and refuses nothing; the call must not wait for the idle deadline."""
+    profile = Profile(mean_tokens=1e9)
+    silent, other = await world.start((profile, Failures(silent_after=32)), (profile, None))
+    generating = asyncio.create_task(generate(world.fleet, world.wanted(count=1), silence=60.0, patience=60.0))
+    await silent.asked.wait()
+    await silent.lose_lease()
+    await world.fleet.refresh()
+    (draft,) = await asyncio.wait_for(generating, 5.0)
+    assert draft.length == 96 and len(other.calls) == 1
+
+
+async def test_a_silent_replica_is_left_at_the_idle_deadline(world):
+    profile = Profile(mean_tokens=1e9)
+    await world.start((profile, Failures(silent_after=32)), (profile, None))
+    (draft,) = await generate(world.fleet, world.wanted(count=1), silence=0.3, patience=5.0)
+    assert draft.length == 96
+
+
+async def test_spans_of_a_continuation_on_a_newer_version(world):
+    slow = Profile(step_seconds=0.005, mean_tokens=1e9)
+    dying, other = await world.start((slow, Failures(die_after=64)), (slow, None))
+    await world.learner.write(1)
+    await world.learner.push(other)
+    (draft,) = await world.generate(count=1)
+    (_, _, change), _ = draft.spans
+    assert draft.spans == [(0, 0, change), (1, change, 96)] and change in (48, 64)  # its last chunk may be lost with it
+    assert len(dying.calls) == 1
+
+
+async def test_version_gating(world):
+    old, new = await world.start((Profile(), None), (Profile(), None))
+    await world.learner.write(1)
+    await world.learner.push(new)
+    await world.fleet.refresh()
+    await world.generate(min_version=1)
+    assert len(new.calls) == 1 and not old.calls
+
+
+async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
+    """A commit that the fleet believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
+    behind, other = await world.start((Profile(), None), (Profile(), None))
+    await world.learner.log.ack_commit("r0", 5, 1, 0.0, 0.0)
+    await world.learner.write(5)
+    await world.learner.push(other)
+    await world.fleet.refresh()
+    drafts = await world.generate(min_version=5)
+    assert all(draft.finished for draft in drafts) and len(behind.calls) == 1 and len(other.calls) == 1
+
+
+async def test_no_replica_says_what_is_there(world):
+    await world.start((Profile(), None))
+    await world.learner.log.run.redis.hset(world.run.key("meta"), "version", 3)
+    await world.fleet.refresh()
+    with pytest.raises(UnavailableError, match=r"serves version 3 within rollout.start_timeout = 1 s; found r0 \(version 0\)"):
+        await world.generate(min_version=3)
+
+
+async def test_all_replicas_broken_fails_the_run(world):
+    dead, *_ = await world.start((Profile(), Failures(die_after=0)))
+    with pytest.raises((UnavailableError, GenerateError), match="r0"):
+        await world.generate()
+    assert dead.engine.dead
+
+
+async def test_a_request_that_no_replica_takes_fails_at_once(world):
+    (replica,) = await world.start((Profile(), None))
+    with pytest.raises(GenerateError, match=r"INVALID_ARGUMENT.*max_model_len"):
+        await world.generate(max_new=1000)
+    assert len(replica.calls) == 1
+
+
+def message(slot, ids=(), ends=None, version=0, logprobs=None):
+    chunks = [
+        rollout_pb2.Chunk(
+            slot=slot,
+            token_ids=np.array(ids, "<i4").tobytes(),
+            logprobs=np.zeros(len(ids) if logprobs is None else logprobs, "<f4").tobytes(),
+            oldest_version=version,
+        )
+    ] if ids else []  # fmt: skip
+    spans = [experience_pb2.VersionSpan(version=v, start=s, end=e) for v, s, e in ends or ()]
+    return rollout_pb2.GenerateResponse(
+        chunks=chunks, ends=[rollout_pb2.SlotEnd(slot=slot, finish_reason=STOP, spans=spans)] if ends is not None else []
+    )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        message(2, [5]),
+        message(0, [5] * 9),
+        message(0, [5, 6], logprobs=1),
+        message(0, [5, 6], ends=[(0, 0, 1)]),
+        message(0, [5, 6], ends=[(0, 0, 1), (1, 0, 2)]),
+    ],
+)
+def test_what_the_contract_rules_out_is_refused(bad):
+    drafts = Drafts(2, 8, [1])
+    drafts.start_call()
+    with pytest.raises(BadStreamError):
+        drafts.add(bad)
+
+
+def test_an_end_that_was_lost_with_its_replica():
+    drafts = Drafts(3, 4, [1])
+    drafts.start_call()
+    assert drafts.add(message(0, [5, 1])) + drafts.add(message(1, [5, 6, 7, 8])) + drafts.add(message(2, [5])) == 7
+    assert [draft.index for draft in drafts.start_call()] == [2]
+    assert [draft.finish_reason for draft in drafts.drafts] == [STOP, LENGTH, 0]
+
+
+def test_exact_spans_replace_those_of_chunks():
+    drafts = Drafts(1, 64, [1])
+    drafts.start_call()
+    drafts.add(message(0, [5] * 20, version=3))
+    drafts.start_call()
+    drafts.add(message(0, [6] * 30, version=3))
+    drafts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
+    assert drafts.drafts[0].spans == [(3, 0, 31), (4, 31, 51)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5))))
+def test_merged_spans_cover_the_same_and_alternate(pieces):
+    spans, at = [], 0
+    for version, length in pieces:
+        spans.append((version, at, at + length))
+        at += length
+    result = merged(spans)
+    assert [v for v, s, e in result for _ in range(s, e)] == [v for v, s, e in spans for _ in range(s, e)]
+    assert all(a[0] != b[0] for a, b in pairwise(result))
