@@ -65,7 +65,7 @@ def up(
 async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
     stops = _stop_signals()
     for line in plan_lines(config):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     async with _store(config, redis_url, existing) as (redis, url, store):
         run = await open_run(redis, config, existing, store)
         log_dir = next_attempt(config.run_dir)

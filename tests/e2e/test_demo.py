@@ -1,0 +1,130 @@
+"""The whole system, started as a user starts it: it learns, it leaves a model that answers as its replica did, and nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.whole_run import RIGHT, Up, make_task
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def soon(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+def audit(run_dir: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "polyreme", "audit", str(run_dir)], capture_output=True, text=True, timeout=60)
+
+
+def test_a_run_learns_and_leaves_what_it_promises(task: Path) -> None:
+    up = Up(task, "name=learns")
+    assert up.wait() == 0, up.output
+    assert not up.leftovers()
+
+    rewards = [record["reward/mean"] for record in up.records("iteration")]
+    assert len(rewards) == 8
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.3, rewards
+    assert all(record["staleness/max"] == 0 for record in up.records("iteration"))
+    assert all(record["mismatch_kl"] < 1e-4 for record in up.records("iteration"))
+
+    summary = json.loads((up.run_dir / "summary.json").read_text())
+    assert summary["accuracy_before"] < 0.5 < summary["accuracy_after"]
+    assert summary["iterations"] == 8
+    assert summary["sft_seconds"] > 0 < summary["rl_seconds"]
+    assert len(list((up.run_dir / "samples").glob("iteration_*.jsonl"))) == 8
+    samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration_0008.jsonl").read_text().splitlines()]
+    assert len(samples) == 64
+    assert all(sample["score"] == float(sample["response"] == RIGHT) for sample in samples)
+    assert list((up.run_dir / "tensorboard").iterdir())
+    assert "accuracy" in up.output.splitlines()[-1] or str(up.run_dir) in up.output
+
+    assert audit(up.run_dir).returncode == 0
+    assert_answers_as_the_replica_did(Path(summary["hf_path"]), up)
+
+
+def assert_answers_as_the_replica_did(model_dir: Path, up: Up) -> None:
+    """`transformers` loads the trained policy, and its greedy answers are those of the last evaluation."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(model_dir), AutoModelForCausalLM.from_pretrained(model_dir)
+    for example in up.records("eval")[-1]["examples"]:
+        ids = torch.tensor([tokenizer(example["prompt"])["input_ids"]])
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
+        assert tokenizer.decode(answer, skip_special_tokens=True) == example["response"]
+
+
+def test_ctrl_c_drains_and_saves_and_resume_goes_on(task: Path) -> None:
+    first = Up(task, "name=drains", "iterations=200")
+    first.until(lambda: len(first.records("iteration")) >= 2)
+    first.signal(signal.SIGINT)
+    assert first.wait(90) == 0, first.output
+    assert not first.leftovers()
+    stood = max(record["iteration"] for record in first.records("iteration"))
+    assert first.records("saved")[-1]["iteration"] == stood < 200
+
+    refused = Up(task, "name=drains", f"iterations={stood + 2}")
+    assert refused.wait(30) == 2
+    assert "--resume" in refused.output and "--fork" in refused.output
+
+    second = Up(task, "name=drains", f"iterations={stood + 2}", "--resume")
+    assert second.wait() == 0, second.output
+    assert [record["iteration"] for record in second.records("iteration")] == list(range(1, stood + 3))
+    assert audit(second.run_dir).returncode == 0
+
+
+@pytest.mark.parametrize("moment", ["starting", "running"])
+def test_nothing_outlives_a_killed_up(task: Path, moment: str) -> None:
+    up = Up(task, f"name=killed-{moment}", "iterations=200")
+    if moment == "running":
+        up.until(lambda: len(up.records("iteration")) >= 1)
+    else:
+        up.until(lambda: (up.run_dir / "logs" / "attempt_1" / "learner-0.log").exists())
+    up.kill()
+    assert soon(lambda: not up.leftovers()), up.leftovers()
+
+
+def test_a_second_ctrl_c_ends_at_once(task: Path) -> None:
+    up = Up(task, "name=twice", "iterations=200")
+    up.until(lambda: (up.run_dir / "logs" / "attempt_1" / "learner-0.log").exists())
+    up.signal(signal.SIGINT)
+    time.sleep(0.5)
+    up.signal(signal.SIGINT)
+    assert up.wait(20) in (0, 128 + signal.SIGINT), up.output
+    assert soon(lambda: not up.leftovers()), up.leftovers()
+
+
+def test_a_run_that_cannot_go_on_says_why_and_ends(task: Path) -> None:
+    up = Up(task, "name=fails", "reward.rewards.0.options={afterr: x}")
+    assert up.wait(120) not in (0, None)
+    assert not up.leftovers()
+    assert "afterr" in up.output
+    assert "reward.log" in up.output
+    assert "Traceback" not in up.output
+
+
+@pytest.mark.slow
+def test_the_demo_reaches_ninety_percent(tmp_path: Path) -> None:
+    """The promise of `make demo`, on the example as it is."""
+    example = Path(__file__).resolve().parents[2] / "examples" / "running_total"
+    subprocess.run([sys.executable, str(example / "prepare.py")], check=True, timeout=120)
+    command = [sys.executable, "-m", "polyreme", "up", str(example / "run.yaml"), f"output_dir={tmp_path}"]
+    subprocess.run(command, check=True, timeout=600, env={**os.environ, "COLUMNS": "120"})
+    summary = json.loads((tmp_path / "running-total" / "summary.json").read_text())
+    assert 0.15 <= summary["accuracy_before"] <= 0.5
+    assert summary["accuracy_after"] >= 0.9

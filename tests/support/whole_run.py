@@ -1,0 +1,137 @@
+"""Whole runs through the command line, small enough for two cores: a task that a policy learns in seconds."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from polyreme.rundir import read_run_file
+from polyreme.weights.arena import SHARED_MEMORY
+
+RIGHT = "7"
+"""The answer to every prompt of the task."""
+
+
+def make_task(folder: Path) -> Path:
+    """Writes model, tokenizer, data and run.yaml. Warmed up, the policy answers any digit; one of them is right.
+
+    Returns the configuration's path.
+    """
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "running_total"))
+    try:
+        import prepare
+    finally:
+        sys.path.pop(0)
+    prepare.save_model(folder / "model", seed=0)
+    prepare.save_tokenizer(folder / "model")
+    rng = random.Random(0)
+
+    def prompt() -> str:
+        return "".join(rng.choice("abcdefgh") + rng.choice("0123456789") for _ in range(rng.randint(1, 4)))
+
+    def write(name: str, rows: list[dict[str, str]]) -> None:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("train.jsonl", [{"prompt": prompt(), "answer": RIGHT} for _ in range(256)])
+    write("eval.jsonl", [{"prompt": prompt(), "answer": RIGHT} for _ in range(40)])
+    write("sft.jsonl", [{"prompt": prompt(), "response": rng.choice("0123456789")} for _ in range(60 * 32)])
+    tree = {
+        "output_dir": "runs",
+        "iterations": 8,
+        "groups_per_iteration": 8,
+        "group_size": 8,
+        "eval_samples": 40,
+        "model": {"path": "model"},
+        "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 16},
+        "rollout": {"max_new_tokens": 4, "max_model_len": 32, "max_num_seqs": 64, "kv_cache_mib": 64},
+        "reward": {"rewards": [{"name": "exact"}]},
+        "trainer": {
+            "parallel": {"tensor": 2},
+            "optimizer": {"lr": 1e-3},
+            "sft": [{"data": "sft.jsonl", "steps": 60, "batch_size": 32, "lr": 2e-3, "warmup": 5}],
+        },
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+class Up:
+    """A running `polyreme up`, its output in a file."""
+
+    def __init__(self, config: Path, *arguments: str) -> None:
+        self.run_dir = config.parent / "runs" / "run"
+        for argument in arguments:
+            if argument.startswith("name="):
+                self.run_dir = config.parent / "runs" / argument.removeprefix("name=")
+        self._output = config.parent / f"up-{time.monotonic_ns()}.log"
+        env = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
+        with open(self._output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "polyreme", "up", str(config), *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def wait(self, seconds: float = 240.0) -> int:
+        """The exit status. On time-out the process is killed and the test fails with what it said."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"not done within {seconds} s:\n{self.output}") from None
+
+    def until(self, condition: Callable[[], bool], seconds: float = 180.0) -> None:
+        """Waits for something to be seen while the run goes on."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            status = self.process.poll()
+            assert status is None, f"ended with {status}:\n{self.output}"
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"not seen within {seconds} s:\n{self.output}")
+            time.sleep(0.1)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The records of a kind in metrics.jsonl, as far as they are written."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [record for line in lines if line.endswith(b"\n") if (record := json.loads(line))["kind"] == kind]
+
+    def leftovers(self) -> list[str]:
+        """Processes and shared memory that still belong to the run."""
+        found = read_run_file(self.run_dir)
+        assert found is not None
+        left = [str(path) for path in SHARED_MEMORY.glob(f"*{found.run_id}*")]
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            command, environment = process.info["cmdline"] or [], process.info["environ"] or {}
+            ours = (
+                found.run_id in command
+                or str(self.run_dir / "redis") in command
+                or environment.get("POLYREME_RUN") == found.run_id
+            )
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{process.pid} {' '.join(command)[:200]}")
+        return left
