@@ -107,7 +107,7 @@ class ExperienceLog:
             mean_reward: of its samples; finite.
 
         Returns:
-            False when this attempt has been appended before.
+            False when this attempt is in the log already, be it that the answer to this very append was lost and it was repeated.
 
         Raises:
             StaleAttemptError: the group has moved on; discard the payload.

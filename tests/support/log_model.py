@@ -1,0 +1,152 @@
+"""The experience log as plain Python: what the Lua scripts must do, written for reading. No Redis, no atomicity, no terms."""
+
+from dataclasses import dataclass, field
+
+
+class Stale(Exception):
+    """StaleAttemptError in the real one."""
+
+
+class Illegal(Exception):
+    """TransitionError in the real one."""
+
+
+@dataclass
+class Group:
+    state: str  # admitted, appended, planned, dropped, failed
+    attempt: int
+    version: int  # of its admission; once appended, of its oldest token
+    iteration: int = 0
+
+
+@dataclass
+class LogModel:
+    size: int  # groups per iteration
+    staleness: int
+    max_attempts: int
+    iterations: int
+    base: int = 0
+    version: int = -1
+    released: int = -1
+    low_water: int = 0
+    groups: list[Group] = field(default_factory=list)
+    plans: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def planned(self) -> int:
+        return self.base + len(self.plans)
+
+    def those(self, state: str) -> list[int]:
+        return [index for index, group in enumerate(self.groups) if group.state == state]
+
+    def payloads(self) -> set[int]:
+        kept = {index for index in self.those("planned") if self.groups[index].iteration > self.released}
+        return kept | set(self.those("appended"))
+
+    # -- orchestrator
+
+    def admit(self) -> tuple[int, int, int] | None:
+        last_iteration = min(self.version + 1 + self.staleness, self.iterations)
+        room = (last_iteration - self.planned) * self.size
+        if self.version < 0 or len(self.those("admitted")) + len(self.those("appended")) >= room:
+            return None
+        self.groups.append(Group("admitted", 1, self.version))
+        return len(self.groups) - 1, 1, self.version
+
+    def readmit(self, index: int, attempt: int) -> tuple[int, int, int] | None:
+        group = self._group(index)
+        if group.state == "failed" and group.attempt == attempt:
+            return None
+        if group.state != "admitted" or group.attempt not in (attempt, attempt + 1):
+            raise Stale
+        if group.attempt == attempt:
+            self._next_attempt(group)
+        return None if group.state == "failed" else (index, group.attempt, group.version)
+
+    def append(self, index: int, attempt: int, oldest_version: int) -> bool:
+        group = self._group(index)
+        if index < self.low_water or (group.state in ("appended", "planned") and group.attempt == attempt):
+            return False
+        if group.state != "admitted" or group.attempt != attempt:
+            raise Stale
+        group.state, group.version = "appended", oldest_version
+        return True
+
+    def drop(self, index: int, attempt: int) -> bool:
+        group = self._group(index)
+        if index < self.low_water or (group.state == "dropped" and group.attempt == attempt):
+            return False
+        if group.state != "admitted" or group.attempt != attempt:
+            raise Stale
+        group.state = "dropped"
+        return True
+
+    def _group(self, index: int) -> Group:
+        if index >= len(self.groups):
+            raise Illegal
+        return self.groups[index]
+
+    def _next_attempt(self, group: Group) -> None:
+        if group.attempt >= self.max_attempts:
+            group.state = "failed"
+        else:
+            group.attempt, group.version = group.attempt + 1, self.version
+
+    # -- learner
+
+    def begin(self, version: int) -> None:
+        if not self.plans:
+            self.base = self.released = version
+        elif not self.released <= version <= self.planned:
+            raise Illegal
+        self.version = version
+
+    def set_version(self, version: int) -> None:
+        if version == self.version:
+            return
+        if version != self.version + 1 or version > self.planned:
+            raise Illegal
+        self.version = version
+
+    def plan(self, iteration: int, all_expired: bool) -> list[int] | None:
+        if iteration in self.plans:
+            return self.plans[iteration]
+        if iteration != self.planned + 1:
+            raise Illegal
+        ready = sorted(self.those("appended"), key=lambda index: (self.groups[index].version, index))
+        chosen, rest = ready[: self.size], ready[self.size :]
+        stragglers = self._stragglers(iteration, len(chosen), rest)
+        if stragglers is not None:
+            for index in stragglers if all_expired else []:
+                self._next_attempt(self.groups[index])
+            return None
+        for index in chosen:
+            self.groups[index].state, self.groups[index].iteration = "planned", iteration
+        self.plans[iteration] = chosen
+        return chosen
+
+    def _stragglers(self, iteration: int, chosen: int, rest: list[int]) -> list[int] | None:
+        """The groups in flight that the plan must wait for, or None when it need not wait.
+
+        A group of version v must be trained by iteration v + 1 + staleness. Whatever the plan leaves must still fit: at most
+        size x (d - iteration) groups that must be trained by iteration d.
+        """
+        flying = self.those("admitted")
+        if chosen < self.size:
+            return flying
+        for deadline in range(self.version + 1 + self.staleness, iteration - 1, -1):
+            urgent = [index for index in flying + rest if self.groups[index].version + 1 + self.staleness <= deadline]
+            if len(urgent) > self.size * (deadline - iteration):
+                return [index for index in flying if index in urgent]
+        return None
+
+    def release(self, iteration: int) -> int:
+        if iteration > self.version:
+            raise Illegal
+        self.released = max(self.released, iteration)
+        for group in self.groups[self.low_water :]:
+            final = group.state in ("dropped", "failed") or (group.state == "planned" and group.iteration <= self.released)
+            if not final:
+                break
+            self.low_water += 1
+        return self.low_water
