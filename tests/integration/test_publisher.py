@@ -16,7 +16,7 @@ from support.receiver import Receiver, lease, replica, serving
 from polyreme.config import parse_config
 from polyreme.errors import StaleTermError, UnavailableError
 from polyreme.log.ledger import ExperienceLog, Role, Term
-from polyreme.log.run import Run
+from polyreme.log.run import Run, RunState
 from polyreme.log.store import EmbeddedServer, connect
 from polyreme.registry import Registry
 from polyreme.weights.arena import Arena
@@ -287,6 +287,19 @@ async def test_a_log_that_knows_a_newer_term_stops_the_publisher(world: World) -
         await world.step()
         with pytest.raises(StaleTermError):
             await world.publisher.wait_committed(0, 1, 10)
+
+
+async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(fleet.Link, "push", broken)
+    async with world.replica("a"):
+        await world.step()
+        with pytest.raises(RuntimeError, match="publisher") as raised:
+            await world.publisher.wait_committed(0, 1, 10)
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert await world.run.state() == (RunState.FAILED, "the weight publisher failed: ZeroDivisionError: a defect")
 
 
 async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ SWAP_ATTEMPTS = 3
 REACH_ATTEMPTS = 10  # about half a minute: a replica that dies loses its lease earlier
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 5.0
+CANCEL_SECONDS = 0.2
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -69,24 +70,28 @@ class Fleet:
         self._newest: Version | None = None
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Event()
-        self._tasks: asyncio.TaskGroup | None = None
+        self._stopping = False
 
     async def follow(self) -> None:
-        """Keeps the replicas up to date until cancelled.
+        """Keeps the replicas up to date until `stop`.
 
         Raises:
             StaleTermError: a replica, or the log, knows a newer learner.
         """
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                while True:
-                    await self._match({lease.id: lease for lease in await self._registry.leases("rollout")})
-                    await asyncio.sleep(LEASES_SECONDS)
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            while not self._stopping:
+                for task in self._ended():
+                    task.result()  # raises what ended it
+                await self._match({lease.id: lease for lease in await self._registry.leases("rollout")})
+                await self._until(lambda: self._stopping or self._ended() or None, LEASES_SECONDS)
         finally:
             for replica in self._replicas.values():
-                await replica.link.close()
+                await self._stop(replica)
+
+    def stop(self) -> None:
+        """Lets `follow` return. Pushes under way are cancelled."""
+        self._stopping = True
+        self._notify()
 
     def publish(self, version: Version) -> None:
         """Makes `version` the newest."""
@@ -132,10 +137,11 @@ class Fleet:
             if name not in leases or leases[name].address != replica.lease.address:
                 await self._forget(name, replica)
         for name, lease in leases.items():
-            if name not in self._replicas and self._tasks is not None:
+            if name not in self._replicas:
                 replica = _Replica(lease, Link(lease, str(self._arena.path), self._arena.nonce))
                 self._replicas[name] = replica
-                replica.task = self._tasks.create_task(self._serve(replica))
+                replica.task = asyncio.create_task(self._serve(replica), name=f"push to {name}")
+                replica.task.add_done_callback(lambda _: self._notify())
                 await self._notice(f"replica {name} at {lease.address} joined")
 
     async def _forget(self, name: str, replica: _Replica) -> None:
@@ -195,10 +201,16 @@ class Fleet:
 
     async def _stop(self, replica: _Replica) -> None:
         self._slots.drop(replica.lease.id)
-        if replica.task is not None:
-            replica.task.cancel()
-            await asyncio.wait({replica.task})
+        task = replica.task
+        while task is not None and not task.done():
+            task.cancel()  # more than once: on Python 3.11 `wait_for`, which redis uses, may swallow a cancellation
+            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
         await replica.link.close()
+
+    def _ended(self) -> "list[asyncio.Task[None]]":
+        """The tasks that an error has ended."""
+        tasks = [replica.task for replica in self._replicas.values() if replica.task and replica.task.done()]
+        return [task for task in tasks if not task.cancelled() and task.exception()]
 
     async def _record(self, replica: _Replica, commit: Commit) -> None:
         await self._experience.ack_commit(

@@ -5,6 +5,7 @@ a deadline; what goes wrong in the thread is raised by the learner's next call.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from polyreme.errors import PolyremeError
-from polyreme.log.ledger import ExperienceLog, Term
-from polyreme.log.run import Run
+from polyreme.log.ledger import ExperienceLog, Term, TransitionError
+from polyreme.log.run import Run, RunState
 from polyreme.log.store import connect
 from polyreme.registry import Registry
 from polyreme.weights.arena import Arena
@@ -29,6 +30,7 @@ CLOSE_SECONDS = 10.0
 ANSWER_SECONDS = 90.0  # beyond a question's own deadline: Redis may be away for a minute
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,6 @@ class _Life:
     """What the thread's event loop runs."""
 
     loop: asyncio.AbstractEventLoop
-    task: "asyncio.Task[Any]"
     fleet: Fleet
 
 
@@ -44,6 +45,8 @@ class Publisher:
     """Pushes the newest version to every rollout replica with a lease, now and whenever one joins.
 
     It has an event loop and a Redis connection of its own. `acquire_slot` and `wait_committed` are awaited in the caller's loop.
+
+    A defect in it fails the run; the loss of the term or of Redis ends this learner alone.
 
     Args:
         redis_url, run_id: the run.
@@ -53,7 +56,7 @@ class Publisher:
 
     def __init__(self, redis_url: str, run_id: str, term: Term, arena: Arena) -> None:
         self._redis_url, self._run_id, self._term, self._arena = redis_url, run_id, term, arena
-        self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="publisher", daemon=True)
         self._life: Future[_Life] = Future()
         self._failure: BaseException | None = None
 
@@ -101,7 +104,7 @@ class Publisher:
         if self._life.exception(START_SECONDS) is None:
             life = self._life.result()
             with suppress(RuntimeError):  # the loop is closed: the thread ends by itself
-                life.loop.call_soon_threadsafe(life.task.cancel)
+                life.loop.call_soon_threadsafe(life.fleet.stop)
         self._thread.join(CLOSE_SECONDS)
 
     async def _ask(self, question: Callable[[Fleet], Coroutine[Any, Any, T]], seconds: float) -> T:
@@ -128,23 +131,28 @@ class Publisher:
         if not future.cancelled() and future.exception() is not None:
             self._failure = self._failure or future.exception()
 
-    def _main(self) -> None:
-        with suppress(asyncio.CancelledError):  # closed
-            asyncio.run(self._follow())
-
-    async def _follow(self) -> None:
+    async def _live(self) -> None:
         try:
             redis = await connect(self._redis_url)
             try:
-                run = await Run.attach(redis, self._run_id, ATTACH_SECONDS)
-                fleet = Fleet(run, ExperienceLog(run, self._term), Registry(run), self._arena, self._term.counter)
-                task = asyncio.current_task()
-                assert task is not None
-                self._life.set_result(_Life(asyncio.get_running_loop(), task, fleet))
-                await fleet.follow()
+                await self._follow(await Run.attach(redis, self._run_id, ATTACH_SECONDS))
             finally:
                 await redis.aclose()
-        except Exception as error:  # noqa: BLE001 - raised by the learner's next call
+        except Exception as error:
+            log.error("the publisher ends", exc_info=error)
             self._failure = error  # set before the loop ends and cancels who waits for an answer
             if not self._life.done():
                 self._life.set_exception(error)
+
+    async def _follow(self, run: Run) -> None:
+        fleet = Fleet(run, ExperienceLog(run, self._term), Registry(run), self._arena, self._term.counter)
+        self._life.set_result(_Life(asyncio.get_running_loop(), fleet))
+        try:
+            await fleet.follow()
+        except PolyremeError:
+            raise
+        except Exception as error:
+            # The learner may be waiting for samples, which would never come without a push: this ends its wait.
+            with suppress(TransitionError):
+                await run.set_state(RunState.FAILED, f"the weight publisher failed: {type(error).__name__}: {error}")
+            raise
