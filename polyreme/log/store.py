@@ -4,8 +4,10 @@ A client from here rides over a restart or a pause of Redis (bounded retries wit
 Redis has acknowledged is on disk: `appendfsync always`, and nothing is evicted.
 """
 
+import asyncio
 import logging
 import os
+import random
 import shutil
 import signal
 import socket
@@ -16,7 +18,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis as redis_py
-import stamina
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -50,18 +51,18 @@ class Store(Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """As in Redis. Raises StoreError when the server stays away for longer than `patience` seconds."""
-        try:
-            async for attempt in stamina.retry_context(
-                on=_is_lost, attempts=None, timeout=self.patience, wait_initial=0.05, wait_max=2.0, wait_jitter=0.5
-            ):
-                with attempt:
-                    return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        except (*_LOST, exceptions.InvalidResponse) as error:
-            raise unreachable(self, error) from error
-
-
-def _is_lost(error: Exception) -> bool:
-    return isinstance(error, _LOST) and not isinstance(error, _REFUSED)
+        deadline = time.monotonic() + self.patience
+        pause = 0.02
+        while True:
+            try:
+                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            except (*_LOST, exceptions.InvalidResponse) as error:
+                left = deadline - time.monotonic()
+                if isinstance(error, _REFUSED) or left <= 0:
+                    raise unreachable(self, error) from error
+                log.warning("redis at %s: %s; trying for another %.0f s", address(self), _cause(error), left)
+                await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
+                pause = min(2 * pause, 2.0)
 
 
 async def connect(url: str) -> Store:
@@ -77,7 +78,6 @@ async def connect(url: str) -> Store:
             url,
             socket_timeout=SOCKET_TIMEOUT,
             socket_connect_timeout=SOCKET_TIMEOUT,
-            socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),  # ours is in execute_command; one inside the other would multiply
         )
     except ValueError as error:
@@ -136,10 +136,24 @@ def unreachable(client: Redis, error: Exception) -> StoreError:
         return StoreError(f"a Redis at {place}", "a server that speaks another protocol", "Check host and port of the URL.")
     return StoreError(
         f"a Redis that answers at {place}",
-        str(error) or type(error).__name__,
+        _cause(error),
         "Check the URL and that Redis runs there and can be reached from here "
         f"(`redis-server {_SERVER_FLAGS}` starts one). Without a URL Polyreme starts a Redis of its own.",
     )
+
+
+def _cause(error: BaseException | None) -> str:
+    """In words what redis-py wraps in several layers."""
+    first = error
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return "connection refused (nothing listens there)"
+        if isinstance(error, socket.gaierror):
+            return "no host of that name"
+        if isinstance(error, (TimeoutError, exceptions.TimeoutError)):
+            return f"no answer within {SOCKET_TIMEOUT:g} s"
+        error = error.__cause__ or error.__context__
+    return str(first)
 
 
 class EmbeddedServer:
