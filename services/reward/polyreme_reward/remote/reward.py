@@ -116,10 +116,13 @@ class HttpReward:
             return _Failure(Status.ERROR, str(error), answered=True)
         last = _Failure(Status.TIMEOUT, "", answered=False)
         try:
-            async with asyncio.timeout(self._item_timeout):
+            async with asyncio.timeout(self._item_timeout) as deadline:
                 for attempt in range(self._options.tries):
                     if attempt:
-                        await asyncio.sleep(_FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                        pause = _FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                        if asyncio.get_running_loop().time() + pause >= (deadline.when() or 0.0):
+                            break
+                        await asyncio.sleep(pause)
                     endpoint = self._endpoints.take()
                     if endpoint is None:
                         wait = self._endpoints.next_probe()

@@ -1,0 +1,205 @@
+"""PaddleNLP's reward wire, byte for byte: its trainers against our server, and its servers behind our HTTP reward."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+import requests
+from support.raw_http import raw_server, reply
+from support.rewards import EXACT, item, scoring, serving, summary
+
+GOOD = b'{"error_code":0,"error_msg":"Success","score":[1.0,0.0]}'
+
+
+def post(url: str, data: Any) -> requests.Response:
+    """As PaddleNLP's trainers ask: a bare URL, three lists, nothing else."""
+    return requests.post(url, json=data)
+
+
+async def ask(addresses: Any, data: Any) -> requests.Response:
+    return await asyncio.to_thread(post, f"http://{addresses.http}", data)
+
+
+async def test_a_trainer_of_theirs_gets_its_scores() -> None:
+    async with serving(EXACT) as (_, _, addresses):
+        answer = await ask(addresses, {"src": ["p", "q"], "tgt": ["3", "4"], "response": ["b8+5=3#3", "#5"]})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.content == GOOD
+        assert json.loads(answer.text)["score"] == [1.0, 0.0]
+
+
+async def test_special_tokens_in_their_responses_are_taken_out_where_the_configuration_names_them() -> None:
+    async with serving(EXACT, special_tokens=["<eos>", "<pad>"]) as (_, _, addresses):
+        answer = await ask(addresses, {"src": ["p"], "tgt": ["3"], "response": ["#3<eos><pad>"]})
+        assert answer.json()["score"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "golden"),
+    [
+        ({"src": [], "tgt": [], "response": []}, b'{"error_code":0,"error_msg":"Success","score":[]}'),
+        (
+            {"src": ["p"], "tgt": ["3", "4"], "response": ["#3"]},
+            b'{"error_code":500,"error_msg":"expected src, tgt and response of one length; found 1, 2 and 1","score":null}',
+        ),
+        (
+            {"src": ["p", "p"], "tgt": ["3", ""], "response": ["#3", "#3"]},
+            b'{"error_code":500,"error_msg":"item 1: ERROR exact: expected a label to compare with; found none. '
+            b'Give every row one (data.label_key)","score":null}',
+        ),
+    ],
+)
+async def test_errors_are_theirs_but_never_zeros(data: Any, golden: bytes) -> None:
+    async with serving(EXACT) as (_, _, addresses):
+        answer = await ask(addresses, data)
+        assert (answer.status_code, answer.content) == (200, golden)
+
+
+async def test_a_body_of_another_shape_is_a_422_as_theirs_is() -> None:
+    async with serving(EXACT) as (_, _, addresses):
+        answer = await ask(addresses, {"src": ["p"], "response": ["#3"]})
+        assert answer.status_code == 422
+        assert answer.content == (
+            b'{"detail":[{"type":"missing","loc":["body","tgt"],"msg":"Field required","input":{"src":["p"],"response":["#3"]}}]}'
+        )
+
+
+async def test_a_full_queue_is_a_429_in_their_form() -> None:
+    async with serving(EXACT, queue=1) as (_, _, addresses):
+        data = {"src": ["p"] * 2, "tgt": ["3"] * 2, "response": ["#3"] * 2}
+        answer = await ask(addresses, data)
+        assert answer.json() == {"error_code": 500, "error_msg": "expected a batch of 1 to 1 items; found 2", "score": None}
+
+
+def endpoint(server: Any, **options: Any) -> dict[str, Any]:
+    return {"url": server.url, "protocol": "paddlenlp", "options": options}
+
+
+async def test_their_server_is_sent_what_their_client_sends() -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(GOOD))
+
+    async with raw_server(handler) as server, scoring(endpoint(server, batch=2)) as scorer:
+        items = [item("r", "l", response_raw="r<eos>"), item("s \u00e9", "m", prompt="q")]
+        assert summary(await scorer.score(items)) == [("OK", 1.0), ("OK", 0.0)]
+        sent = server.bodies[0]
+        assert sent == b'{"src": ["p", "q"], "tgt": ["l", "m"], "response": ["r<eos>", "s \\u00e9"]}'
+        theirs = requests.Request("POST", server.url, json=json.loads(sent)).prepare()
+        assert theirs.body == sent
+        assert b"\r\ncontent-type: application/json\r\n" in server.heads[0].lower()
+
+
+async def test_connections_are_kept() -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b'{"error_code":0,"error_msg":"Success","score":[1]}'))
+
+    async with raw_server(handler) as server, scoring(endpoint(server, concurrency=4)) as scorer:
+        answers = await scorer.score([item("r")] * 100)
+        assert summary(answers) == [("OK", 1.0)] * 100
+        assert len(server.bodies) == 100
+        assert server.connections <= 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "said"),
+    [
+        (reply(b'{"error_code":500,"error_msg":"boom","score":[0]}'), "ERROR", "boom"),
+        (reply(b'{"error_code":0,"error_msg":"Success","score":[1,1]}'), "INVALID", "found 2"),
+        (reply(b'{"error_code":0,"error_msg":"Success","score":null}'), "INVALID", "a list"),
+        (reply(b'{"error_code":0,"error_msg":"Success","score":[NaN]}'), "INVALID", "nan"),
+        (reply(b'{"error_code":0,"error_msg":"Success","score":[1e999]}'), "INVALID", "inf"),
+        (reply(b'{"error_code":0,"error_msg":"Success","score":["1"]}'), "INVALID", "'1'"),
+        (reply(b'{"detail":[]}', "422 Unprocessable Entity"), "ERROR", "422"),
+        (reply(b"moved", "302 Found", "location: http://elsewhere/\r\n"), "ERROR", "302"),
+        (reply(b"<html>"), "INVALID", "JSON"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\n{}", "TIMEOUT", "1 s"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}garbage", "ERROR", "error_code"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "ERROR", "HTTP reply"),
+        (b"", "TIMEOUT", "1 s"),
+    ],
+)
+async def test_what_their_server_cannot_answer_is_a_status(answer: bytes, status: str, said: str) -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+
+    async with raw_server(handler) as server, scoring(endpoint(server), item_timeout=1.0) as scorer:
+        (scored,) = await scorer.score([item("r")])
+        assert scored.status.name == status
+        assert said in scored.message
+
+
+async def test_a_server_out_of_its_range_is_invalid() -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b'{"error_code":0,"error_msg":"Success","score":[7]}'))
+
+    async with raw_server(handler) as server, scoring(endpoint(server, min=0, max=1)) as scorer:
+        (scored,) = await scorer.score([item("r")])
+        assert (scored.status.name, "[0, 1]" in scored.message) == ("INVALID", True)
+
+
+async def test_an_error_that_passes_is_tried_again() -> None:
+    answers = [
+        reply(b"", "500 Internal Server Error"),
+        reply(b"", "429 Too Many Requests"),
+        reply(b'{"error_code":0,"error_msg":"","score":[1]}'),
+    ]
+
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(answers.pop(0))
+
+    async with raw_server(handler) as server, scoring(endpoint(server)) as scorer:
+        assert summary(await scorer.score([item("r")])) == [("OK", 1.0)]
+
+
+async def test_a_reset_connection_is_tried_again() -> None:
+    times = 0
+
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        nonlocal times
+        times += 1
+        if times < 3:
+            writer.transport.abort()
+        else:
+            writer.write(reply(b'{"error_code":0,"error_msg":"","score":[1]}'))
+
+    async with raw_server(handler) as server, scoring(endpoint(server)) as scorer:
+        assert summary(await scorer.score([item("r")])) == [("OK", 1.0)]
+
+
+async def test_one_item_that_breaks_a_batch_does_not_take_it_along() -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        responses = json.loads(body)["response"]
+        if "poison" in responses:
+            writer.write(reply(b'{"error_code":500,"error_msg":"cannot parse","score":[0,0,0]}'))
+        else:
+            writer.write(reply(json.dumps({"error_code": 0, "error_msg": "", "score": [1.0] * len(responses)}).encode()))
+
+    async with raw_server(handler) as server, scoring(endpoint(server, batch=3)) as scorer:
+        answers = await scorer.score([item("a"), item("poison"), item("b")])
+        assert summary(answers) == [("OK", 1.0), ("ERROR", 0.0), ("OK", 1.0)]
+
+
+async def test_a_server_that_is_not_there_is_an_error_and_then_left_alone() -> None:
+    async with raw_server(lambda body, writer: asyncio.sleep(0)) as server:
+        gone = endpoint(server)
+    async with scoring(gone) as scorer:
+        (scored,) = await scorer.score([item("r")])
+        assert scored.status.name == "ERROR"
+        (scored,) = await scorer.score([item("r")])
+        assert "next probe" in scored.message
+
+
+async def test_servers_share_the_load_and_one_that_is_gone_does_no_harm() -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b'{"error_code":0,"error_msg":"","score":[1]}'))
+
+    async with raw_server(handler) as gone:
+        pass
+    async with raw_server(handler) as one, raw_server(handler) as other:
+        both = {"name": "r", "url": [one.url, gone.url, other.url], "protocol": "paddlenlp", "options": {"concurrency": 8}}
+        async with scoring(both) as scorer:
+            assert summary(await scorer.score([item("r")] * 100)) == [("OK", 1.0)] * 100
+        assert len(one.bodies) > 20
+        assert len(other.bodies) > 20

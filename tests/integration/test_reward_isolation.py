@@ -1,0 +1,235 @@
+"""Plugins that hang, crash, allocate, fork and lie, among good items: every good item has its score, every bad one a status."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.rewards import item, scoring, summary
+
+from polyreme.errors import ConfigError
+
+PLUGIN = '''
+import ctypes, os, signal, sys, threading, time
+
+def reward(response, label):
+    """1 if the response is the label; otherwise what the response asks for."""
+    act = globals().get("do_" + response)
+    return act() if act else float(response == label)
+
+def do_loop():
+    while True: pass
+def do_sleep():
+    time.sleep(1000)
+def do_block_signals():
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))
+    for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)
+    time.sleep(1000)
+def do_hold_the_lock():
+    ctypes.PyDLL(None).sleep(1000)
+def do_allocate():
+    kept = []
+    while True: kept.append(bytearray(1 << 24))
+def do_exit():
+    os._exit(3)
+def do_exit_soon():
+    threading.Timer(0.05, os._exit, [3]).start()
+    return 1.0
+def do_sys_exit():
+    sys.exit("enough")
+def do_segfault():
+    ctypes.string_at(0)
+def do_fork():
+    if os.fork() == 0: time.sleep(1000)
+    return 1.0
+def do_fork_and_return_twice():
+    os.fork()
+    return 1.0
+def do_daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0: time.sleep(1000)
+        os._exit(0)
+    os.wait()
+    return 1.0
+def do_spin_behind():
+    threading.Thread(target=do_loop, daemon=True).start()
+    return 1.0
+def do_raise():
+    raise ValueError("no \\ud800 good")
+def do_recurse():
+    return do_recurse()
+def do_keyboard():
+    raise KeyboardInterrupt
+def do_nan():
+    return float("nan")
+def do_string():
+    return "1.0"
+def do_none():
+    return None
+def do_list():
+    return []
+def do_print():
+    print("x" * 5_000_000)
+    sys.stderr.write("y" * 5_000_000)
+    os.write(1, b"z" * 5_000_000)
+    return 1.0
+def do_close_everything():
+    os.closerange(0, 100)
+    return 1.0
+def do_chdir():
+    os.chdir("/")
+    return 1.0
+def do_unprintable():
+    class Odd(Exception):
+        def __str__(self): raise RuntimeError
+    raise Odd
+'''
+HANGS = ("loop", "sleep", "block_signals", "hold_the_lock")
+EXPECTED = {
+    **dict.fromkeys(HANGS, "TIMEOUT"),
+    **dict.fromkeys(("allocate", "exit", "sys_exit", "segfault", "raise", "recurse", "keyboard", "close_everything"), "ERROR"),
+    **dict.fromkeys(("nan", "string", "none", "list"), "INVALID"),
+    **dict.fromkeys(("fork", "fork_and_return_twice", "daemon", "exit_soon", "spin_behind", "print", "chdir"), "OK"),
+    "unprintable": "ERROR",
+}
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "faulty.py"
+    path.write_text(PLUGIN)
+    return {"file": str(path)}
+
+
+def descendants() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+
+
+LIMITS = {"item_timeout": 0.5, "worker_memory_mib": 256, "workers": 2}
+
+
+@pytest.mark.parametrize("fault", sorted(EXPECTED))
+async def test_a_fault_gets_its_status_and_its_neighbours_their_scores(plugin: dict[str, str], fault: str) -> None:
+    before = {p.pid for p in descendants()}
+    async with scoring(plugin, **LIMITS) as scorer:
+        answers = await scorer.score([item("a", "a"), item(fault), item("b", "a"), item("c", "c")])
+        assert answers[1].status.name == EXPECTED[fault], answers[1].message
+        assert EXPECTED[fault] == "OK" or answers[1].message
+        assert summary([answers[0], *answers[2:]]) == [("OK", 1.0), ("OK", 0.0), ("OK", 1.0)]
+        assert summary(await scorer.score([item("a", "a")] * 20)) == [("OK", 1.0)] * 20
+    assert not [p for p in descendants() if p.pid not in before]
+
+
+async def test_a_thousand_random_faults_among_good_items(plugin: dict[str, str]) -> None:
+    rng = random.Random(0)
+    quick = [fault for fault in EXPECTED if fault not in HANGS and fault != "spin_behind"]
+    faults = [rng.choice(quick) for _ in range(980)] + [rng.choice(HANGS) for _ in range(20)]
+    rng.shuffle(faults)
+    rows = [(fault, "x") for fault in faults] + [(f"r{k}", f"r{k - k % 2}") for k in range(2000)]
+    rng.shuffle(rows)
+    before, parent = {p.pid for p in descendants()}, psutil.Process()
+    async with scoring(plugin, **LIMITS) as scorer:
+        await scorer.score([item("warm", "warm")])
+        files, memory = parent.num_fds(), parent.memory_info().rss
+        answers = [
+            answer
+            for part in await asyncio.gather(
+                *(
+                    scorer.score([item(response, label) for response, label in rows[start : start + 100]])
+                    for start in range(0, 3000, 100)
+                )
+            )
+            for answer in part
+        ]
+        for (response, label), answer in zip(rows, answers, strict=True):
+            if response in EXPECTED:
+                assert answer.status.name == EXPECTED[response], (response, answer)
+            else:
+                assert (answer.status.name, answer.score) == ("OK", float(response == label)), (response, answer)
+        assert scorer.inside == 0
+        assert parent.num_fds() <= files + 2
+        assert parent.memory_info().rss < memory + (64 << 20)
+        alive = [p for p in descendants() if p.pid not in before]
+        assert len(alive) <= 1 + 2 + 2, "the keeper, the workers, and those being replaced"
+    assert not [p for p in descendants() if p.pid not in before]
+
+
+async def test_a_hang_takes_no_longer_than_its_deadline(plugin: dict[str, str]) -> None:
+    async with scoring(plugin, item_timeout=1.0) as scorer:
+        begin = time.monotonic()
+        answers = await scorer.score([item("loop"), item("a", "a")])
+        assert summary(answers) == [("TIMEOUT", 0.0), ("OK", 1.0)]
+        assert 1.0 <= time.monotonic() - begin < 3.0
+
+
+async def worker_pids() -> list[int]:
+    (keeper,) = [
+        p for p in descendants() if "polyreme_reward.isolation.keeper" in p.cmdline() and p.ppid() == psutil.Process().pid
+    ]
+    return [keeper.pid, *(p.pid for p in keeper.children())]
+
+
+@pytest.mark.parametrize("which", ["worker", "keeper"])
+async def test_any_of_its_processes_may_be_killed(plugin: dict[str, str], which: str) -> None:
+    async with scoring(plugin, **LIMITS) as scorer:
+        await scorer.score([item("a", "a")])
+        keeper, *workers = await worker_pids()
+        psutil.Process(keeper if which == "keeper" else workers[0]).kill()
+        assert summary(await scorer.score([item("a", "a")] * 50)) == [("OK", 1.0)] * 50
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def reward(response) return 1", "SyntaxError"),
+        ("import nothing_of_this_name\n", "nothing_of_this_name"),
+        ("import os\nos._exit(9)\n", "exited with status 9"),
+        ("x = 1\n", "one reward function"),
+        ("def one(response): return 1\ndef two(response): return 2\n", "one.*two"),
+        ("def reward(temperature): return 1\n", "temperature"),
+    ],
+)
+async def test_a_plugin_that_does_not_load_is_an_error_at_start(tmp_path: Path, code: str, said: str) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text(code)
+    with pytest.raises(ConfigError, match=said):
+        async with scoring({"file": str(path)}):
+            pass
+    assert not descendants()
+
+
+async def test_a_file_that_is_not_there_is_an_error_at_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.py"):
+        async with scoring({"file": str(tmp_path / "nowhere.py")}):
+            pass
+
+
+async def test_an_async_plugin_a_neighbour_module_and_a_class_with_options(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_it.py").write_text("BONUS = 0.25\n")
+    path = tmp_path / "slowly.py"
+    path.write_text(
+        "import asyncio\nfrom neighbour_of_it import BONUS\n\n"
+        "async def helper(response, scale=1.0):\n    await asyncio.sleep(0.001)\n    return {'score': scale + BONUS, 'length': len(response)}\n"
+        "def other(response):\n    return 0.0\n"
+    )
+    async with scoring({"file": str(path), "function": "helper", "options": {"scale": 2.0}}) as scorer:
+        (answer,) = await scorer.score([item("abc")])
+        assert (answer.score, [(p.name, p.raw) for p in answer.parts]) == (2.25, [("slowly", 2.25), ("slowly/length", 3.0)])
+        assert scorer.rewards[0].version.startswith("helper-")
+
+
+async def test_modules_and_installed_rewards_are_sources_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text("def length(response):\n    return len(response)\n")
+    info = tmp_path / "my_rewards-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-rewards\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[polyreme.rewards]\nmy-length = my_rewards:length\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with scoring({"module": "my_rewards"}, {"name": "my-length", "weight": 10.0}) as scorer:
+        (answer,) = await scorer.score([item("abc")])
+        assert (answer.score, [p.name for p in answer.parts]) == (33.0, ["my_rewards", "my-length"])
+        assert len({p.version for p in answer.parts}) == 1

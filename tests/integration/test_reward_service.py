@@ -1,0 +1,129 @@
+"""`polyreme reward` as a process: its lease, its end, its errors."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from redis.asyncio import Redis
+from support.configs import run_config
+from support.rewards import reward_config
+
+from polyreme import rpc
+from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
+from polyreme.log.run import Run
+from polyreme.registry import Lease, Registry
+
+SLOW = "import time\ndef reward(response):\n    time.sleep(float(response))\n    return 1.0\n"
+
+
+@asynccontextmanager
+async def command(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`polyreme reward ARGUMENTS`, ended hard if it does not end by itself."""
+    argv = [sys.executable, "-m", "polyreme", "reward", *arguments]
+    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@pytest.fixture
+async def reward_run(redis: Redis, run_id: str, tmp_path: Path) -> Run:
+    """A run whose rewards are the demo's rule and a plugin that takes its time."""
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(SLOW)
+    rewards = reward_config({"name": "numeric"}, {"file": str(plugin)})
+    return await Run.create(redis, run_id, run_config(tmp_path, reward=rewards), {"config.json": b"{}", "tokenizer.json": b"{}"})
+
+
+async def lease(run: Run) -> Lease:
+    (found,) = await Registry(run).wait_for("reward", 1, 30)
+    return found
+
+
+def request(response: str) -> reward_pb2.ScoreRequest:
+    return reward_pb2.ScoreRequest(run_id="r", items=[reward_pb2.ScoreItem(prompt="p", response=response, label="1")])
+
+
+async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, reward_run: Run) -> None:
+    async with command("--redis", redis_url, "--run", reward_run.run_id) as process:
+        found = await lease(reward_run)
+        assert (found.kind, found.api) == ("reward", 1)
+        assert [r["name"] for r in found.facts["rewards"]] == ["numeric", "slow"]
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 2, "the keeper and one worker"
+        async with rpc.connect(found.address) as channel:
+            score = reward_pb2_grpc.RewardServiceStub(channel).Score
+            call = asyncio.ensure_future(score(request("1"), timeout=20))
+            await asyncio.sleep(0.3)
+            process.terminate()
+            assert (await call).results[0].score == 2.0, "what was under way is answered"
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await Registry(reward_run).leases("reward") == []
+        assert not [child for child in children if child.is_running()]
+
+
+async def test_a_killed_server_leaves_no_process_behind(redis_url: str, reward_run: Run) -> None:
+    async with command("--redis", redis_url, "--run", reward_run.run_id) as process:
+        await lease(reward_run)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=5)
+        assert (len(gone), alive) == (2, [])
+
+
+async def error_of(*arguments: str) -> tuple[int, str]:
+    async with command(*arguments) as process:
+        _, text = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode is not None
+        return process.returncode, text.decode()
+
+
+@pytest.mark.parametrize("option", ["--port", "--http-port"])
+async def test_a_taken_port_is_one_clear_error(tmp_path: Path, option: str) -> None:
+    config = tmp_path / "rewards.yaml"
+    config.write_text("reward: {rewards: [{name: exact}]}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, text = await error_of("--config", str(config), option, str(taken.getsockname()[1]))
+    assert (code, "Traceback" in text) == (2, False)
+    assert "a free port" in text
+
+
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("reward: {rewards: [{name: exakt}]}", "Did you mean exact"),
+        ("reward: {rewards: [{name: exact, option: {}}]}", "did you mean reward.rewards.options"),
+        ("reward: {rewards: [{url: 'http://h/'}]}", "`url` and `protocol` go together"),
+        ("reward: {rewards: [{name: exact}, {name: exact}]}", "two rewards are called exact"),
+        ("reward: {rewards: [{file: missing.py}]}", "missing.py"),
+        ("reward: {rewards: []}", "at least 1 item"),
+        ("reward: [", "YAML"),
+    ],
+)
+async def test_a_configuration_that_cannot_be_used_is_one_clear_error(tmp_path: Path, yaml: str, said: str) -> None:
+    config = tmp_path / "rewards.yaml"
+    config.write_text(yaml)
+    code, text = await error_of("--config", str(config))
+    assert (code, "Traceback" in text) == (2, False), text
+    assert said in text
+
+
+async def test_neither_redis_nor_file_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POLYREME_REDIS", raising=False)
+    code, text = await error_of()
+    assert (code, "--config FILE" in text) == (2, True)
+
+
+async def test_importing_the_service_is_light() -> None:
+    heavy = "{'torch', 'vllm', 'transformers', 'megatron', 'math_verify', 'sympy', 'httpx'}"
+    code = f"import sys, polyreme_reward.server, polyreme_reward.command; print({heavy} & set(sys.modules))"
+    assert await asyncio.to_thread(subprocess.check_output, [sys.executable, "-c", code], text=True) == "set()\n"

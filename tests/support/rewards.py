@@ -1,0 +1,51 @@
+"""A reward service in the test's own process."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from polyreme_reward.build import open_rewards
+from polyreme_reward.items import Item
+from polyreme_reward.metrics import Metrics
+from polyreme_reward.scorer import Scored, Scorer
+from polyreme_reward.server import Addresses, serve
+
+from polyreme import rpc
+from polyreme.api.v1 import reward_pb2_grpc
+from polyreme.config import RewardConfig
+
+EXACT = {"name": "exact", "options": {"after": "#"}}
+
+
+def reward_config(*rewards: dict[str, Any], **fields: Any) -> RewardConfig:
+    return RewardConfig.model_validate({"rewards": list(rewards), "item_timeout": 5.0, **fields})
+
+
+@asynccontextmanager
+async def scoring(*rewards: dict[str, Any], **fields: Any) -> AsyncIterator[Scorer]:
+    """The scorer of these rewards, without a wire."""
+    config, metrics = reward_config(*rewards, **fields), Metrics()
+    async with open_rewards(config, metrics) as opened:
+        yield Scorer(opened, config.queue, metrics)
+
+
+@asynccontextmanager
+async def serving(
+    *rewards: dict[str, Any], **fields: Any
+) -> AsyncIterator[tuple[reward_pb2_grpc.RewardServiceStub, httpx.AsyncClient, Addresses]]:
+    """A whole service on free loopback ports: its gRPC stub, an HTTP client of it, its addresses."""
+    async with (
+        serve(reward_config(*rewards, **fields)) as addresses,
+        rpc.connect(addresses.grpc) as channel,
+        httpx.AsyncClient(base_url=f"http://{addresses.http}", trust_env=False, timeout=20) as client,
+    ):
+        yield reward_pb2_grpc.RewardServiceStub(channel), client, addresses
+
+
+def item(response: str, label: str = "3", key: str = "", **fields: str) -> Item:
+    return Item(key, fields.pop("prompt", "p"), response, label=label, **fields)
+
+
+def summary(answers: list[Scored]) -> list[tuple[str, float]]:
+    return [(answer.status.name, answer.score) for answer in answers]

@@ -1,0 +1,150 @@
+"""Foreign servers' replies, and which endpoint is asked next, without a network."""
+
+import json
+from typing import Any
+
+import pytest
+from polyreme_reward.items import Item, Status
+from polyreme_reward.remote.endpoints import Endpoints
+from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
+from polyreme_reward.remote.reward import HttpReward
+
+from polyreme.errors import ConfigError
+
+ITEMS = [Item("k", "p", "r", "r<eos>", "l", '{"a": 1}'), Item("", "q", "s", "", "m")]
+
+
+def test_requests_carry_what_each_protocol_names() -> None:
+    assert PROTOCOLS["paddlenlp"].encode(ITEMS) == {"src": ["p", "q"], "tgt": ["l", "m"], "response": ["r<eos>", "s"]}
+    assert PROTOCOLS["openrlhf"].encode(ITEMS) == {"query": ["pr<eos>", "qs"], "prompts": ["p", "q"], "labels": ["l", "m"]}
+    assert PROTOCOLS["native"].encode(ITEMS)["items"][0] == {
+        "key": "k",
+        "prompt": "p",
+        "response": "r",
+        "response_raw": "r<eos>",
+        "label": "l",
+        "metadata": {"a": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tree"),
+    [
+        ("paddlenlp", {"error_code": 0, "error_msg": "Success", "score": [1, 0.5]}),
+        ("openrlhf", {"rewards": [1, 0.5]}),
+        ("openrlhf", {"rewards": [1, 0.5], "scores": [1, 0], "extra_logs": {"a": [1, 2]}}),
+        ("native", {"results": [{"status": "ok", "score": 1, "parts": []}, {"status": "ok", "score": 0.5}]}),
+    ],
+)
+def test_good_replies(protocol: str, tree: dict[str, Any]) -> None:
+    outcomes = parse(200, json.dumps(tree).encode(), PROTOCOLS[protocol], 2)
+    assert [(o.status, o.value) for o in outcomes] == [(Status.OK, 1.0), (Status.OK, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "status", "body", "again"),
+    [
+        ("paddlenlp", 200, b'{"error_code": 500, "error_msg": "boom", "score": [0, 0]}', False),
+        ("paddlenlp", 200, b'{"score": [1, 1]}', False),
+        ("paddlenlp", 200, b'{"error_code": 0, "score": [1]}', False),
+        ("paddlenlp", 200, b'{"error_code": 0, "score": null}', False),
+        ("paddlenlp", 200, b'{"error_code": 0, "score": 1}', False),
+        ("paddlenlp", 422, b'{"detail": []}', False),
+        ("paddlenlp", 500, b"", True),
+        ("paddlenlp", 503, b"", True),
+        ("paddlenlp", 429, b"", True),
+        ("paddlenlp", 204, b"", False),
+        ("paddlenlp", 200, b"<html>", False),
+        ("paddlenlp", 200, b"[" * 100_000, False),
+        ("paddlenlp", 200, b"[1, 1]", False),
+        ("openrlhf", 200, b'{"scores": [1, 1]}', False),
+        ("openrlhf", 200, b'{"rewards": [1, 1, 1]}', False),
+        ("native", 200, b'{"results": [{"status": "ok", "score": 1}]}', False),
+    ],
+)
+def test_replies_that_score_nothing(protocol: str, status: int, body: bytes, again: bool) -> None:
+    with pytest.raises(BadReply) as caught:
+        parse(status, body, PROTOCOLS[protocol], 2)
+    assert caught.value.again is again
+    assert caught.value.status in (Status.ERROR, Status.INVALID)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "body"),
+    [
+        ("paddlenlp", b'{"error_code": 0, "score": [1, NaN]}'),
+        ("paddlenlp", b'{"error_code": 0, "score": [1, null]}'),
+        ("paddlenlp", b'{"error_code": 0, "score": [1, "1"]}'),
+        ("paddlenlp", b'{"error_code": 0, "score": [1, 1e999]}'),
+        ("openrlhf", b'{"rewards": [1, Infinity]}'),
+        ("native", b'{"results": [{"status": "ok", "score": 1}, {"status": "ok", "score": null}]}'),
+        ("native", b'{"results": [{"status": "ok", "score": 1}, {"status": "great", "score": 1}]}'),
+        ("native", b'{"results": [{"status": "ok", "score": 1}, 1]}'),
+    ],
+)
+def test_one_bad_value_leaves_the_others(protocol: str, body: bytes) -> None:
+    good, bad = parse(200, body, PROTOCOLS[protocol], 2)
+    assert (good.status, good.value) == (Status.OK, 1.0)
+    assert bad.status is Status.INVALID
+
+
+def test_native_failures_keep_their_status() -> None:
+    body = b'{"results": [{"status": "timeout", "message": "slow"}, {"status": "error", "message": "boom"}]}'
+    outcomes = parse(200, body, PROTOCOLS["native"], 2)
+    assert [(o.status, o.message) for o in outcomes] == [(Status.TIMEOUT, "slow"), (Status.ERROR, "boom")]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_least_busy_endpoint_is_next() -> None:
+    endpoints = Endpoints(["a", "b"])
+    first, second, third = endpoints.take(), endpoints.take(), endpoints.take()
+    assert first and second and third
+    assert {first.url, second.url} == {"a", "b"}
+    endpoints.give_back(second, True)
+    fourth = endpoints.take()
+    assert fourth and fourth.url == second.url
+
+
+def test_a_dead_endpoint_is_left_alone_then_probed_by_one() -> None:
+    clock = Clock()
+    endpoints = Endpoints(["a"], clock)
+    for _ in range(3):
+        endpoint = endpoints.take()
+        assert endpoint
+        endpoints.give_back(endpoint, False)
+    assert endpoints.take() is None
+    assert endpoints.next_probe() == 1.0
+    clock.now = 1.0
+    probe = endpoints.take()
+    assert probe and endpoints.take() is None
+    endpoints.give_back(probe, False)
+    clock.now = 2.5
+    assert endpoints.take() is None, "the pause grows"
+    clock.now = 3.0
+    probe = endpoints.take()
+    assert probe
+    endpoints.give_back(probe, True)
+    assert endpoints.take() and endpoints.take()
+
+
+def test_failures_that_may_be_the_items_doing_do_not_count() -> None:
+    endpoints = Endpoints(["a"])
+    for _ in range(10):
+        endpoint = endpoints.take()
+        assert endpoint
+        endpoints.give_back(endpoint, None)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "said"),
+    [("ftp://host/", {}, "http://"), ("host:80", {}, "http://"), ("http://host", {"conurrency": 3}, "concurrency")],
+)
+async def test_what_cannot_be_asked_is_refused_at_load(url: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HttpReward("r", 1.0, [url], "paddlenlp", 1.0, options)

@@ -1,0 +1,142 @@
+"""Composition, keys, the bound and draining, with rewards made for the test."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from polyreme_reward.items import Item, Outcome, Status, failed, ok
+from polyreme_reward.metrics import Metrics
+from polyreme_reward.scorer import BadBatch, Refused, Scorer
+from support.rewards import item
+
+
+class Scripted:
+    """Answers what `outcomes` says for a response, once `gate` is open; counts the items it was asked."""
+
+    version = "v1"
+    description = ""
+
+    def __init__(self, name: str = "r", weight: float = 1.0, **outcomes: Outcome) -> None:
+        self.name, self.weight, self.outcomes = name, weight, outcomes
+        self.asked = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        self.asked += len(items)
+        await self.gate.wait()
+        return [self.outcomes.get(i.response, ok(1.0)) for i in items]
+
+
+def scorer(*rewards: Scripted, limit: int = 100) -> Scorer:
+    return Scorer(rewards, limit, Metrics())
+
+
+async def test_a_score_is_the_sum_of_weighted_parts() -> None:
+    rewards = Scripted("a", 2.0, x=ok(3.0)), Scripted("b", -0.5, x=Outcome(Status.OK, 4.0, "", {"why": 7.0}))
+    (answer,) = await scorer(*rewards).score([item("x")])
+    assert answer.score == 4.0
+    assert [(p.name, p.raw, p.weighted) for p in answer.parts] == [("a", 3.0, 6.0), ("b", 4.0, -2.0), ("b/why", 7.0, 0.0)]
+
+
+async def test_one_failed_part_fails_the_item_alone() -> None:
+    rewards = Scripted("a"), Scripted("b", bad=failed(Status.TIMEOUT, "slow"))
+    good, bad = await scorer(*rewards).score([item("x"), item("bad")])
+    assert (good.status, good.score) == (Status.OK, 2.0)
+    assert (bad.status, bad.message, [p.name for p in bad.parts]) == (Status.TIMEOUT, "b: slow", ["a"])
+
+
+async def test_a_sum_beyond_floats_is_invalid() -> None:
+    (answer,) = await scorer(Scripted("a", 1e200, x=ok(1e200))).score([item("x")])
+    assert answer.status is Status.INVALID
+
+
+async def test_a_key_is_scored_once() -> None:
+    reward = Scripted()
+    service = scorer(reward)
+    first = await service.score([item("x", key="k1"), item("y", key="k1"), item("z")])
+    again = await service.score([item("z"), item("x", key="k1")])
+    assert first[0] == first[1] == again[1]
+    assert reward.asked == 3, "k1 once, the item without a key twice"
+
+
+async def test_a_key_under_way_is_waited_for() -> None:
+    reward = Scripted()
+    reward.gate.clear()
+    service = scorer(reward)
+    first = asyncio.create_task(service.score([item("x", key="k")]))
+    second = asyncio.create_task(service.score([item("x", key="k")]))
+    await asyncio.sleep(0.01)
+    reward.gate.set()
+    assert await first == await second
+    assert reward.asked == 1
+
+
+async def test_a_cancelled_call_leaves_its_answer_for_the_retry() -> None:
+    reward = Scripted()
+    reward.gate.clear()
+    service = scorer(reward)
+    call = asyncio.create_task(service.score([item("x", key="k")]))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    reward.gate.set()
+    (answer,) = await service.score([item("x", key="k")])
+    assert (answer.status, reward.asked, service.inside) == (Status.OK, 1, 0)
+
+
+async def test_failures_are_not_remembered() -> None:
+    reward = Scripted(x=failed(Status.ERROR, "down"))
+    service = scorer(reward)
+    await service.score([item("x", key="k")])
+    reward.outcomes = {}
+    (answer,) = await service.score([item("x", key="k")])
+    assert (answer.status, reward.asked) == (Status.OK, 2)
+
+
+@pytest.mark.parametrize("count", [0, 101])
+async def test_a_batch_that_can_never_fit_is_refused_for_good(count: int) -> None:
+    with pytest.raises(BadBatch):
+        await scorer(Scripted()).score([item("x")] * count)
+
+
+async def test_beyond_the_bound_items_are_refused_and_what_is_inside_goes_on() -> None:
+    reward = Scripted()
+    reward.gate.clear()
+    service = scorer(reward, limit=10)
+    inside = [asyncio.create_task(service.score([item("x")] * 5)) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert service.inside == 10
+    with pytest.raises(Refused) as caught:
+        await service.score([item("x")])
+    assert caught.value.retry_after >= 0.1
+    assert not caught.value.draining
+    reward.gate.set()
+    assert [len(answers) for answers in await asyncio.gather(*inside)] == [5, 5]
+    assert len(await service.score([item("x")] * 10)) == 10
+
+
+async def test_draining_refuses_the_new_and_waits_for_the_old() -> None:
+    reward = Scripted()
+    reward.gate.clear()
+    service = scorer(reward)
+    call = asyncio.create_task(service.score([item("x")]))
+    await asyncio.sleep(0.01)
+    drain = asyncio.create_task(service.drain(10.0))
+    await asyncio.sleep(0.01)
+    with pytest.raises(Refused) as caught:
+        await service.score([item("x")])
+    assert caught.value.draining
+    reward.gate.set()
+    assert await drain == 0
+    assert len(await call) == 1
+
+
+async def test_draining_gives_up_after_its_grace() -> None:
+    reward = Scripted()
+    reward.gate.clear()
+    service = scorer(reward)
+    call = asyncio.create_task(service.score([item("x")]))
+    await asyncio.sleep(0.01)
+    assert await service.drain(0.05) == 1
+    reward.gate.set()
+    await call

@@ -1,0 +1,155 @@
+"""Reward functions of five conventions, called with what they expect."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from polyreme_reward.items import Item, RewardError, judge
+from polyreme_reward.plugins.signatures import adapt
+
+from polyreme.errors import ConfigError
+
+ITEM = Item("key", "Q: 1+2=", "3", "3<eos>", "3", '{"data_source": "sums", "level": 2, "extra_info": {"split": "train"}}')
+
+
+def score(function: Callable[..., Any], item: Item = ITEM, **options: Any) -> tuple[str, Any]:
+    adapted = adapt(function, options)
+    return adapted.convention, judge(adapted.unwrap(adapted.call(item)))
+
+
+def ours(response: str, label: str) -> float:
+    return float(response == label)
+
+
+def ours_whole(item: Item) -> float:
+    return float(item.response_raw == "3<eos>")
+
+
+def ours_everything(
+    prompt: str, response: str, response_raw: str, label: str, metadata: dict[str, Any], bonus: float = 0.0
+) -> float:
+    return float((prompt, response, response_raw, label, metadata["level"]) == ("Q: 1+2=", "3", "3<eos>", "3", 2)) + bonus
+
+
+def paddlenlp(
+    solution_str: str, ground_truth: str, query: str | None = None, format_reward: float = 1, answer_reward: float = 1.0
+) -> float:
+    return float((solution_str, ground_truth, query) == ("3<eos>", "3", "Q: 1+2=")) * answer_reward
+
+
+def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
+    return {
+        "score": float((data_source, solution_str, ground_truth, extra_info) == ("sums", "3", "3", {"split": "train"})),
+        "acc": 1.0,
+    }
+
+
+def verl_batch(
+    data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]
+) -> list[float]:
+    return [float((data_sources, solution_strs, ground_truths) == (["sums"], ["3"], ["3"]))]
+
+
+def openrlhf(queries: list[str], prompts: list[str], labels: list[str], **kwargs: Any) -> dict[str, Any]:
+    right = float((queries, prompts, labels) == (["Q: 1+2=3<eos>"], ["Q: 1+2="], ["3"]))
+    return {"rewards": np.array([right]), "scores": np.array([right / 2]), "extra_logs": {"length": np.array([4.0])}}
+
+
+def openrlhf_bare(queries: list[str]) -> np.ndarray:
+    return np.array([float(queries == ["Q: 1+2=3<eos>"])])
+
+
+def trl(prompts: list[str], completions: list[str], level: list[int], solution: list[str], **kwargs: Any) -> list[float]:
+    return [float((prompts, completions, level, solution) == (["Q: 1+2="], ["3"], [2], ["3"]))]
+
+
+def trl_hooks(completions: list[str], trainer_state: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    log_metric("accuracy", 1.0)
+    log_extra("answer", completions)
+    return [float(kwargs["answer"] == ["3"])]
+
+
+@pytest.mark.parametrize(
+    ("function", "convention"),
+    [
+        (ours, "polyreme"),
+        (ours_whole, "polyreme"),
+        (ours_everything, "polyreme"),
+        (paddlenlp, "paddlenlp"),
+        (verl, "verl"),
+        (verl_batch, "verl-batch"),
+        (openrlhf, "openrlhf"),
+        (openrlhf_bare, "openrlhf"),
+        (trl, "trl"),
+        (trl_hooks, "trl"),
+    ],
+)
+def test_each_convention_gets_its_arguments(function: Callable[..., Any], convention: str) -> None:
+    found, outcome = score(function)
+    assert found == convention
+    assert outcome.value == 1.0, outcome
+
+
+def test_named_numbers_come_along() -> None:
+    assert score(verl)[1].extras == {"acc": 1.0}
+    assert score(openrlhf)[1].extras == {"scores": 0.5, "length": 4.0}
+
+
+def test_options_are_arguments() -> None:
+    assert score(paddlenlp, answer_reward=2.5)[1].value == 2.5
+    assert score(ours_everything, bonus=1.0)[1].value == 2.0
+
+
+def test_an_option_without_a_parameter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="bonus"):
+        adapt(ours, {"bonus": 1.0})
+
+
+def two_lists(prompts: list[str], answers: list[str]) -> list[float]:
+    return [1.0]
+
+
+def wants_ids(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    return [1.0]
+
+
+def wants_more(response: str, temperature: float) -> float:
+    return temperature
+
+
+def positional(response: str, /) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("function", [two_lists, wants_ids, wants_more, positional])
+def test_a_function_that_fits_nothing_is_refused_at_load(function: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match=function.__name__):
+        adapt(function, {})
+
+
+def test_an_option_may_fill_a_parameter() -> None:
+    assert score(wants_more, temperature=0.5)[1].value == 0.5
+
+
+def short(queries: list[str]) -> list[float]:
+    return []
+
+
+def long(completions: list[str]) -> list[float]:
+    return [1.0, 2.0]
+
+
+def unnamed(queries: list[str]) -> dict[str, Any]:
+    return {"reward": [1.0]}
+
+
+@pytest.mark.parametrize(("function", "found"), [(short, "one of 0"), (long, "one of 2"), (unnamed, "'rewards'")])
+def test_a_list_of_the_wrong_length_is_an_error(function: Callable[..., Any], found: str) -> None:
+    with pytest.raises(RewardError, match=found):
+        score(function)
+
+
+def test_a_missing_column_is_an_error() -> None:
+    with pytest.raises(RewardError, match="level"):
+        score(trl, Item("", "p", "3"))
