@@ -23,9 +23,10 @@ def audit(
         raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Give output_dir/name of a run, or --redis.")
     if found and not redis and found.redis != EMBEDDED:
         redis = found.redis
+    run_id = run or (found.run_id if found else None)
     if redis:
-        raise typer.Exit(asyncio.run(audit_main(redis, run or (found and found.run_id))))
+        raise typer.Exit(asyncio.run(audit_main(redis, run_id)))
     if run_dir is None or found is None:
         raise ConfigError("a run to audit", "neither a run directory nor --redis", "Give one of them.")
     with owned(run_dir), EmbeddedServer.start(run_dir / "redis") as server:
-        raise typer.Exit(asyncio.run(audit_main(server.url, run or found.run_id)))
+        raise typer.Exit(asyncio.run(audit_main(server.url, run_id)))
