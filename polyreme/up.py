@@ -175,6 +175,8 @@ class _Session:
                     state, reason = await self._run.state()
                 except StoreError as error:
                     view.status(str(error))
+                    if last:
+                        return
                     continue
                 if state is not shown_state:
                     shown_state = state
