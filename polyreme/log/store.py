@@ -53,9 +53,15 @@ class Store(Redis):
         """As in Redis. Raises StoreError when the server stays away for longer than `patience` seconds."""
         deadline = time.monotonic() + self.patience
         pause = 0.02
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task else 0
         while True:
             try:
-                return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+                reply = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+                if task and task.cancelling() > cancels:
+                    # Python 3.11's wait_for, with which the client sends, loses a cancellation that comes as it completes.
+                    raise asyncio.CancelledError
+                return reply
             except (*_LOST, exceptions.InvalidResponse) as error:
                 left = deadline - time.monotonic()
                 if isinstance(error, _REFUSED) or left <= 0:
