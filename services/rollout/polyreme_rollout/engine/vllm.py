@@ -11,6 +11,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
+import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +88,7 @@ class VllmEngine:
         self.max_model_len = int(llm.model_config.max_model_len)
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.weight_names: frozenset[str] = frozenset()
-        self._llm, self._model_dir, self._dead_error = llm, model_dir, VllmDeadError
+        self.llm, self._model_dir, self._dead_error = llm, model_dir, VllmDeadError
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
         # Outputs every CHUNK_TOKENS tokens, where vLLM can: one wake-up per chunk instead of one per token.
         self._interval = {"stream_interval": CHUNK_TOKENS} if "stream_interval" in sampling_params.__struct_fields__ else {}
@@ -94,7 +96,7 @@ class VllmEngine:
 
     async def open(self) -> None:
         """Learns what the model is made of. Raises EngineDeadError."""
-        names = await self._call(self._llm.collective_rpc("polyreme_weight_names"))
+        names = await self._call(self.llm.collective_rpc("polyreme_weight_names"))
         self.weight_names = frozenset(name for worker in names for name in worker)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
@@ -114,7 +116,7 @@ class VllmEngine:
             **self._interval,
         )
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids), "cache_salt": request.salt}
-        outputs = self._llm.generate(prompt, params, request.request_id)
+        outputs = self.llm.generate(prompt, params, request.request_id)
         try:
             async for output in outputs:
                 completion = output.outputs[0]
@@ -127,14 +129,14 @@ class VllmEngine:
             await outputs.aclose()
 
     async def pause(self) -> None:
-        core = self._llm.engine_core
+        core = self.llm.engine_core
         if hasattr(core, "pause_scheduler_async"):
             await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
         else:  # the public call does the same, and then sleeps
-            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
-        await self._call(self._llm.resume_generation())
+        await self._call(self.llm.resume_generation())
 
     async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
         parts = [
@@ -142,7 +144,7 @@ class VllmEngine:
             for source in sources
         ]
         try:
-            answers = await self._call(asyncio.wait_for(self._llm.collective_rpc("polyreme_load", args=(parts,)), LOAD_SECONDS))
+            answers = await self._call(asyncio.wait_for(self.llm.collective_rpc("polyreme_load", args=(parts,)), LOAD_SECONDS))
         except TimeoutError:
             raise LoadError(f"no answer from the workers within {LOAD_SECONDS:.0f} s") from None
         errors = [f"worker {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
@@ -157,17 +159,19 @@ class VllmEngine:
 
     @property
     def dead(self) -> bool:
-        return bool(self._llm.errored)
+        return bool(self.llm.errored)
 
     async def openai_app(self, served_name: str) -> Any:
         """vLLM's own HTTP application (ASGI) on this engine, with its OpenAI-compatible /v1."""
-        return await asyncio.to_thread(_openai_app, self._llm, self._model_dir, served_name, asyncio.get_running_loop())
+        return await asyncio.to_thread(_openai_app, self.llm, self._model_dir, served_name, asyncio.get_running_loop())
 
     def close(self) -> None:
-        self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
+        started = time.perf_counter()
+        self.llm.shutdown(timeout=SHUTDOWN_SECONDS)
+        log.debug("vLLM shut down in %.1f s", time.perf_counter() - started)
         for process in self._processes:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.ident, signal.SIGKILL)
             process.join(SHUTDOWN_SECONDS)
 
     async def _call(self, awaitable: Any) -> Any:
@@ -185,7 +189,9 @@ def _prepare_environment(config: RunConfig) -> None:
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
     )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about what is chosen here on purpose
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     if config.device == "cpu":
         os.environ.update(
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # other processes of the run share these cores

@@ -7,6 +7,7 @@ vLLM builds its fused and packed tensors from Hugging Face tensors while it load
 swap runs vLLM's own loading: nothing else knows all the packings.
 """
 
+import logging
 import time
 import traceback
 import warnings
@@ -20,6 +21,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arenas import ArenaCache
+
+# It warns of every layer without weights of its own (rotary tables, a tied head), at every swap. Coverage is checked by names.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 TORCH_DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},

@@ -1,0 +1,152 @@
+"""What the rollout service costs: tokens per second through gRPC `Generate` against a bare AsyncLLM, side by side.
+
+    python bench/rollout.py [--rounds 5] [--groups 32] [--samples 8] [--tokens 100]
+
+Both sides have an engine with the same settings and the demo's architecture, get the same prompts, settings and seeds at the same
+concurrency, and hand over tokens and log-probabilities as arrays, in chunks of 16 and more. They take turns within one run; an
+idle engine waits without spinning. `throughput_vs_engine` (>= 0.9, stretch 0.97) is the ratio of the medians.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from polyreme_rollout.engine.vllm import start
+from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config
+
+from polyreme.config import RunConfig
+from polyreme.log.store import EmbeddedServer
+
+TARGET = {"throughput_vs_engine": 0.9}
+RUN_ID = "bench-rollout"
+
+
+def demo_model(path: Path) -> Path:
+    """The demo's architecture with random weights and its size of vocabulary."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=45,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def with_tokenizer(model: Path, path: Path) -> Path:
+    """What a replica has of the model: no weights."""
+    path.mkdir()
+    for name, data in model_files(model).items():
+        (path / name).write_bytes(data)
+    return path
+
+
+def prompts(groups: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(4, 45, size=rng.integers(5, 34)).tolist() for _ in range(groups)]
+
+
+async def bare(engine: Any, asked: list[list[int]], samples: int, tokens: int, turn: int) -> int:
+    """One turn of the bare engine. Returns the tokens it made."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    async def one(number: int, prompt: list[int]) -> int:
+        params = SamplingParams(
+            temperature=1.0, seed=number, max_tokens=tokens, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA, stream_interval=16,
+        )  # fmt: skip
+        given = {"type": "token", "prompt_token_ids": prompt, "cache_salt": str(turn)}
+        total = 0
+        async for output in engine.generate(given, params, f"{turn}.{number}"):
+            completion = output.outputs[0]
+            ids = np.asarray(completion.token_ids, np.int32)
+            assert len(ids) == len(np.asarray(completion.logprobs.logprobs, np.float32))
+            total += len(ids)
+        return total
+
+    jobs = [one(index * samples + sample, prompt) for index, prompt in enumerate(asked) for sample in range(samples)]
+    return sum(await asyncio.gather(*jobs))
+
+
+async def served(there: Replica, asked: list[list[int]], samples: int, tokens: int) -> int:
+    """One turn of the service. Returns the tokens it made."""
+
+    async def one(group: int, prompt: list[int]) -> int:
+        slots: list[tuple[int, list[int], int, int]] = [(i, [], tokens, group * samples + i) for i in range(samples)]
+        answers = await generate(there.rollout, request(RUN_ID, prompt, slots, temperature=1.0))
+        return sum(len(answer.ids) for answer in answers.values())
+
+    return sum(await asyncio.gather(*(one(group, prompt) for group, prompt in enumerate(asked))))
+
+
+async def measure(engine: Any, url: str, model: Path, folder: Path, config: RunConfig, options: argparse.Namespace) -> int:
+    asked = prompts(options.groups)
+    async with replica(url, RUN_ID, model, folder / "replica.log", config) as there:
+        learner = Learner.of(RUN_ID, model)
+        rates: dict[str, list[float]] = {"engine": [], "service": []}
+        try:
+            for turn in range(options.rounds + 1):
+                weights = {name: tensor for name, tensor in hf_weights(model).items()}
+                await learner.push(there.weights, turn, weights)  # and no prefix is cached from the last turn
+                sides: list[tuple[str, Callable[[], Awaitable[int]]]] = [
+                    ("engine", lambda turn=turn: bare(engine, asked, options.samples, options.tokens, turn)),
+                    ("service", lambda: served(there, asked, options.samples, options.tokens)),
+                ]
+                for name, side in sides if turn % 2 else reversed(sides):
+                    started = time.perf_counter()
+                    made = await side()
+                    rate = made / (time.perf_counter() - started)
+                    assert made == options.groups * options.samples * options.tokens
+                    print(f"{'warm-up' if turn == 0 else f'round {turn}':8} {name:8} {rate:8.0f} tokens/s", flush=True)
+                    if turn:
+                        rates[name].append(rate)
+        finally:
+            learner.arena.close()
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    ratio = medians["service"] / medians["engine"]
+    measured = {
+        "throughput_vs_engine": round(ratio, 3),
+        "engine_tokens_per_second": round(medians["engine"]),
+        "service_tokens_per_second": round(medians["service"]),
+    }
+    met = ratio >= TARGET["throughput_vs_engine"]
+    print(json.dumps({"bench": "rollout", "measured": measured, "target": TARGET, "met": met}))
+    return 0 if met else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=100)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = demo_model(Path(folder) / "model")
+        config = rollout_config(model, max_model_len=160, max_num_seqs=256, kv_cache_mib=256)
+        engine = start(config, with_tokenizer(model, Path(folder) / "files"))
+        try:
+            with EmbeddedServer.start(Path(folder) / "redis") as server:
+                return asyncio.run(measure(engine.llm, server.url, model, Path(folder), config, options))
+        finally:
+            engine.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
