@@ -6,17 +6,18 @@ from typing import Literal
 Kind = Literal["tied", "untied"]
 
 
-def tiny_model(kind: Kind, path: Path, seed: int = 0) -> Path:
+def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32) -> Path:
     """Saves a model with `transformers` and returns its directory.
 
     tied: Qwen2, grouped-query (4 heads, 2 groups), query/key/value bias, tied embeddings, 45 tokens.
     untied: Llama, grouped-query (4 heads, 2 groups), untied, 50 tokens.
+    hidden_size: 128 for vLLM, whose CPU attention starts at 32 numbers per head.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
     sizes = {
-        "hidden_size": 32,
+        "hidden_size": hidden_size,
         "intermediate_size": 56,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

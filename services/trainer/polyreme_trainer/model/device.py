@@ -1,13 +1,13 @@
 """What differs between kinds of machines: cpu, cuda, npu. Nothing else in the trainer asks which one it runs on.
 
-On CPU megatron-core needs `Device.megatron()` around the few places where it names CUDA outright (construction, gradient norm and
-clipping); forward and backward passes run without it, because it costs something at every torch call.
+On CPU megatron-core needs `Device.megatron()` where it asks for CUDA tensors outright, which it does while things are built; steps run
+without it, because it costs something at every torch call.
 """
 
 import contextlib
 import ctypes
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Device:
         if kind == "cpu":
             self.torch = torch.device("cpu")
             torch.set_num_threads(threads)
+            _answer_for_cuda()
             _keep_freed_memory()
         else:
             self.torch = torch.device(kind, local_rank)
@@ -51,6 +52,23 @@ class Device:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
+    def rng_state(self) -> dict[str, Any]:
+        """State of all generators, as plain containers and tensors."""
+        name, keys, *rest = np.random.get_state(legacy=True)
+        state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+        if self.kind != "cpu":
+            state["device"] = getattr(torch, self.kind).get_rng_state()
+        return state
+
+    def set_rng_state(self, state: dict[str, Any]) -> None:
+        """Takes over what `rng_state` gave."""
+        name, keys, *rest = state["numpy"]
+        random.setstate(state["python"])
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(state["torch"])
+        if self.kind != "cpu":
+            getattr(torch, self.kind).set_rng_state(state["device"])
+
     def synchronize(self) -> None:
         """Waits for the device's queued work; on CPU there is none."""
         if self.kind != "cpu":
@@ -58,7 +76,7 @@ class Device:
 
     def megatron(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which megatron-core code that names CUDA works on this device. npu: `transfer_to_npu` has done it for good."""
-        return _cuda_is_cpu() if self.kind == "cpu" else contextlib.nullcontext()
+        return _CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
 class _CudaIsCpu(TorchFunctionMode):
@@ -84,17 +102,10 @@ _CUDA_STAND_INS: dict[str, Any] = {
 }
 
 
-@contextlib.contextmanager
-def _cuda_is_cpu() -> Iterator[None]:
-    before = {name: getattr(torch.cuda, name) for name in _CUDA_STAND_INS}
+def _answer_for_cuda() -> None:
+    """Gives this process, which uses no CUDA, the few names of torch.cuda that megatron-core calls, for good: backward passes do too."""
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
-    try:
-        with _CudaIsCpu():
-            yield
-    finally:
-        for name, original in before.items():
-            setattr(torch.cuda, name, original)
 
 
 def _keep_freed_memory() -> None:

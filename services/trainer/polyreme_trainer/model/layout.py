@@ -110,7 +110,8 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
 
 def check(arch: Architecture, tp: int) -> None:
     """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core needs."""
-    if arch.heads % tp or arch.ffn % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
+    packed = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
+    if arch.heads % tp or arch.ffn % tp or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
         raise ValueError(
             f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {arch.ffn} do not divide over {tp} tensor ranks"
         )

@@ -57,7 +57,7 @@ def _combine(log_sum: Tensor, chosen: Tensor, group: Any) -> tuple[Tensor, Tenso
     """Log-sum-exp over all ranks' columns, and the one rank's target logit."""
     mine = torch.stack((log_sum, chosen))
     every = mine.new_empty((group.size(), *mine.shape))
-    torch.distributed.all_gather_into_tensor(every, mine, group=group)
+    torch.distributed.all_gather(list(every), mine, group=group)
     return torch.logsumexp(every[:, 0], dim=0), every[:, 1].sum(0)
 
 

@@ -10,7 +10,6 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -48,5 +47,4 @@ __all__ = [
     "get_megatron_optimizer",
     "get_standard_config_overrides",
     "parallel_state",
-    "param_is_not_tensor_parallel_duplicate",
 ]

@@ -53,11 +53,8 @@ class Optimizer:
         for group in self._inner.param_groups:
             group["weight_decay"] = adam.weight_decay * group["wd_mult"]
             group["fused"] = policy.device.kind != "npu"
-        self._counted = [
-            param
-            for param in policy.module.parameters()
-            if mcore.param_is_not_tensor_parallel_duplicate(param, parallel_state.get_tensor_model_parallel_group())
-        ]
+        mine = {piece.param for piece in policy.slices if piece.primary}
+        self._counted = [param for name, param in policy.module.named_parameters() if name in mine]
         self.zero_grad()
 
     def zero_grad(self) -> None:

@@ -1,0 +1,31 @@
+"""The megatron policy against transformers and plain torch, over layouts: logits, log-probabilities, training steps, files.
+
+One start of the ranks runs every check of a layout, because starting costs more than checking.
+"""
+
+from pathlib import Path
+
+import pytest
+from support import model_checks as checks
+from support.models import tiny_model
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.real
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_model_equals_transformers_and_plain_torch(kind: str, tensor: int, data: int, tmp_path: Path) -> None:
+    model = tiny_model(kind, tmp_path / "model")
+    run_ranks(checks.every_check, tensor * data, str(model), str(tensor), str(data), str(tmp_path))
+
+
+@pytest.mark.parametrize(("tensor", "data"), [(4, 1), (2, 2)])
+def test_more_ranks_than_key_value_heads_and_both_kinds_of_ranks_at_once(tensor: int, data: int, tmp_path: Path) -> None:
+    model = tiny_model("tied", tmp_path / "model")
+    run_ranks(checks.every_check, tensor * data, str(model), str(tensor), str(data), str(tmp_path))
+
+
+def test_files_that_are_damaged_or_wrong_and_gradients_that_are_not_finite(tmp_path: Path) -> None:
+    tied, untied = tiny_model("tied", tmp_path / "tied"), tiny_model("untied", tmp_path / "untied")
+    run_ranks(checks.files_and_failures, 1, str(tied), str(untied), str(tmp_path))

@@ -1,0 +1,257 @@
+"""What test_model_parity runs inside the ranks. Each function is one program: same lines on every rank, asserts inside."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from polyreme_trainer.model import checkpoint, layout
+from polyreme_trainer.model.architecture import Architecture
+from polyreme_trainer.model.build import init_parallel
+from polyreme_trainer.model.device import Device
+from polyreme_trainer.model.export import export_hf
+from polyreme_trainer.model.mcore import parallel_state
+from polyreme_trainer.model.optimizer import Adam, Optimizer
+from polyreme_trainer.model.policy import IGNORE, Policy
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polyreme.config import ParallelConfig
+from polyreme.errors import ConfigError, RunFailedError
+
+TOLERANCE = 1e-5
+
+
+def start(tensor: str, data: str = "1") -> Device:
+    device = Device("cpu")
+    init_parallel(ParallelConfig(tensor=int(tensor), data=int(data)), device)
+    return device
+
+
+def policy_of(model: str, device: Device, trainable: bool = True) -> Policy:
+    policy = Policy(Architecture.load(Path(model)), "float32", device, trainable=trainable)
+    policy.load_hf(Path(model))
+    return policy
+
+
+def hf_model(model: str) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def batch(vocab: int, rows: int = 4, width: int = 19) -> tuple[Tensor, Tensor]:
+    """ids and targets of right-padded sequences of different lengths; a prompt of 3 tokens is not trained on.
+
+    Token 0 is the padding token, for whose embedding transformers computes no gradient: it stands nowhere else.
+    """
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(1, vocab, (rows, width), generator=generator)
+    targets = ids.roll(-1, dims=1)
+    for row in range(rows):
+        length = width - 3 * row
+        ids[row, length:] = 0
+        targets[row, length - 1 :] = IGNORE
+        targets[row, :3] = IGNORE
+    return ids, targets
+
+
+def every_check(model: str, tensor: str, data: str, folder: str) -> None:
+    device = start(tensor, data)
+    logits_and_logprobs_agree(model, device)
+    training_agrees_with_plain_torch(model, device)
+    slices_fill_shared_views(model, device, folder)
+    export_loads_in_transformers(model, device, folder)
+    resumed_training_is_bit_identical(model, device, folder)
+
+
+def logits_and_logprobs_agree(model: str, device: Device) -> None:
+    policy, reference = policy_of(model, device), hf_model(model)
+    ids, targets = batch(policy.arch.vocab)
+    with torch.no_grad():
+        expected = reference(ids).logits
+    real = ids > 0
+    torch.testing.assert_close(policy.logits(ids)[real], expected[real], rtol=0, atol=TOLERANCE)
+    for temperature in (1.0, 0.7):
+        got = policy.logprobs(ids, targets, temperature, with_entropy=True)
+        distribution = torch.distributions.Categorical(logits=expected / temperature)
+        trained = targets != IGNORE
+        want = distribution.log_prob(targets.clamp(min=0)) * trained
+        assert got.entropy is not None
+        torch.testing.assert_close(got.tokens, want, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got.entropy, distribution.entropy() * trained, rtol=0, atol=TOLERANCE)
+    frozen = policy.reference()
+    assert not frozen.logprobs(ids, targets).tokens.requires_grad
+    torch.testing.assert_close(
+        frozen.logprobs(ids, targets).tokens, policy.logprobs(ids, targets).tokens.detach(), rtol=0, atol=1e-6
+    )
+
+
+def train(policy: Policy, optimizer: Optimizer, steps: int) -> list[float]:
+    """Optimizer steps on `batch`, its rows dealt out over the data ranks, one row per micro-batch."""
+    data_rank, data = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    ids, targets = batch(policy.arch.vocab)
+    tokens = (targets != IGNORE).sum()
+    weight = torch.linspace(-1, 1, ids.numel()).view(ids.shape)
+    norms = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for row in range(data_rank, len(ids), data):
+            logprobs = policy.logprobs(ids[row : row + 1], targets[row : row + 1], 0.9).tokens
+            (-(logprobs * weight[row]).sum() / tokens).backward()
+        optimizer.set_lr(1e-2)
+        norms.append(optimizer.step())
+    return norms
+
+
+def hf_train(model: torch.nn.Module, steps: int, adam: Adam) -> list[float]:
+    """The same steps by plain torch."""
+    parameters = list(model.parameters())
+    decay = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": adam.weight_decay}]
+    plain = [{"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(decay + plain, lr=1e-2, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+    ids, targets = batch(model.config.vocab_size)
+    weight = torch.linspace(-1, 1, ids.numel()).view(ids.shape) * (targets != IGNORE)
+    norms = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        logprobs = torch.log_softmax(model(ids).logits / 0.9, dim=-1).gather(2, targets.clamp(min=0).unsqueeze(2)).squeeze(2)
+        (-(logprobs * weight).sum() / (targets != IGNORE).sum()).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, adam.clip_grad)))
+        optimizer.step()
+    return norms
+
+
+ADAM = Adam(beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad=0.3)  # eps: keeps rounding of tiny gradients from becoming steps
+
+
+def training_agrees_with_plain_torch(model: str, device: Device) -> None:
+    policy, reference = policy_of(model, device), hf_model(model)
+    norms = train(policy, Optimizer(policy, ADAM), steps=3)
+    for got, want in zip(norms, hf_train(reference, 3, ADAM), strict=True):
+        assert math.isclose(got, want, rel_tol=1e-5), (got, want)
+    full = policy.full_tensors()
+    if full is not None:
+        expected = reference.state_dict()
+        assert full.keys() == expected.keys() - layout.hf_aliases(policy.arch).keys()
+        for name, tensor_ in full.items():
+            torch.testing.assert_close(tensor_, expected[name], rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def slices_fill_shared_views(model: str, device: Device, folder: str) -> None:
+    """The ranks of data rank 0 write their slices into one shared file; together they are the model."""
+    policy = policy_of(model, device)
+    shapes = layout.hf_shapes(policy.arch)
+    size = sum(math.prod(shape) for shape in shapes.values())
+    path = Path(folder) / "views"
+    first = torch.distributed.get_rank() == 0
+    if first:
+        path.write_bytes(b"\xff" * size * 4)
+    torch.distributed.barrier()
+    flat = torch.from_file(str(path), shared=True, size=size, dtype=torch.float32)
+    views = {
+        name: part.view(shape)
+        for (name, shape), part in zip(shapes.items(), flat.split([math.prod(s) for s in shapes.values()]), strict=True)
+    }
+    if parallel_state.get_data_parallel_rank() == 0:
+        policy.write_slices(views)
+    torch.distributed.barrier()
+    expected = load_file(Path(model) / "model.safetensors")
+    assert all(torch.equal(views[name], expected[name]) for name in shapes)
+
+
+def export_loads_in_transformers(model: str, device: Device, folder: str) -> None:
+    policy = policy_of(model, device)
+    train(policy, Optimizer(policy, ADAM), steps=1)
+    full = policy.full_tensors()
+    ids, _ = batch(policy.arch.vocab)
+    logits = policy.logits(ids)
+    if torch.distributed.get_rank() == 0:
+        assert full is not None
+        files = {name: (Path(model) / name).read_bytes() for name in ("config.json", "generation_config.json")}
+        export_hf(Path(folder) / "hf", full, files)
+        with torch.no_grad():
+            expected = hf_model(str(Path(folder) / "hf"))(ids).logits
+        torch.testing.assert_close(logits[ids > 0], expected[ids > 0], rtol=0, atol=TOLERANCE)
+
+
+def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -> None:
+    """Four steps straight, and two steps, a checkpoint, a fresh model and optimizer, two more steps."""
+    root = Path(folder) / "checkpoints"
+    straight = policy_of(model, device)
+    train(straight, Optimizer(straight, ADAM), steps=4)
+    first = policy_of(model, device)
+    optimizer = Optimizer(first, ADAM)
+    train(first, optimizer, steps=2)
+    device.seed(5 + torch.distributed.get_rank())
+    saved = checkpoint.save(root, 2, first, optimizer, {"term": 3}, keep=2)
+    drawn = torch.rand(3)
+    device.seed(0)
+    found = checkpoint.newest(root)
+    assert found == saved
+    second = policy_of(model, device)
+    optimizer = Optimizer(second, ADAM)
+    train(second, optimizer, steps=1)  # leaves moments that loading must replace
+    checkpoint.load(found, second, optimizer)
+    assert torch.equal(torch.rand(3), drawn)
+    train(second, optimizer, steps=2)
+    assert all(torch.equal(a, b) for a, b in zip(straight.state_dict().values(), second.state_dict().values(), strict=True))
+
+
+def files_and_failures(tied: str, untied: str, folder: str) -> None:
+    device = start("1")
+    old_and_damaged_checkpoints(tied, device, folder)
+    not_finite_gradients_change_nothing(untied, device)
+    sharded_files_load_like_one(untied, device, folder)
+    wrong_weights_are_named(untied, device, folder)
+
+
+def old_and_damaged_checkpoints(model: str, device: Device, folder: str) -> None:
+    policy = policy_of(model, device)
+    optimizer = Optimizer(policy, ADAM)
+    root = Path(folder) / "checkpoints"
+    for iteration in (1, 2, 10):
+        checkpoint.save(root, iteration, policy, optimizer, {}, keep=2)
+    assert [found.iteration for found in checkpoint.find(root)] == [2, 10]
+    state = root / "iteration-000010" / "state-0.pt"
+    content = bytearray(state.read_bytes())
+    content[len(content) // 2] ^= 1
+    state.write_bytes(content)
+    found = checkpoint.newest(root)
+    assert found is not None and found.iteration == 2
+    (root / ".iteration-000011.new").mkdir()  # what a crash in the middle of a save leaves
+    again = checkpoint.save(root, 11, policy, optimizer, {}, keep=2)
+    assert checkpoint.newest(root) == again
+
+
+def not_finite_gradients_change_nothing(model: str, device: Device) -> None:
+    policy = policy_of(model, device)
+    optimizer = Optimizer(policy, ADAM)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    ids, targets = batch(policy.arch.vocab)
+    (policy.logprobs(ids, targets).tokens.sum() * torch.inf).backward()
+    optimizer.set_lr(1.0)
+    with pytest.raises(RunFailedError, match="finite"):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+
+
+def sharded_files_load_like_one(model: str, device: Device, folder: str) -> None:
+    whole = policy_of(model, device, trainable=False)
+    sharded = Path(folder) / "sharded"
+    hf_model(model).save_pretrained(sharded, max_shard_size="10KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    parts = policy_of(str(sharded), device, trainable=False)
+    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True))
+
+
+def wrong_weights_are_named(model: str, device: Device, folder: str) -> None:
+    tensors = load_file(Path(model) / "model.safetensors")
+    broken = Path(folder) / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((Path(model) / "config.json").read_bytes())
+    for change, named in (({"model.norm.weight": torch.ones(3)}, r"\(3,\)"), ({"model.norm.weight": None}, "model.norm.weight")):
+        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(changed, broken / "model.safetensors")
+        with pytest.raises(ConfigError, match=named):
+            policy_of(str(broken), device, trainable=False)
