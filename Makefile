@@ -44,12 +44,12 @@ env: $(VENV)/.run
 $(VENV)/.run: requirements/cpu.txt $(PROJECTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@torch=$$(grep '^torch==' requirements/cpu.txt); \
-	$(BIN)/pip install -q --no-deps "$$torch" 2>/dev/null || $(BIN)/pip install -q --no-deps --index-url $(TORCH_INDEX) "$$torch"
-	grep -v '^torch==' requirements/cpu.txt | $(BIN)/pip install -q --no-deps -r /dev/stdin
-	$(BIN)/pip install -q --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
+	$(BIN)/pip install -qq --no-deps "$$torch" 2>/dev/null || $(BIN)/pip install -q --no-deps --index-url $(TORCH_INDEX) "$$torch"
+	grep -v '^torch==' requirements/cpu.txt | $(BIN)/pip install -qq --no-deps -r /dev/stdin
+	$(BIN)/pip install -qq --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.run
-	$(BIN)/pip install -q --no-deps -r requirements/dev.txt
+	$(BIN)/pip install -qq --no-deps -r requirements/dev.txt
 	touch $@
 

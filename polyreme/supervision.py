@@ -55,13 +55,13 @@ class Unit:
     """
 
     def __init__(self, name: str, programs: Callable[[], Sequence[Program]], log_dir: Path) -> None:
-        self.name, self._programs, self._log_dir = name, programs, log_dir
+        self.name, self.programs, self._log_dir = name, programs, log_dir
         self._children: list[Child] = []
 
     def start(self) -> None:
         self._children = [
             Child.spawn(program.name, program.argv, program.env, self._log_dir / f"{program.name}.log", program.death_signal)
-            for program in self._programs()
+            for program in self.programs()
         ]
 
     async def ended(self) -> Child | None:

@@ -14,7 +14,7 @@ from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.plan import plan_lines
 from polyreme.rundir import RunFile, check_inputs, claim, next_attempt, open_run, owned
-from polyreme_trainer.supervisor import Trainer
+from polyreme_trainer.supervisor import Trainer, trainer_units
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,6 @@ async def _train(config: RunConfig, redis_url: str, run_id: str | None, log_dir:
                 _log.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS)
-        await Trainer(config, run, redis_url, log_dir).run()
+        await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir)).run()
     finally:
         await redis.aclose()

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -32,9 +33,10 @@ _RECORDS_RETRY_SECONDS = 5.0
 class Trainer:
     """One run's supervision and its three ends: all children done, a stop asked for, the run declared failed."""
 
-    def __init__(self, config: RunConfig, run: Run, redis_url: str, log_dir: Path) -> None:
-        self._config, self._run, self._parent = config, run, os.getppid()
-        self._supervisor = Supervisor(trainer_units(config, run.run_id, redis_url, log_dir), config.trainer.max_restarts)
+    def __init__(self, config: RunConfig, run: Run, units: Sequence[Unit]) -> None:
+        self._config, self._run = config, run
+        self._parent, self._orphaned = os.getppid(), False
+        self._supervisor = Supervisor(units, config.trainer.max_restarts)
 
     async def run(self) -> None:
         """Returns when the run is done, or drained and saved. Raises what ended it otherwise, having told the run record."""
@@ -46,12 +48,15 @@ class Trainer:
         except StaleTermError:
             raise  # the run is another trainer's now
         except PolyremeError as error:
-            with suppress(PolyremeError):  # the store may be what is gone
-                await self._run.set_state(RunState.FAILED, error.found)
+            if not self._orphaned:
+                with suppress(PolyremeError):  # the store may be what is gone
+                    await self._run.set_state(RunState.FAILED, error.found)
             raise
         finally:
             ended.set()
-            await records
+            if self._orphaned:
+                records.cancel()
+            await asyncio.gather(records, return_exceptions=self._orphaned)
             remove_stale(self._run.run_id)
 
     async def _supervise(self) -> None:
@@ -73,6 +78,7 @@ class Trainer:
         """Lets the children finish the iteration under way and save; ends those that cannot."""
         self._supervisor.draining = True
         if os.getppid() != self._parent:  # `up` was killed, and its services and perhaps its store with it
+            self._orphaned = True
             _log.warning("stopping at once: the process that started this one is gone")
             await self._supervisor.stop(_STOP_GRACE_SECONDS)
             return

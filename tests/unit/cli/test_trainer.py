@@ -1,0 +1,107 @@
+"""The run's state from the ends of the trainer's processes: a real run in a real Redis, small real processes as children."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from polyreme_trainer.supervisor import Trainer, trainer_units
+
+from polyreme.config import RunConfig
+from polyreme.errors import GateError, RunFailedError, StaleTermError
+from polyreme.log.run import Run, RunState
+from polyreme.supervision import ChildFailedError, Program, Unit
+
+UNTIL_DRAINED = """
+import os, redis, time
+client = redis.Redis.from_url(os.environ["POLYREME_REDIS"])
+while client.hget(os.environ["META"], "state") != b"draining":
+    time.sleep(0.02)
+"""
+FOREVER = "import time\ntime.sleep(60)"
+
+
+@pytest.fixture
+async def config(run: Run) -> RunConfig:
+    config = await run.config()
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+def trainer(config: RunConfig, run: Run, redis_url: str, *scripts: str) -> Trainer:
+    """A trainer whose children run `scripts`."""
+    env = {"POLYREME_REDIS": redis_url, "META": run.key("meta")}
+    units = [
+        Unit(
+            f"child-{place}",
+            lambda place=place, script=script: [Program(f"child-{place}", (sys.executable, "-c", script), env)],
+            config.run_dir,
+        )
+        for place, script in enumerate(scripts)
+    ]
+    return Trainer(config, run, units)
+
+
+async def test_the_run_is_done_when_every_child_ended_well(run: Run, config: RunConfig, redis_url: str) -> None:
+    await run.emit({"kind": "done_learning"})
+    await trainer(config, run, redis_url, "pass", "pass").run()
+    assert (await run.state())[0] is RunState.DONE
+    assert (config.run_dir / "summary.json").exists()
+    assert "done_learning" in (config.run_dir / "metrics.jsonl").read_text()
+
+
+async def test_a_child_that_cannot_go_on_fails_the_run_with_its_reason(run: Run, config: RunConfig, redis_url: str) -> None:
+    script = f"import sys; print('learner: error: the replica answers otherwise'); sys.exit({GateError.exit_code})"
+    with pytest.raises(ChildFailedError):
+        await trainer(config, run, redis_url, script, FOREVER).run()
+    state, reason = await run.state()
+    assert state is RunState.FAILED
+    assert "child-0 ended with status 6: the replica answers otherwise" in reason
+
+
+async def test_a_run_that_another_process_declares_failed_ends_here(run: Run, config: RunConfig, redis_url: str) -> None:
+    task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
+    await asyncio.sleep(0.2)
+    await run.set_state(RunState.FAILED, "no replica is left")
+    with pytest.raises(RunFailedError, match="no replica is left"):
+        await asyncio.wait_for(task, 10)
+    assert await run.state() == (RunState.FAILED, "no replica is left")
+
+
+async def test_a_stop_drains_and_is_a_good_end(run: Run, config: RunConfig, redis_url: str) -> None:
+    task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED, UNTIL_DRAINED).run())
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(task, 20)
+    assert (await run.state())[0] is RunState.DONE
+
+
+async def test_a_child_that_does_not_drain_in_time_is_ended(run: Run, config: RunConfig, redis_url: str) -> None:
+    impatient = config.model_copy(update={"trainer": config.trainer.model_copy(update={"straggler_timeout": 0.3})})
+    task = asyncio.create_task(trainer(impatient, run, redis_url, FOREVER).run())
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(ChildFailedError, match="SIGTERM"):
+        await asyncio.wait_for(task, 20)
+    assert (await run.state())[0] is RunState.FAILED
+
+
+async def test_a_run_taken_over_keeps_the_state_of_its_new_trainer(run: Run, config: RunConfig, redis_url: str) -> None:
+    await run.set_state(RunState.RUNNING)
+    with pytest.raises(StaleTermError):
+        await trainer(config, run, redis_url, f"raise SystemExit({StaleTermError.exit_code})").run()
+    assert (await run.state())[0] is RunState.RUNNING
+
+
+def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config: RunConfig) -> None:
+    parallel = config.trainer.parallel.model_copy(update={"tensor": 2, "data": 2, "threads": 3})
+    wide = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": parallel})})
+    learner, orchestrator = trainer_units(wide, "r", "redis://somewhere", tmp_path)
+    ranks = learner.programs()
+    assert [program.env["RANK"] for program in ranks] == ["0", "1", "2", "3"]
+    assert {program.env["WORLD_SIZE"] for program in ranks} == {"4"}
+    assert len({program.env["MASTER_PORT"] for program in ranks}) == 1
+    assert {program.env["OMP_NUM_THREADS"] for program in ranks} == {"3"}
+    assert len(orchestrator.programs()) == 1
