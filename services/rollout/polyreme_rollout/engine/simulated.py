@@ -1,20 +1,55 @@
-"""An engine without a model: the service's own behaviour, and many replicas on one machine, without torch.
+"""A simulated inference engine: no model and no compute, for tests and scale runs of everything around an engine, without torch.
 
-Kept here: what it samples is a function of the weights' bytes, the prompt, the position, and for temperature > 0 the seed; so a
-new policy, and only that, changes greedy answers. It passes the same contract tests as vLLM.
+Kept here: tokens are a function of (weights, seed, tokens so far), at temperature 0 of (weights, tokens so far) alone. So a sequence
+that is continued from a prefix, on this engine or another with the same weights, can be checked token by token, and so can a swap
+in mid-sequence. Time and failures follow a schedule; nothing is random. It passes the same contract tests as vLLM.
 """
 
 import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
 
 import xxhash
 
 from polyreme.weights.arena import ArenaError
 from polyreme_rollout.arenas import ArenaCache
-from polyreme_rollout.engine.base import ArenaSource, Delta, EngineRequest, Loaded, LoadError
+from polyreme_rollout.engine.base import ArenaSource, Delta, EngineDeadError, EngineRequest, Loaded, LoadError, Sampling
 from polyreme_rollout.slots import CHUNK_TOKENS
+
+_U64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """When the end token comes: geometrically, so that what is left of an answer does not depend on where it was cut.
+
+    Args:
+        mean: tokens up to it, at temperature 0 and for the median seed.
+        spread: standard deviation over seeds of the mean's logarithm; 0: the same for all; 1: a long tail.
+        end_id: the end token. It ends an answer where it is a stop id, as with any model.
+    """
+
+    mean: float = 32.0
+    spread: float = 0.0
+    end_id: int = 1
+
+
+@dataclass(frozen=True)
+class Failures:
+    """What goes wrong, and when. Tokens are counted over all requests since the start.
+
+    Args:
+        die_after: tokens after which the engine is dead.
+        silent_after: tokens after which nothing more comes.
+        broken_loads: which loads fail, counted from 1.
+    """
+
+    die_after: float = math.inf
+    silent_after: float = math.inf
+    broken_loads: frozenset[int] = frozenset()
 
 
 class SimulatedEngine:
@@ -24,47 +59,69 @@ class SimulatedEngine:
         weight_names: Hugging Face names that a version must have.
         max_model_len, vocab_size: of the model that it stands for.
         step_seconds: the time of one token of every request under way.
+        max_num_seqs: requests under way at once; more wait.
     """
 
     name = "simulated"
 
-    def __init__(self, weight_names: frozenset[str], max_model_len: int, vocab_size: int, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        weight_names: frozenset[str],
+        max_model_len: int,
+        vocab_size: int,
+        step_seconds: float = 0.0,
+        max_num_seqs: int = 256,
+        lengths: Lengths | None = None,
+        failures: Failures | None = None,
+    ) -> None:
         self.weight_names, self.max_model_len, self.vocab_size = weight_names, max_model_len, vocab_size
-        self._step_seconds = step_seconds
+        self.lengths = lengths or Lengths()
+        self._step_seconds, self._failures = step_seconds, failures or Failures()
         self._arenas = ArenaCache()
-        self._policy = 0
-        self._running = asyncio.Event()
+        self._room = asyncio.Semaphore(max_num_seqs)
+        self._running, self._dead = asyncio.Event(), asyncio.Event()
         self._running.set()
         self._sampled: dict[str, int] = {}
-        self.dead = False
+        self._tokens = self._loads = 0
+        self.policy = 0
+        """A digest of the loaded weights: what `sample` takes."""
+
+    @property
+    def dead(self) -> bool:
+        return self._dead.is_set()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
-        ids: list[int] = []
-        logprobs: list[float] = []
-        self._sampled[request.request_id] = 0
+        tokens = list(request.prompt_ids)
+        self._sampled[request.request_id] = done = 0
+        finish = None
         try:
-            for position in range(request.max_new):
-                await asyncio.sleep(self._step_seconds)
-                await self._running.wait()
-                token = self._draw(request, position)
-                self._sampled[request.request_id] = position + 1
-                ids.append(token)
-                logprobs.append(-math.log(self.vocab_size) if request.sampling.temperature else 0.0)
-                stopped = token in request.sampling.stop_token_ids
-                if stopped or position + 1 == request.max_new:
-                    yield Delta(ids, logprobs, "stop" if stopped else "length")
-                    return
-                if len(ids) == CHUNK_TOKENS:
-                    yield Delta(ids, logprobs, None)
-                    ids, logprobs = [], []
+            async with self._room:
+                while finish is None:
+                    count = min(CHUNK_TOKENS, request.max_new - done)
+                    await self._spend(count)
+                    ids, logprobs = sample(
+                        self.policy, tokens, request.seed, request.sampling, count, self.vocab_size, self.lengths
+                    )
+                    tokens += ids
+                    done += len(ids)
+                    self._tokens += len(ids)
+                    self._sampled[request.request_id] = done
+                    stopped = ids[-1] in request.sampling.stop_token_ids
+                    finish = "stop" if stopped else "length" if done == request.max_new else None
+                    yield Delta(ids, logprobs, finish)
         finally:
             del self._sampled[request.request_id]
 
     async def pause(self) -> None:
+        self._check_alive()
         self._running.clear()
 
     async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+        self._check_alive()
         started, policy = time.perf_counter(), xxhash.xxh3_64()
+        self._loads += 1
+        if self._loads in self._failures.broken_loads:
+            raise LoadError(f"load {self._loads} fails by schedule")
         try:
             for source in sources:
                 arena = self._arenas.named(source.path, source.nonce)
@@ -73,16 +130,63 @@ class SimulatedEngine:
                 arena.check(source.slot, source.generation)
         except ArenaError as error:
             raise LoadError(str(error)) from None
-        self._policy = policy.intdigest()
+        self.policy = policy.intdigest()
         return Loaded(time.perf_counter() - started, dict(self._sampled))
 
     async def resume(self) -> None:
+        self._check_alive()
         self._running.set()
 
     def close(self) -> None:
+        self._dead.set()
         self._arenas.close()
 
-    def _draw(self, request: EngineRequest, position: int) -> int:
-        seed = request.seed if request.sampling.temperature else 0
-        place = len(request.prompt_ids) + position
-        return xxhash.xxh3_64_intdigest(f"{self._policy} {seed} {list(request.prompt_ids[:4])} {place}") % self.vocab_size
+    async def _spend(self, tokens: int) -> None:
+        """The time of `tokens` steps and of any pause. Raises EngineDeadError."""
+        if self._tokens >= self._failures.die_after:
+            self._dead.set()
+        if self._tokens >= self._failures.silent_after:
+            await self._dead.wait()
+        await asyncio.sleep(self._step_seconds * tokens)
+        await self._running.wait()
+        self._check_alive()
+
+    def _check_alive(self) -> None:
+        if self.dead:
+            raise EngineDeadError("the simulated engine is dead: it was closed, or its schedule says so")
+
+
+def sample(
+    policy: int, tokens: Sequence[int], seed: int, sampling: Sampling, count: int, vocab_size: int, lengths: Lengths
+) -> tuple[list[int], list[float]]:
+    """Up to `count` tokens behind `tokens`, ending with the first stop token, and their log-probabilities. Pure."""
+    greedy = sampling.temperature == 0
+    state = _mix(policy if greedy else policy ^ _mix(seed))
+    for token in tokens:
+        state = _mix(state ^ token)
+    mean = lengths.mean
+    if lengths.spread and not greedy:
+        mean *= math.exp(lengths.spread * NormalDist().inv_cdf(_unit(_mix(seed ^ 1))))
+    stops = sampling.stop_token_ids
+    ids: list[int] = []
+    logprobs: list[float] = []
+    while len(ids) < count and not (ids and ids[-1] in stops):
+        ends = _unit(_mix(state + 1)) * mean < 1
+        token = lengths.end_id if ends else (lengths.end_id + 1 + _mix(state + 2) % (vocab_size - 1)) % vocab_size
+        ids.append(token)
+        logprobs.append(0.0 if greedy else -2.0 * _unit(_mix(state + 3)))
+        state = _mix(state ^ token)
+    return ids, logprobs
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _U64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
+    return x ^ (x >> 31)
+
+
+def _unit(x: int) -> float:
+    """In (0, 1)."""
+    return ((x >> 11) + 0.5) / (1 << 53)

@@ -166,8 +166,11 @@ class VllmEngine:
         return await asyncio.to_thread(_openai_app, self.llm, self._model_dir, served_name, asyncio.get_running_loop())
 
     def close(self) -> None:
+        if self.llm is None:
+            return
         started = time.perf_counter()
         self.llm.shutdown(timeout=SHUTDOWN_SECONDS)
+        self.llm = None  # its finalizer fails when the interpreter is half gone
         log.debug("vLLM shut down in %.1f s", time.perf_counter() - started)
         for process in self._processes:
             with suppress(ProcessLookupError):
