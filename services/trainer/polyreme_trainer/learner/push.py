@@ -68,7 +68,7 @@ class Link:
             StaleTermError: the replica knows a newer learner.
         """
         channel = self._channel = self._channel or rpc.connect(self._address)
-        stub = pb_grpc.WeightsServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = pb_grpc.WeightsServiceStub(channel)
         identity, size = version.manifest.id, version.manifest.nbytes / SLOWEST_BYTES_PER_SECOND
         try:
             if not self._mapped:
