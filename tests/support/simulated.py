@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from polyreme_rollout.engine.simulated import Failures, Profile, SimulatedEngine
+from polyreme_rollout.engine.simulated import SimulatedEngine
 from polyreme_rollout.metrics import Metrics
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
@@ -89,11 +89,9 @@ class Replica:
 
 
 @asynccontextmanager
-async def simulated_replica(
-    run: Run, name: str, profile: Profile | None = None, failures: Failures | None = None, api: int = API_VERSION
-) -> AsyncIterator[Replica]:
+async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engine_arguments: Any) -> AsyncIterator[Replica]:
     """A replica with a lease. It serves nothing until a version is pushed to it."""
-    engine = SimulatedEngine(["weight"], VOCAB, CONTEXT, profile, failures)
+    engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
     metrics = Metrics()
     service = RolloutService(engine, Identity(run.run_id, name, ""), Limits(CONTEXT, VOCAB, 1 << 14), metrics)
     swapper = Swapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)

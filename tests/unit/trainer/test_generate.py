@@ -3,13 +3,14 @@
 import asyncio
 from contextlib import AsyncExitStack
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from polyreme_rollout.engine.base import Sampling
-from polyreme_rollout.engine.simulated import Failures, Profile, simulate
+from polyreme_rollout.engine.simulated import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.drafts import BadStreamError, Drafts, merged
 from polyreme_trainer.orchestrator.fleet import Fleet
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
@@ -25,7 +26,7 @@ STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_L
 
 @pytest.fixture
 async def world(redis, run_id, tmp_path):
-    """A run, and `start(profile, failures, ...)`: replicas at version 0 with a fleet that sees them."""
+    """A run, and `start({engine arguments}, ...)`: replicas at version 0 with a fleet that sees them."""
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS))
     async with AsyncExitStack() as life:
 
@@ -33,9 +34,9 @@ async def world(redis, run_id, tmp_path):
             def __init__(self):
                 self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=1.0)
 
-            async def start(self, *kinds: tuple[Profile, Failures | None]):
+            async def start(self, *engines: dict[str, Any]):
                 self.replicas = [
-                    await life.enter_async_context(simulated_replica(run, f"r{i}", *kind)) for i, kind in enumerate(kinds)
+                    await life.enter_async_context(simulated_replica(run, f"r{i}", **engine)) for i, engine in enumerate(engines)
                 ]
                 self.learner = await life.enter_async_context(idle_learner(run, self.replicas))
                 await self.fleet.refresh()
@@ -55,19 +56,18 @@ async def world(redis, run_id, tmp_path):
         yield World()
 
 
-def expected(engine, profile, seed, max_new=96, prefix=(), temperature=1.0):
+def expected(engine, seed, max_new=96, prefix=(), temperature=1.0):
     sampling = Sampling(temperature, 1.0, -1, (1,))
-    ids, logprobs, _ = simulate(engine.policy, [*PROMPT.tolist(), *prefix], seed, sampling, max_new, VOCAB, profile)
-    return ids, logprobs
+    return sample(engine.policy, [*PROMPT.tolist(), *prefix], seed, sampling, max_new, VOCAB, engine.lengths)
 
 
 async def test_tokens_of_one_replica(world):
-    profile = Profile(mean_tokens=30)
-    (replica,) = await world.start((profile, None))
+    profile = {"lengths": Lengths(30)}
+    (replica,) = await world.start(profile)
     drafts = await world.generate(count=8)
     assert len({draft.length for draft in drafts}) > 3
     for draft in drafts:
-        ids, logprobs = expected(replica.engine, profile, 1000 * draft.index)
+        ids, logprobs = expected(replica.engine, 1000 * draft.index)
         assert draft.token_ids().tolist() == ids
         assert draft.token_logprobs().tolist() == np.float32(logprobs).tolist()
         assert draft.finish_reason == (STOP if ids[-1] == 1 else LENGTH)
@@ -76,42 +76,42 @@ async def test_tokens_of_one_replica(world):
 
 
 async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
-    slow = Profile(step_seconds=0.005, mean_tokens=1e9)
-    replicas = await world.start((slow, None), (slow, None))
+    slow = {"step_seconds": 0.005, "lengths": Lengths(1e9)}
+    replicas = await world.start(slow, slow)
     await asyncio.gather(*(world.generate() for _ in range(6)))
     assert [len(replica.calls) for replica in replicas] == [3, 3]
     assert [target.outstanding for target in world.fleet._targets.values()] == [0, 0]
 
 
 async def test_a_replica_that_dies_midstream_is_continued_exactly(world):
-    profile = Profile(mean_tokens=60)
-    dying, other = await world.start((profile, Failures(die_after=100)), (profile, None))
+    profile = {"lengths": Lengths(60)}
+    dying, other = await world.start({**profile, "failures": Failures(die_after=100)}, profile)
     drafts = await world.generate(count=4)  # r0 is the first choice
     assert dying.engine.dead and len(other.calls) == 1
     prefixes = {slot.index: np.frombuffer(slot.prefix_ids, "<i4").tolist() for slot in other.calls[0].slots}
     assert any(prefixes.values())
     for draft in drafts:
-        first, first_logprobs = expected(dying.engine, profile, 1000 * draft.index)
+        first, first_logprobs = expected(dying.engine, 1000 * draft.index)
         prefix = prefixes.get(draft.index, first)
         assert (prefix == first[: len(prefix)] and len(prefix) % 16 == 0) or prefix == first
         rest, rest_logprobs = [], []
         if draft.index in prefixes:
-            rest, rest_logprobs = expected(other.engine, profile, 1000 * draft.index + len(prefix), 96 - len(prefix), prefix)
+            rest, rest_logprobs = expected(other.engine, 1000 * draft.index + len(prefix), 96 - len(prefix), prefix)
         assert draft.token_ids().tolist() == prefix + rest
         assert draft.token_logprobs().tolist() == np.float32(first_logprobs[: len(prefix)] + rest_logprobs).tolist()
         assert draft.spans == [(0, 0, draft.length)] and draft.finished
 
 
 async def test_greedy_continuation_equals_an_uninterrupted_answer(world):
-    profile = Profile(mean_tokens=200)
-    dying, _ = await world.start((profile, Failures(die_after=40)), (profile, None))
+    profile = {"lengths": Lengths(200)}
+    dying, _ = await world.start({**profile, "failures": Failures(die_after=40)}, profile)
     (draft,) = await world.generate(count=1, temperature=0.0)
-    assert draft.token_ids().tolist() == expected(dying.engine, profile, 0, temperature=0.0)[0]
+    assert draft.token_ids().tolist() == expected(dying.engine, 0, temperature=0.0)[0]
 
 
 async def test_a_vanished_replica_is_continued_at_once(world):
-    slow = Profile(step_seconds=0.01, mean_tokens=1e9)
-    gone, other = await world.start((slow, None), (slow, None))
+    slow = {"step_seconds": 0.01, "lengths": Lengths(1e9)}
+    gone, other = await world.start(slow, slow)
     generating = asyncio.create_task(world.generate(count=1))
     await gone.asked.wait()
     await asyncio.sleep(0.25)
@@ -124,8 +124,8 @@ async def test_a_vanished_replica_is_continued_at_once(world):
 
 async def test_a_silent_replica_is_left_when_its_lease_ends(world):
     """A stopped process answers nothing and refuses nothing; the call must not wait for the idle deadline."""
-    profile = Profile(mean_tokens=1e9)
-    silent, other = await world.start((profile, Failures(silent_after=32)), (profile, None))
+    profile = {"lengths": Lengths(1e9)}
+    silent, other = await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
     generating = asyncio.create_task(generate(world.fleet, world.wanted(count=1), silence=60.0, patience=60.0))
     await silent.asked.wait()
     await silent.lose_lease()
@@ -135,15 +135,15 @@ async def test_a_silent_replica_is_left_when_its_lease_ends(world):
 
 
 async def test_a_silent_replica_is_left_at_the_idle_deadline(world):
-    profile = Profile(mean_tokens=1e9)
-    await world.start((profile, Failures(silent_after=32)), (profile, None))
+    profile = {"lengths": Lengths(1e9)}
+    await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
     (draft,) = await generate(world.fleet, world.wanted(count=1), silence=0.3, patience=5.0)
     assert draft.length == 96
 
 
 async def test_spans_of_a_continuation_on_a_newer_version(world):
-    slow = Profile(step_seconds=0.005, mean_tokens=1e9)
-    dying, other = await world.start((slow, Failures(die_after=64)), (slow, None))
+    slow = {"step_seconds": 0.005, "lengths": Lengths(1e9)}
+    dying, other = await world.start({**slow, "failures": Failures(die_after=64)}, slow)
     await world.learner.write(1)
     await world.learner.push(other)
     (draft,) = await world.generate(count=1)
@@ -153,7 +153,7 @@ async def test_spans_of_a_continuation_on_a_newer_version(world):
 
 
 async def test_version_gating(world):
-    old, new = await world.start((Profile(), None), (Profile(), None))
+    old, new = await world.start({}, {})
     await world.learner.write(1)
     await world.learner.push(new)
     await world.fleet.refresh()
@@ -163,7 +163,7 @@ async def test_version_gating(world):
 
 async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
     """A commit that the fleet believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
-    behind, other = await world.start((Profile(), None), (Profile(), None))
+    behind, other = await world.start({}, {})
     await world.learner.log.ack_commit("r0", 5, 1, 0.0, 0.0)
     await world.learner.write(5)
     await world.learner.push(other)
@@ -173,7 +173,7 @@ async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
 
 
 async def test_no_replica_says_what_is_there(world):
-    await world.start((Profile(), None))
+    await world.start({})
     await world.learner.log.run.redis.hset(world.run.key("meta"), "version", 3)
     await world.fleet.refresh()
     with pytest.raises(UnavailableError, match=r"serves version 3 within rollout.start_timeout = 1 s; found r0 \(version 0\)"):
@@ -181,14 +181,14 @@ async def test_no_replica_says_what_is_there(world):
 
 
 async def test_all_replicas_broken_fails_the_run(world):
-    dead, *_ = await world.start((Profile(), Failures(die_after=0)))
+    dead, *_ = await world.start({"failures": Failures(die_after=0)})
     with pytest.raises((UnavailableError, GenerateError), match="r0"):
         await world.generate()
     assert dead.engine.dead
 
 
 async def test_a_request_that_no_replica_takes_fails_at_once(world):
-    (replica,) = await world.start((Profile(), None))
+    (replica,) = await world.start({})
     with pytest.raises(GenerateError, match=r"INVALID_ARGUMENT.*max_model_len"):
         await world.generate(max_new=1000)
     assert len(replica.calls) == 1

@@ -85,21 +85,33 @@ async def test_a_failure_is_never_a_number(start, mode, why):
 
 
 async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start):
-    run, config = await start(start_timeout=10.0)
+    run, config = await start()
     async with serve(config, run=run):
         rewards = Rewards(run, config.model_copy(update={"start_timeout": 1.5}))
         await rewards.refresh()
         begin = time.monotonic()
-        scoring = asyncio.create_task(rewards.score([question(0, mode="raise"), question(1, mode="raise")]))
+        groups = [asyncio.create_task(rewards.score([question(2 * g + i, mode="raise") for i in range(2)])) for g in range(2)]
         await asyncio.sleep(1.2)
         assert rewards.paused
-        with pytest.raises(ScoreError, match=r"2 of 2 samples .*no score today"):
-            await scoring
+        for group in groups:
+            with pytest.raises(ScoreError, match=r"2 of 2 samples .*no score today"):
+                await group
         assert time.monotonic() - begin > 1.5 and not rewards.paused
         notices = [record["text"] for _, record in await run.records("0", 0)]
         assert len(notices) == 1 and "no sample gets a score" in notices[0] and "no score today" in notices[0]
-        assert (await rewards.score([question(2, "5")]))[0].score == 5.0
+        assert (await rewards.score([question(9, "5")]))[0].score == 5.0
         assert rewards.health.down_since is None
+        await rewards.close()
+
+
+async def test_one_bad_group_is_no_outage(start):
+    run, config = await start()
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        with pytest.raises(ScoreError, match="2 of 2 samples have no score after 2 tries"):
+            await rewards.score([question(i, mode="raise") for i in range(2)])
+        assert not rewards.paused
         await rewards.close()
 
 
@@ -153,8 +165,12 @@ async def test_a_full_server_is_asked_again_when_it_says(start):
 def test_health():
     health = Health(grace=10.0)
     assert not health.waits(0.0)
-    health.failed(5.0)
-    health.failed(8.0)
+    health.failed(5.0, "group 1")
+    health.failed(6.0, "group 1")
+    assert not health.waits(6.0)
+    health.failed(8.0, "group 2")
     assert health.waits(14.9) and not health.waits(15.0)
     health.succeeded()
     assert not health.waits(8.0)
+    health.failed(8.0)
+    assert health.waits(8.0)

@@ -85,6 +85,7 @@ class Fleet:
                 self._served[commit["replica"]] = (commit["version"], commit["term"])
                 self._term = max(self._term, commit["term"])
         for gone in self._targets.keys() - leases.keys():
+            _log.warning("replica %s left", gone)
             await self._remove(gone)
         for new in leases.keys() - self._targets.keys():
             self._targets[new] = Target(new)
@@ -145,7 +146,6 @@ class Fleet:
             return  # a rest or the patience is over: the caller looks again
 
     async def _remove(self, replica: str) -> None:
-        _log.warning("replica %s left", replica)
         target = self._targets.pop(replica)
         loop = asyncio.get_running_loop()
         for claim in self._claims:

@@ -9,7 +9,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -45,26 +45,32 @@ class Question:
 
 @dataclass
 class Health:
-    """When all scoring fails. Pure; time is an argument.
+    """Whether scoring as a whole is down. Pure; time is an argument.
+
+    It is when no server answers, or when two groups in a row got nothing but failures: one alone may be a bad row.
 
     Attributes:
-        grace: seconds of nothing but failures that are waited out, with admission paused, before they count.
+        grace: seconds that this is waited out for, with admission paused, before failures count.
         down_since: the first failure after which nothing has succeeded.
     """
 
     grace: float
     down_since: float | None = None
     announced: bool = False
+    _suspects: set[Hashable] = field(default_factory=set)
 
     def succeeded(self) -> None:
         self.down_since, self.announced = None, False
+        self._suspects.clear()
 
-    def failed(self, now: float) -> None:
+    def failed(self, now: float, *who: Hashable) -> None:
+        """`who` got nothing but failures; without it, no server answered."""
         if self.down_since is None:
             self.down_since = now
+        self._suspects |= set(who or ("the servers", "themselves"))
 
     def waits(self, now: float) -> bool:
-        return self.down_since is not None and now - self.down_since < self.grace
+        return self.down_since is not None and len(self._suspects) > 1 and now - self.down_since < self.grace
 
 
 @dataclass(eq=False)
@@ -135,7 +141,7 @@ class Rewards:
     async def score(self, questions: Sequence[Question]) -> list[reward_pb2.ScoreResult]:
         """One result with a score per question, in order.
 
-        While nothing at all is scored, it goes on asking for the configured grace; then the outage counts.
+        While scoring as a whole is down (see Health), it goes on asking for the configured grace; then the failures count.
 
         Raises:
             ScoreError: items still fail after all attempts.
@@ -154,7 +160,7 @@ class Rewards:
             if outcome.scored:
                 self.health.succeeded()
             elif outcome.outage:
-                self.health.failed(time.monotonic())
+                self.health.failed(time.monotonic(), *([questions[0].name] if outcome.counts else []))
             attempts += outcome.counts
             await self._judge(outcome, attempts, f"{len(questions) - len(scored)} of {len(questions)} samples")
             pauses += 1
