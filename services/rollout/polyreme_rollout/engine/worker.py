@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arenas import ArenaCache
+from polyreme_rollout.engine.inspection import digests
 
 # It warns of every layer without weights of its own (rotary tables, a tied head), at every swap. Coverage is checked by names.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -45,6 +46,14 @@ class PolicyWorker:
     def polyreme_weight_names(self) -> list[str]:
         """Hugging Face names of the tensors this worker's model is made of, aliases left out."""
         return sorted(_hf_names(self.model_runner.model))
+
+    def polyreme_digests(self) -> dict[str, Any]:
+        """{"weights": shape and xxh3_64 of what each parameter of this rank computes with, by vLLM's names} or {"error"}."""
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                return {"weights": digests(self.model_runner.model)}
+        except Exception as error:  # noqa: BLE001 - is the answer
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def polyreme_load(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> dict[str, Any]:
         """Loads a version from its parts: (path, nonce, slot, generation, serialised manifest) of each.

@@ -1,0 +1,49 @@
+"""What a worker's model really computes with: every parameter's numbers, also where only a packed copy of them is left.
+
+On CPU vLLM packs linear weights for its kernels and throws the plain ones away. A linear layer applied to the identity gives
+its weights back, exactly: each product is a number times one, each sum that number and zeros.
+"""
+
+from typing import Any
+
+import torch
+import xxhash
+
+
+@torch.no_grad()
+def effective_weights(model: Any) -> dict[str, torch.Tensor]:
+    """This rank's parameters by vLLM's names (fused, without vocabulary padding), and a tied head as `lm_head.weight`."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.numel()}
+    for path, layer in model.named_modules():
+        method, width = getattr(layer, "quant_method", None), _width(layer)
+        if method is None or width is None:
+            continue
+        rows = getattr(getattr(layer, "shard_indices", None), "num_org_elements", None)
+        name = f"{path}.weight"
+        if rows is None or path.endswith("lm_head"):
+            identity = torch.eye(width, dtype=model_dtype(model))
+            found[name] = method.apply(layer, identity, None).t()[:rows]
+        else:
+            found[name] = found[name][:rows]
+    return found
+
+
+def digests(model: Any) -> dict[str, tuple[list[int], int]]:
+    """Shape and xxh3_64 of the bytes of each of `effective_weights`; minus zero counts as zero."""
+    return {
+        name: (list(tensor.shape), xxhash.xxh3_64_intdigest((tensor + 0.0).contiguous().view(torch.uint8).numpy()))
+        for name, tensor in effective_weights(model).items()
+    }
+
+
+def model_dtype(model: Any) -> torch.dtype:
+    """Of its largest parameters: norms may be kept wider."""
+    return next(parameter.dtype for parameter in model.parameters() if parameter.dim() == 2)
+
+
+def _width(layer: Any) -> int | None:
+    """A layer's input size on this rank; None when it is neither linear nor an embedding."""
+    for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
+        if isinstance(size := getattr(layer, attribute, None), int):
+            return size
+    return None

@@ -1,0 +1,264 @@
+"""Pushed weights in real vLLM: what the replica computes with is what was pushed, name by name and token by token."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+import xxhash
+from support.models import Kind, tiny_model
+from support.replicas import Learner, generate, hf_weights, model_files, replica, request, rollout_config
+
+from polyreme.api.v1 import rollout_pb2
+from polyreme.weights.manifest import TensorSpec, plan_manifest
+
+TESTS = Path(__file__).resolve().parents[1]
+PROMPT = [5, 6, 7, 8, 9]
+LAYOUTS = [("tied", 1), ("untied", 1), ("tied", 2), ("untied", 2)]
+
+
+class Reference:
+    """The same weights in `transformers`."""
+
+    def __init__(self, model: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch, self._model = torch, AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def load(self, weights: dict[str, np.ndarray]) -> None:
+        tensors = {name: self._torch.tensor(array) for name, array in weights.items()}
+        self._model.load_state_dict(tensors, strict=False)
+        self._model.tie_weights()
+
+    def greedy(self, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
+        """Ids, and the log-probability of each."""
+        ids = list(prompt)
+        logprobs = []
+        with self._torch.no_grad():
+            for _ in range(tokens):
+                row = self._model(self._torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+                ids.append(int(row.argmax()))
+                logprobs.append(float(row[ids[-1]]))
+        return ids[len(prompt) :], logprobs
+
+
+def versions(model: Path, count: int) -> Iterator[dict[str, np.ndarray]]:
+    """Weights that differ by a good deal from one version to the next."""
+    weights, rng = hf_weights(model), np.random.default_rng(0)
+    for _ in range(count):
+        weights = {
+            name: (array + 0.3 * array.std() * rng.normal(size=array.shape)).astype("<f4") for name, array in weights.items()
+        }
+        yield weights
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("kind", "parallel"), LAYOUTS)
+async def test_answers_are_those_of_the_pushed_weights(kind: Kind, parallel: int, redis_url: str, tmp_path: Path) -> None:
+    run_id = f"test-{uuid.uuid4().hex[:12]}"
+    model = tiny_model(kind, tmp_path / "model", hidden_size=128)
+    reference = Reference(model)
+    config = rollout_config(model, tensor_parallel=parallel)
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", config) as there:
+        learner = Learner.of(run_id, model)
+        try:
+            for version, weights in enumerate(versions(model, 3)):
+                committed = await learner.push(there.weights, version, weights)
+                assert committed.stall_seconds >= committed.reload_seconds > 0
+                reference.load(weights)
+                ids, logprobs = reference.greedy(PROMPT, 32)
+                answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 32, 0)])))[0]
+                assert answer.ids == ids
+                assert answer.logprobs == pytest.approx(logprobs, abs=1e-4)
+                assert answer.spans == [(version, 0, 32)]
+            await broken_version_is_rolled_back(learner, there, weights)
+            assert (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 32, 0)])))[0].ids == ids
+            await learner.push(there.weights, 9, next(versions(model, 1)))
+            answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 32, 0)])))[0]
+            assert answer.ids != ids
+            assert answer.spans == [(9, 0, 32)]
+        finally:
+            learner.arena.close()
+
+
+async def broken_version_is_rolled_back(learner: Learner, there: Any, weights: dict[str, np.ndarray]) -> None:
+    """A version whose last norm has the wrong shape: right digests, right names, and no way to load it."""
+    specs = [
+        TensorSpec(name, "F32", (3,) if name == "model.norm.weight" else array.shape) for name, array in sorted(weights.items())
+    ]
+    good = learner.layout
+    aliases = {tensor.name: tensor.alias_of for tensor in good.tensors if tensor.alias_of}
+    learner.layout = plan_manifest(specs, aliases)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await learner.push(there.weights, 5, {name: array for name, array in weights.items() if name != "model.norm.weight"})
+    learner.layout = good
+    assert refused.value.code() == grpc.StatusCode.INTERNAL
+    assert "version 2 is served again" in refused.value.details()
+    answer = await there.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=10)
+    assert (answer.has_version, answer.version, answer.quarantined) == (True, 2, False)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(("kind", "parallel"), LAYOUTS)
+def test_the_workers_hold_the_pushed_tensors(kind: Kind, parallel: int, tmp_path: Path) -> None:
+    model = tiny_model(kind, tmp_path / "model", hidden_size=128)
+    (files := tmp_path / "files").mkdir()
+    for name, data in model_files(model).items():
+        (files / name).write_bytes(data)
+    learner = Learner.of(f"test-{uuid.uuid4().hex[:12]}", model)
+    try:
+        pushed = list(versions(model, 2))
+        stagings = []
+        for version, weights in enumerate(pushed):
+            stagings.append(tmp_path / f"{version}.pb")
+            stagings[-1].write_bytes(learner.write(version, weights).SerializeToString())
+        command = [sys.executable, "-m", "support.engine_digests", str(files), str(parallel), *map(str, stagings)]
+        environment = os.environ | {"PYTHONPATH": str(TESTS)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        for weights, workers in zip(pushed, json.loads(done.stdout.splitlines()[-1]), strict=True):
+            assert len(workers) == parallel
+            for rank, answer in enumerate(workers):
+                assert "error" not in answer, answer
+                expected = {name: digest(array) for name, array in rank_weights(weights, kind, rank, parallel).items()}
+                assert {name: (tuple(shape), value) for name, (shape, value) in answer["weights"].items()} == expected
+    finally:
+        learner.arena.close()
+
+
+def digest(array: np.ndarray) -> tuple[tuple[int, ...], int]:
+    return array.shape, xxhash.xxh3_64_intdigest(np.ascontiguousarray(array + np.float32(0)))
+
+
+def rank_weights(weights: dict[str, np.ndarray], kind: Kind, rank: int, parallel: int) -> dict[str, np.ndarray]:
+    """What a tensor-parallel rank holds of the Hugging Face tensors, by vLLM's names."""
+
+    def part(name: str, axis: int) -> np.ndarray:
+        return np.split(weights[name], parallel, axis)[rank]
+
+    padded = -(-weights["model.embed_tokens.weight"].shape[0] // 64) * 64
+    rows = slice(rank * padded // parallel, (rank + 1) * padded // parallel)
+    found: dict[str, np.ndarray] = {}
+    for name, array in weights.items():
+        prefix, _, leaf = name.rpartition("self_attn.") if "self_attn" in name else name.rpartition("mlp.")
+        if leaf.startswith("q_proj."):
+            suffix = leaf.removeprefix("q_proj.")
+            names = [f"{prefix}self_attn.{x}_proj.{suffix}" for x in "qkv"]
+            found[f"{prefix}self_attn.qkv_proj.{suffix}"] = np.concatenate([part(x, 0) for x in names])
+        elif leaf.startswith("gate_proj."):
+            names = [f"{prefix}mlp.{x}_proj.weight" for x in ("gate", "up")]
+            found[f"{prefix}mlp.gate_up_proj.weight"] = np.concatenate([part(x, 0) for x in names])
+        elif leaf.startswith(("o_proj.", "down_proj.")):
+            found[name] = part(name, 1)
+        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
+            found[name] = array[rows]
+        elif not leaf.startswith(("k_proj.", "v_proj.", "up_proj.")):
+            found[name] = array
+    if kind == "tied":
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    return found
+
+
+@pytest.mark.real
+async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str, tmp_path: Path) -> None:
+    run_id = f"test-{uuid.uuid4().hex[:12]}"
+    model = tiny_model("tied", tmp_path / "model", hidden_size=128)
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model)) as there:
+        learner = Learner.of(run_id, model)
+        try:
+            base = f"http://{there.lease.http_address}"
+            assert [await fetch(f"{base}/{path}") for path in ("health", "ready", "v1/models")] == [200, 503, 503]
+            await learner.push(there.weights, 0, next(versions(model, 1)))
+            assert [await fetch(f"{base}/{path}") for path in ("health", "ready", "v1/models")] == [200, 200, 200]
+            assert b"polyreme_rollout_version 0.0" in await read(f"{base}/metrics")
+            asked = {"model": "replica-test", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+            told = json.loads(await read(f"{base}/v1/completions", asked | {"ignore_eos": True}))
+            answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 12, 0)])))[0]
+            assert told["choices"][0]["token_ids"] == answer.ids
+        finally:
+            learner.arena.close()
+        family = psutil.Process(there.child.pid).children(recursive=True)
+        assert family
+        os.kill(there.child.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive
+
+
+async def fetch(url: str) -> int:
+    try:
+        await read(url)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    return 200
+
+
+async def read(url: str, body: Any = None) -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+
+    def call() -> bytes:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return bytes(answer.read())
+
+    return await asyncio.to_thread(call)
+
+
+@pytest.mark.real
+async def test_term_drains_and_leaves_no_files(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = f"test-{uuid.uuid4().hex[:12]}"
+    model = tiny_model("tied", tmp_path / "model", hidden_size=128)
+    (files := tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(files))
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model)) as there:
+        learner = Learner.of(run_id, model)
+        await learner.push(there.weights, 0, next(versions(model, 1)))
+        stream = aiter(there.rollout.Generate(request(run_id, PROMPT, [(0, [], 120, 0)]), timeout=30))
+        responses = [await anext(stream)]
+        there.child.signal(signal.SIGTERM)
+        responses += [response async for response in stream]
+        assert sum(len(chunk.token_ids) for response in responses for chunk in response.chunks) == 4 * 120
+        family = psutil.Process(there.child.pid).children(recursive=True)
+        started = time.monotonic()
+        assert await there.child.wait() == 0
+        assert time.monotonic() - started < 20
+        assert not psutil.wait_procs(family, timeout=0)[1]
+        learner.arena.close()
+    assert list(files.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--port", "--http-port"])
+def test_a_taken_port_is_one_clear_error(option: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "polyreme", "rollout", "--redis", "redis://127.0.0.1:1", option, port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"polyreme: error: expected a free port {port}")
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_unreachable_redis_is_one_clear_error() -> None:
+    command = [sys.executable, "-m", "polyreme", "rollout", "--redis", "redis://127.0.0.1:1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr

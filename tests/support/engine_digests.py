@@ -1,0 +1,47 @@
+"""Run as a program: an engine takes a version from an arena and tells what its workers then compute with, as JSON.
+
+python -m support.engine_digests MODEL_FILES TENSOR_PARALLEL STAGING...     (each a serialised StageArenaRequest)
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from polyreme_rollout.engine.base import ArenaSource
+from polyreme_rollout.engine.vllm import VllmEngine, start
+
+from polyreme.api.v1 import weights_pb2
+from polyreme.weights.arena import Arena
+from polyreme.weights.manifest import Manifest
+from support.replicas import rollout_config
+
+
+async def load_all(engine: VllmEngine, stagings: list[Path]) -> list[Any]:
+    """The workers' digests after each version."""
+    await engine.open()
+    answers = []
+    for path in stagings:
+        staging = weights_pb2.StageArenaRequest.FromString(path.read_bytes())
+        nonce = Arena.open(staging.arena_path).nonce
+        manifest = Manifest.from_proto(staging.manifest)
+        await engine.pause()
+        await engine.load([ArenaSource(staging.arena_path, nonce, staging.slot, staging.generation, manifest)])
+        await engine.resume()
+        answers.append(await engine.llm.collective_rpc("polyreme_digests"))
+    return answers
+
+
+def main() -> None:
+    files, parallel, *stagings = sys.argv[1:]
+    engine = start(rollout_config(Path(files), tensor_parallel=int(parallel)), Path(files))
+    try:
+        answers = asyncio.run(load_all(engine, [Path(path) for path in stagings]))
+    finally:
+        engine.close()
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()
