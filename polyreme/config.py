@@ -86,6 +86,9 @@ class RewardSpec(Section):
 
 class RewardConfig(Section):
     rewards: list[RewardSpec] = Field(min_length=1)
+    choose_by: str | None = Field(
+        None, description="Column that names a row's rewards, one or a list; null: all score every row."
+    )
     item_timeout: float = Field(10.0, gt=0, description="Seconds for one item, queueing excluded.")
     workers: int = Field(1, ge=1, description="Worker processes for rewards that run in this service.")
     worker_memory_mib: int = Field(4096, ge=64, description="Data memory of each worker process.")

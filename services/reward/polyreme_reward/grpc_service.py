@@ -20,7 +20,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers this servicer."""
-        reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         items = [Item(i.key, i.prompt, i.response, i.response_raw, i.label, i.metadata_json) for i in request.items]

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from polyreme_reward.grpc_service import API
-from polyreme_reward.items import Item, Status
+from polyreme_reward.items import Item, Status, printable
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import BadBatch, Refused, Scored, Scorer
 
@@ -100,6 +100,7 @@ class Problem(BaseModel):
 
 
 _BUSY: dict[int | str, dict[str, Any]] = {
+    400: {"model": Problem, "description": "The body is no text in UTF-8."},
     413: {"model": Problem, "description": "The body is too large."},
     429: {"model": Problem, "description": "The queue is full; ask again after `retry-after` seconds."},
     503: {"model": Problem, "description": "The service shuts down; ask again after `retry-after` seconds, elsewhere."},
@@ -219,7 +220,7 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
 
 def _native(key: str, answer: Scored) -> dict[str, Any]:
     return {
-        "key": key,
+        "key": printable(key),
         "status": answer.status.name.lower(),
         "score": answer.score if answer.status is Status.OK else None,
         "parts": [part._asdict() for part in answer.parts],

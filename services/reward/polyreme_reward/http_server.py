@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from polyreme.errors import ConfigError
 
 BODY_LIMIT = 32 << 20
+_DISCARD = 4  # times the limit
+_DISCARD_SECONDS = 5.0
 
 
 class _TooLarge(Exception):
@@ -29,36 +31,45 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         size = 0
-        started = False
+        too_large = started = False
 
         async def counted() -> Message:
-            nonlocal size
+            nonlocal size, too_large
             message = await receive()
             size += len(message.get("body", b""))
             if size > self._limit:
+                too_large = True
                 raise _TooLarge
             return message
 
         async def watched(message: Message) -> None:
             nonlocal started
-            started = True
-            await send(message)
+            if not too_large or started:  # else the application answers its own failure to read the body
+                started = True
+                await send(message)
 
         declared = dict(scope["headers"]).get(b"content-length", b"0")
-        try:
-            if declared.isdigit() and int(declared) > self._limit:
-                raise _TooLarge
-            await self._app(scope, counted, watched)
-        except _TooLarge:
-            if not started:
-                body = b'{"detail":"expected a body of at most %d bytes"}' % self._limit
-                headers = [
-                    (b"content-type", b"application/json"),
-                    (b"connection", b"close"),
-                    (b"content-length", b"%d" % len(body)),
-                ]
-                await send({"type": "http.response.start", "status": 413, "headers": headers})
-                await send({"type": "http.response.body", "body": body})
+        too_large = declared.isdigit() and int(declared) > self._limit
+        if not too_large:
+            with suppress(_TooLarge):
+                await self._app(scope, counted, watched)
+        if too_large and not started:
+            await _discard(receive, size, _DISCARD * self._limit)
+            body = b'{"detail":"expected a body of at most %d bytes"}' % self._limit
+            headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+            await send({"type": "http.response.start", "status": 413, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+
+async def _discard(receive: Receive, size: int, most: int) -> None:
+    """Reads on for a while: a client that is still sending would see a reset connection instead of the answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while size < most:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    return
 
 
 class _Server(uvicorn.Server):

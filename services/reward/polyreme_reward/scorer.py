@@ -6,10 +6,10 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from polyreme_reward.items import Item, Outcome, Reward, Status, failed
+from polyreme_reward.items import Item, Outcome, Reward, RewardError, Status, failed
 from polyreme_reward.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -52,13 +52,15 @@ class Scorer:
     """The rewards of a run, composed.
 
     Args:
-        rewards: all of them score every item; a score is the sum of their weighted values.
+        rewards: all of them score every item, or those that its row names; a score is the sum of their weighted values.
         limit: items that may be inside at once; more are refused, never queued without bound.
         metrics: counts every outcome.
+        choose_by: the column that names a row's rewards, one or a list; None: all rewards score all rows.
     """
 
-    def __init__(self, rewards: Sequence[Reward], limit: int, metrics: Metrics) -> None:
+    def __init__(self, rewards: Sequence[Reward], limit: int, metrics: Metrics, choose_by: str | None = None) -> None:
         self.rewards = tuple(rewards)
+        self._choose_by = choose_by
         self.limit = limit
         self._metrics = metrics
         self._inside = 0
@@ -165,11 +167,34 @@ class Scorer:
             self._metrics.batch_seconds.observe(seconds)
 
     async def _compose(self, batch: Sequence[Item]) -> list[Scored]:
-        columns = await asyncio.gather(*(self._ask(reward, batch) for reward in self.rewards))
-        results = []
-        for row in zip(*columns, strict=True):
-            results.append(self._sum(row))
-        return results
+        if self._choose_by is None:
+            columns = await asyncio.gather(*(self._ask(reward, batch) for reward in self.rewards))
+            return [_sum(self.rewards, row) for row in zip(*columns, strict=True)]
+        return await self._compose_chosen(batch, self._choose_by)
+
+    async def _compose_chosen(self, batch: Sequence[Item], column: str) -> list[Scored]:
+        """Each item by the rewards its row names: every reward is asked once, for all items that name it."""
+        rows: list[list[tuple[Reward, Outcome]]] = [[] for _ in batch]
+        asked: dict[str, list[int]] = {reward.name: [] for reward in self.rewards}
+        errors: dict[int, Scored] = {}
+        for position, item in enumerate(batch):
+            try:
+                for name in _chosen(item, column, asked):
+                    asked[name].append(position)
+            except RewardError as error:
+                outcome = failed(Status.ERROR, str(error))
+                errors[position] = Scored(outcome.status, 0.0, (), outcome.message)
+
+        async def ask(reward: Reward) -> None:
+            if places := asked[reward.name]:
+                for position, outcome in zip(places, await self._ask(reward, [batch[p] for p in places]), strict=True):
+                    rows[position].append((reward, outcome))
+
+        await asyncio.gather(*map(ask, self.rewards))
+        return [
+            errors.get(position) or _sum([reward for reward, _ in row], [outcome for _, outcome in row])
+            for position, row in enumerate(rows)
+        ]
 
     async def _ask(self, reward: Reward, batch: Sequence[Item]) -> list[Outcome]:
         outcomes = await reward.score(batch)
@@ -178,21 +203,32 @@ class Scorer:
         self._metrics.count(reward.name, outcomes)
         return outcomes
 
-    def _sum(self, row: Sequence[Outcome]) -> Scored:
-        parts: list[Part] = []
-        failure: Outcome | None = None
-        total = 0.0
-        for reward, outcome in zip(self.rewards, row, strict=True):
-            if outcome.status is Status.OK:
-                weighted = reward.weight * outcome.value
-                total += weighted
-                parts.append(Part(reward.name, outcome.value, weighted, reward.version))
-                for name, value in outcome.extras.items():
-                    parts.append(Part(f"{reward.name}/{name}", value, 0.0, reward.version))
-            elif failure is None:
-                failure = failed(outcome.status, f"{reward.name}: {outcome.message}")
-        if failure is None and not math.isfinite(total):
-            failure = failed(Status.INVALID, f"expected a finite sum of weighted rewards; found {total}")
-        if failure is not None:
-            return Scored(failure.status, 0.0, tuple(parts), failure.message)
-        return Scored(Status.OK, total, tuple(parts))
+
+def _sum(rewards: Sequence[Reward], row: Sequence[Outcome]) -> Scored:
+    """One item's answer from its rewards' outcomes."""
+    parts: list[Part] = []
+    failure: Outcome | None = None
+    total = 0.0
+    for reward, outcome in zip(rewards, row, strict=True):
+        if outcome.status is Status.OK:
+            weighted = reward.weight * outcome.value
+            total += weighted
+            parts.append(Part(reward.name, outcome.value, weighted, reward.version))
+            for name, value in outcome.extras.items():
+                parts.append(Part(f"{reward.name}/{name}", value, 0.0, reward.version))
+        elif failure is None:
+            failure = failed(outcome.status, f"{reward.name}: {outcome.message}")
+    if failure is None and not math.isfinite(total):
+        failure = failed(Status.INVALID, f"expected a finite sum of weighted rewards; found {total}")
+    if failure is not None:
+        return Scored(failure.status, 0.0, tuple(parts), failure.message)
+    return Scored(Status.OK, total, tuple(parts))
+
+
+def _chosen(item: Item, column: str, known: Collection[str]) -> list[str]:
+    """The rewards that the item's row names. Raises RewardError when it names none, or an unknown one."""
+    named = item.metadata.get(column)
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name in known for name in names):
+        raise RewardError(f"expected the column {column!r} to name rewards among {sorted(known)}; found {str(named)[:200]}")
+    return list(dict.fromkeys(names))

@@ -52,7 +52,7 @@ async def serve(
     ready = [False]
     async with AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(open_rewards(config, metrics))
-        scorer = Scorer(rewards, config.queue, metrics)
+        scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
         app = make_app(scorer, metrics, config.special_tokens, ready)
         http = await stack.enter_async_context(serve_http(host, http_port, app, grace))
         server = await stack.enter_async_context(

@@ -1,9 +1,10 @@
 """The process that owns the workers: it forks them, ends them, and sweeps up whatever they leave behind.
 
-Invariant: when it ends, nothing that a worker started still runs. It is single-threaded, runs no plugin code, adopts orphans
+Invariant: when it ends, nothing that a worker started still runs, and none of its temporary files is left. It is single-threaded, runs no plugin code, adopts orphans
 (PR_SET_CHILD_SUBREAPER), and ends with the other end of its control socket.
 
-Control socket (SOCK_SEQPACKET, JSON): in {"spawn": id} with the worker's socket, {"kill": id}; out {"exited": id, "reason": text}. Run as `python -m polyreme_reward.isolation.keeper FD MODULE...`; the modules are imported before the first fork.
+Control socket (SOCK_SEQPACKET, JSON): in {"spawn": id} with the worker's socket, {"kill": id}; out {"exited": id, "reason": text}. Run as `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`: FOLDER, removed at the end, holds a folder for each worker's
+temporary files, removed with it; the modules are imported before the first fork.
 """
 
 import ctypes
@@ -12,9 +13,11 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from typing import NoReturn
 
@@ -36,8 +39,8 @@ def adopt_orphans() -> None:
 class Keeper:
     """The loop of the process."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, control: socket.socket, folder: str) -> None:
+        self._control, self._folder = control, folder
         self._workers: dict[int, int] = {}  # pid -> id
         self._me = psutil.Process()
 
@@ -77,11 +80,11 @@ class Keeper:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(parent, fd)
+            self._become_worker(parent, f"{self._folder}/{name}", fd)
         os.close(fd)
         self._workers[pid] = name
 
-    def _become_worker(self, parent: int, fd: int) -> NoReturn:
+    def _become_worker(self, parent: int, folder: str, fd: int) -> NoReturn:
         status = 70
         try:
             os.setsid()
@@ -90,6 +93,8 @@ class Keeper:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.mkdir(folder)
+            os.environ["TMPDIR"] = tempfile.tempdir = folder
             os.closerange(3, fd)
             os.closerange(fd + 1, 1 << 16)
             status = worker.main(socket.socket(fileno=fd))
@@ -97,6 +102,7 @@ class Keeper:
             os._exit(status)
 
     def _reap(self) -> None:
+        ended: list[int] = []
         orphans = False
         while True:
             try:
@@ -110,10 +116,13 @@ class Keeper:
             if name is not None:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-                with suppress(BrokenPipeError, ConnectionError):
+                ended.append(name)
+                with suppress(ConnectionError):
                     self._control.send(json.dumps({"exited": name, "reason": _reason(status)}).encode())
         if orphans:
             self._sweep()
+        for name in ended:
+            shutil.rmtree(f"{self._folder}/{name}", ignore_errors=True)
 
     def _sweep(self) -> bool:
         """KILL to adopted orphans: their worker is gone. Their own children come to us next. True if there were any."""
@@ -130,6 +139,7 @@ class Keeper:
                 pid, _ = os.waitpid(-1, 0)
                 self._workers.pop(pid, None)
                 self._sweep()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _kill(pid: int) -> None:
@@ -153,10 +163,11 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
+    for module in sys.argv[3:]:
+        with suppress(ImportError):  # the worker that needs it says so
+            importlib.import_module(module)
     gc.freeze()  # the forks share these pages
-    Keeper(control).run()
+    Keeper(control, sys.argv[2]).run()
 
 
 if __name__ == "__main__":

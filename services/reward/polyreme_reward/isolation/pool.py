@@ -11,10 +11,12 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -128,6 +130,7 @@ class WorkerPool:
         self._tasks: list[asyncio.Task[None]] = []
         self._keeper: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._folder = ""
         self.facts: list[tuple[str, str]] = []
 
     async def start(self) -> None:
@@ -299,9 +302,10 @@ class WorkerPool:
 
     def _start_keeper(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._folder = tempfile.mkdtemp(prefix="polyreme-reward-")
         with theirs:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", "polyreme_reward.isolation.keeper", str(theirs.fileno()), *self._preload],
+                [sys.executable, "-m", "polyreme_reward.isolation.keeper", str(theirs.fileno()), self._folder, *self._preload],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -342,6 +346,7 @@ class WorkerPool:
                 os.killpg(self._keeper.pid, signal.SIGKILL)
                 self._keeper.wait()
             self._keeper = None
+            shutil.rmtree(self._folder, ignore_errors=True)  # it has done this, unless it was killed
 
 
 def _reply(message: Any) -> tuple[Outcome, bool, bool]:

@@ -13,7 +13,11 @@ from pydantic import ValidationError, validate_call
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item
-from polyreme_reward.rules.answers import exact, numeric
+from polyreme_reward.rules.answers import choice, exact, numeric
+from polyreme_reward.rules.code import code
+from polyreme_reward.rules.math import math
+from polyreme_reward.rules.puzzles import knights_and_knaves
+from polyreme_reward.rules.shape import length, overlong, repetition, think_format
 
 Rule = Callable[[Item], object]
 
@@ -34,6 +38,14 @@ class Builtin:
 BUILTINS: dict[str, Builtin] = {
     "exact": Builtin(exact, inline=True),
     "numeric": Builtin(numeric, inline=True),
+    "choice": Builtin(choice, inline=True),
+    "math": Builtin(math, inline=False, preload=("math_verify",)),
+    "code": Builtin(code, inline=False),
+    "think_format": Builtin(think_format, inline=True),
+    "knights_and_knaves": Builtin(knights_and_knaves, inline=True),
+    "length": Builtin(length, inline=True),
+    "overlong": Builtin(overlong, inline=True),
+    "repetition": Builtin(repetition, inline=True),
 }
 
 

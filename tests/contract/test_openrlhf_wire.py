@@ -1,0 +1,86 @@
+"""OpenRLHF's remote reward wire: its trainers against our server, and its servers behind our HTTP reward."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from support.raw_http import raw_server, reply
+from support.rewards import EXACT, item, scoring, serving
+
+
+async def theirs(url: str, data: dict[str, Any], tries: int = 1) -> dict[str, Any]:
+    """As OpenRLHF's trainers ask: a session for each request, a total timeout, errors by status, several tries."""
+    timeout = aiohttp.ClientTimeout(total=180)
+    for left in reversed(range(tries)):
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, json=data) as response:
+                response.raise_for_status()
+                return await response.json()
+        except aiohttp.ClientError:
+            if not left:
+                raise
+    raise AssertionError
+
+
+async def test_a_trainer_of_theirs_gets_its_rewards() -> None:
+    async with serving({**EXACT, "weight": 2.0}, special_tokens=["<eos>"]) as (_, _, addresses):
+        url = f"http://{addresses.http}/get_reward"
+        answer = await theirs(url, {"query": ["p#3<eos>"], "prompts": ["p"], "labels": ["3"]})
+        assert json.dumps(answer) == '{"rewards": [2.0], "scores": [2.0], "extra_logs": {"exact": [1.0]}}'
+        answer = await theirs(url, {"query": [], "prompts": [], "labels": []})
+        assert answer == {"rewards": [], "scores": [], "extra_logs": {}}
+
+
+async def test_older_trainers_send_the_query_alone() -> None:
+    async with serving({"name": "length"}) as (_, _, addresses):
+        answer = await theirs(f"http://{addresses.http}/get_reward", {"query": ["one two", "three"]})
+        assert answer["rewards"] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        ({"query": ["#3"], "prompts": [""], "labels": [None]}, 500),
+        ({"query": ["#3", "#3"], "prompts": ["", ""], "labels": ["3", ""]}, 500),
+        ({"query": ["#3"], "prompts": [], "labels": ["3"]}, 422),
+        ({"prompts": ["p"]}, 422),
+    ],
+)
+async def test_a_failure_is_an_http_error_for_their_retries(data: dict[str, Any], status: int) -> None:
+    async with serving(EXACT) as (_, _, addresses):
+        with pytest.raises(aiohttp.ClientResponseError) as caught:
+            await theirs(f"http://{addresses.http}/get_reward", data, tries=2)
+        assert caught.value.status == status
+
+
+async def test_their_server_is_sent_what_their_client_sends_and_its_logs_are_parts() -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b'{"rewards":[1.5],"scores":[1],"extra_logs":{"format":[0.5],"note":["x"]}}'))
+
+    async with raw_server(handler) as server:
+        reward = {"name": "rm", "url": server.url, "protocol": "openrlhf", "weight": 2.0}
+        async with scoring(reward) as scorer:
+            (answer,) = await scorer.score([item("r", "l", response_raw="r<eos>")])
+        assert answer.score == 3.0
+        assert [(p.name, p.raw) for p in answer.parts] == [("rm", 1.5), ("rm/scores", 1.0), ("rm/format", 0.5)]
+        assert server.bodies == [b'{"query": ["pr<eos>"], "prompts": ["p"], "labels": ["l"]}']
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"scores":[1]}', "INVALID"),
+        (b'{"rewards":[1,2]}', "INVALID"),
+        (b'{"rewards":[null]}', "INVALID"),
+        (b'{"rewards":1}', "INVALID"),
+    ],
+)
+async def test_what_their_server_cannot_answer_is_a_status(body: bytes, status: str) -> None:
+    async def handler(_: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(body))
+
+    async with raw_server(handler) as server, scoring({"url": server.url, "protocol": "openrlhf"}) as scorer:
+        (answer,) = await scorer.score([item("r")])
+        assert answer.status.name == status
