@@ -88,13 +88,14 @@ async def connect(url: str) -> Store:
         )
     except ValueError as error:
         raise StoreError("a Redis URL such as redis://127.0.0.1:6379/0", f"{url!r} ({error})", "Mend the URL.") from None
-    client.patience = FIRST_CONTACT
     try:
+        client.patience = FIRST_CONTACT
         await _check(client)
+        client.patience = RIDE_OVER
+        await client.ping()  # INFO and CONFIG answer while the data is still being loaded; this waits for the rest
     except BaseException:
         await client.aclose()
         raise
-    client.patience = RIDE_OVER
     return client
 
 
@@ -177,13 +178,13 @@ class EmbeddedServer:
         return self._process.pid
 
     @classmethod
-    def start(cls, data_dir: Path, port: int = 0, timeout: float = 30.0) -> "EmbeddedServer":
+    def start(cls, data_dir: Path, port: int = 0, timeout: float = 300.0) -> "EmbeddedServer":
         """Starts the server and waits until it has loaded its data and answers. Call it from the main thread.
 
         Args:
             data_dir: its folder, made when missing; data that lies there already is loaded.
             port: 0 for a free one.
-            timeout: seconds for start and loading.
+            timeout: seconds for start and loading; a server that ends is noticed at once.
 
         Raises:
             StoreError: it ended or did not answer in time; the end of its log is in the message.
@@ -215,8 +216,9 @@ class EmbeddedServer:
         while self._process.poll() is None and time.monotonic() < deadline:
             try:
                 with redis_py.Redis(port=port, socket_timeout=1, retry=BlockingRetry(NoBackoff(), 0)) as probe:
+                    info = probe.info()
                     # The answer must be this process's, not that of a stranger who holds the port.
-                    if probe.info("server")["process_id"] == self.pid:
+                    if info["process_id"] == self.pid and not info["loading"]:
                         return True
             except exceptions.RedisError:
                 pass

@@ -59,11 +59,18 @@ class LogMachine(RuleBasedStateMachine):
         assert found == expected
         return found
 
-    @initialize(size=st.integers(1, 3), staleness=st.integers(0, 3), attempts=st.integers(1, 3), base=st.sampled_from([0, 0, 7]))
-    def start(self, size: int, staleness: int, attempts: int, base: int) -> None:
+    @initialize(
+        size=st.integers(1, 3),
+        staleness=st.integers(0, 3),
+        attempts=st.integers(1, 3),
+        base=st.sampled_from([0, 0, 7]),
+        bad_network=st.booleans(),
+    )
+    def start(self, size: int, staleness: int, attempts: int, base: int, bad_network: bool) -> None:
         limits = {"groups_per_iteration": size, "max_staleness": staleness, "max_attempts": attempts, "iterations": base + 12}
         self.run = self.do(Run.create(self.redis, f"model-{uuid4().hex}", run_config(Path("/nowhere"), **limits), {}))
         self.run.scripts = self.scripts = LosingAnswers(self.redis, self.run.run_id)
+        self.scripts.bad_network = bad_network
         self.model = LogModel(size, staleness, attempts, base + 12)
         self.checkpoint = base
         self.orchestrator = self.learner = None
@@ -86,7 +93,7 @@ class LogMachine(RuleBasedStateMachine):
         groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
 
-    @rule(times=st.integers(1, 9))
+    @rule(times=st.integers(1, 12))
     def admit(self, times: int) -> None:
         async def real() -> tuple[int, int, int] | None:
             admission = await self.orchestrator.admit()
@@ -95,9 +102,9 @@ class LogMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.both(real, self.model.admit)
 
-    def pick(self, data: st.DataObject, usually: str) -> tuple[int, int]:
-        """A group and an attempt, mostly fitting ones."""
-        likely = self.model.those(usually)
+    def pick(self, data: st.DataObject) -> tuple[int, int]:
+        """A group and an attempt, mostly of one in flight."""
+        likely = self.model.those("admitted")
         if likely and data.draw(st.integers(0, 5)):
             index = data.draw(st.one_of(st.just(likely[-1]), st.sampled_from(likely)))  # the newest overtakes often
         else:
@@ -112,37 +119,37 @@ class LogMachine(RuleBasedStateMachine):
 
         self.both(lambda: self.orchestrator.append(index, attempt, b"group %d" % index, oldest, 0.5), model)
 
-    @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
-        index, attempt = self.pick(data, "admitted")
-        admitted = self.model.groups[index].version if index < len(self.model.groups) else 0
-        self.append_one(index, attempt, data.draw(st.integers(admitted, max(admitted, self.model.version))))
-
-    @rule(newest_first=st.booleans(), count=st.integers(2, 6))
-    def append_many(self, newest_first: bool, count: int) -> None:
-        flying = self.model.those("admitted")
-        for index in (flying[::-1] if newest_first else flying)[:count]:
-            self.append_one(index, self.model.groups[index].attempt, self.model.groups[index].version)
-
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        index, attempt = self.pick(data, "admitted")
-
+    def drop_one(self, index: int, attempt: int) -> None:
         def model() -> bool:
             dropped = self.model.drop(index, attempt)
             return dropped and not self.scripts.bad_network
 
         self.both(lambda: self.orchestrator.drop(index, attempt, "all scores are equal", 1.0), model)
 
-    @rule(data=st.data())
-    def an_attempt_fails(self, data: st.DataObject) -> None:
-        index, attempt = self.pick(data, "admitted")
-
+    def fail_one(self, index: int, attempt: int) -> None:
         async def real() -> tuple[int, int, int] | None:
             admission = await self.orchestrator.readmit(index, attempt, "the replica died", self.model.max_attempts)
             return admission and (admission.index, admission.attempt, admission.version)
 
         self.both(real, lambda: self.model.readmit(index, attempt))
+
+    @rule(data=st.data(), outcome=st.sampled_from(["append", "append", "append", "drop", "fail", "fail"]))
+    def a_group_ends(self, data: st.DataObject, outcome: str) -> None:
+        index, attempt = self.pick(data)
+        if outcome == "append":
+            admitted = self.model.groups[index].version if index < len(self.model.groups) else 0
+            self.append_one(index, attempt, data.draw(st.integers(admitted, max(admitted, self.model.version))))
+        elif outcome == "drop":
+            self.drop_one(index, attempt)
+        else:
+            self.fail_one(index, attempt)
+
+    @rule(newest_first=st.booleans(), leave=st.integers(0, 2))
+    def most_groups_end(self, newest_first: bool, leave: int) -> None:
+        """All groups in flight are appended but for `leave`, which so become stragglers."""
+        flying = self.model.those("admitted")
+        for index in (flying[::-1] if newest_first else flying)[: max(0, len(flying) - leave)]:
+            self.append_one(index, self.model.groups[index].attempt, self.model.groups[index].version)
 
     # -- the learner's life
 
@@ -163,7 +170,7 @@ class LogMachine(RuleBasedStateMachine):
             self.scripts.bad_network = False  # a repeated look would expire the next attempt, too, with a timeout of nought
         return self.both(real, lambda: self.model.plan(iteration, expire))
 
-    @rule(expire=st.sampled_from([False, False, True]), crash=st.booleans())
+    @rule(expire=st.sampled_from([False, False, True]), crash=st.sampled_from([False, False, True]))
     def train(self, expire: bool, crash: bool) -> None:
         """One iteration, unless its plan must wait; the learner may die before it tells."""
         iteration = self.model.version + 1
