@@ -1,0 +1,163 @@
+"""Polyreme against TRL's GRPOTrainer on this machine: same task, warm policy, batch, reward, learning rate and evaluation prompts.
+
+    python bench/peer.py [--work runs/bench-peer]
+
+TRL (Hugging Face generate, two threads) runs in a venv of its own, made from requirements/peer.txt. Polyreme runs whole: Redis, reward,
+rollout, orchestrator, learner, in its fastest layout on two cores. Both clocks leave out start-up and evaluations. The sides run one after
+the other.
+
+demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 1.5)
+demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are right (<= 0.8)
+short_throughput_vs_trl  samples/s on answers of five tokens, where services can only cost (>= 0.7)
+service_tax              an iteration's seconds over those of its parts run in one process, minus 1 (<= 0.2)
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+from peer_tasks import ROOT, Task, demo_task, short_task, up
+
+TARGET = {"demo_throughput_vs_trl": 1.5, "demo_time_to_80_vs_trl": 0.8, "short_throughput_vs_trl": 0.7, "service_tax": 0.2}
+AT_MOST = {"demo_time_to_80_vs_trl", "service_tax"}
+SAMPLES = 32 * 8
+WARM_UP = 3  # iterations that do not count
+FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.threads=2")
+GATE = 0.8
+
+
+def trl_python(work: Path) -> Path:
+    """The interpreter of TRL's environment, made when it is not there."""
+    home = work / "trl-venv"
+    python = home / "bin" / "python"
+    if not (home / "made").exists():
+        print("making TRL's environment", flush=True)
+        venv.create(home, with_pip=True, clear=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", "--no-deps", "-r", ROOT / "requirements" / "peer.txt"], check=True, timeout=900
+        )
+        (home / "made").touch()
+    return python
+
+
+def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
+    """Step seconds and evaluations of TRL."""
+    command = [python, ROOT / "bench" / "peer_trl.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
+    settings = [
+        "--steps",
+        steps,
+        "--lr",
+        lr,
+        "--max-new-tokens",
+        task.max_new_tokens,
+        "--after",
+        task.after,
+        "--eval-interval",
+        eval_interval,
+    ]
+    done = subprocess.run([str(word) for word in (*command, *settings)], capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"TRL failed:\n{done.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
+    """Step seconds and evaluations of Polyreme, evaluations off the clock."""
+    settings = [
+        f"iterations={steps}",
+        f"eval_interval={eval_interval}",
+        "eval_samples=200",
+        f"trainer.optimizer.lr={lr}",
+        "trainer.optimizer.warmup=0",
+    ]
+    evaluation = [f"data.eval={task.eval}"] if eval_interval else ["data.eval=null"]
+    number = sum(1 for _ in work.glob(f"runs/{name}-*"))
+    run_dir = up(task.config, f"output_dir={work / 'runs'}", f"name={name}-{number}", f"model.path={task.model}", "trainer.sft=[]", *FASTEST, *settings, *evaluation)  # fmt: skip
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluated = {record["version"]: record for record in records if record["kind"] == "eval"}
+    seconds, lengths = [], []
+    for record in records:
+        if record["kind"] == "iteration":
+            before = evaluated.get(record["iteration"] - 1)
+            seconds.append(record["time/iteration"] - (before["seconds"] if before else 0.0))
+            lengths.append(record["response/length_mean"])
+    evaluations = [{"step": version, "accuracy": record["accuracy"], "train_seconds": sum(seconds[:version])} for version, record in sorted(evaluated.items())]  # fmt: skip
+    return {"step_seconds": seconds, "mean_lengths": lengths, "evaluations": evaluations}
+
+
+def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
+    """Median seconds of an iteration's parts in one process."""
+    command = [
+        sys.executable,
+        ROOT / "bench" / "peer_parts.py",
+        task.config,
+        f"model.path={task.model}",
+        "trainer.sft=[]",
+        *FASTEST,
+        f"trainer.optimizer.lr={lr}",
+    ]
+    settings = ["--iterations", iterations, "--after", task.after]
+    done = subprocess.run([str(word) for word in (*command, *settings)], capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"the parts failed:\n{done.stderr[-3000:]}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def throughput(side: dict[str, Any]) -> float:
+    """Samples per second after the warm-up."""
+    counted = side["step_seconds"][WARM_UP:]
+    return SAMPLES * len(counted) / sum(counted)
+
+
+def time_to_gate(side: dict[str, Any]) -> float:
+    return next(float(e["train_seconds"]) for e in side["evaluations"] if e["accuracy"] >= GATE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench-peer")
+    work = parser.parse_args().work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    python, demo, short = trl_python(work), demo_task(work), short_task(work)
+
+    demo_trl = trl(python, demo, 24, 1e-4, 2)
+    demo_ours = polyreme(work, "demo", demo, 24, 1e-4, 2)
+    short_trl = trl(python, short, 40, 1e-5, 0)
+    short_ours = polyreme(work, "short", short, 40, 1e-5, 0)
+    still = polyreme(work, "still", demo, 16, 1e-12, 0)  # the policy stands still: equal work in every iteration
+    single = parts(demo, 16, 1e-12)
+
+    iteration = statistics.median(still["step_seconds"][WARM_UP:])
+    measured = {
+        "demo_throughput_vs_trl": round(throughput(demo_ours) / throughput(demo_trl), 3),
+        "demo_time_to_80_vs_trl": round(time_to_gate(demo_ours) / time_to_gate(demo_trl), 3),
+        "short_throughput_vs_trl": round(throughput(short_ours) / throughput(short_trl), 3),
+        "service_tax": round(iteration / sum(single.values()) - 1, 3),
+    }
+    for name, side in (
+        ("demo TRL", demo_trl),
+        ("demo Polyreme", demo_ours),
+        ("short TRL", short_trl),
+        ("short Polyreme", short_ours),
+    ):
+        length = statistics.mean(side["mean_lengths"][WARM_UP:])
+        print(f"{name:15} {throughput(side):7.1f} samples/s  mean length {length:5.1f}", end="")
+        print(f"  80% after {time_to_gate(side):.1f} s" if side["evaluations"] else "")
+    print(
+        f"one iteration {iteration:.3f} s; its parts in one process: "
+        + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in single.items())
+    )
+    met = all(measured[name] <= bound if name in AT_MOST else measured[name] >= bound for name, bound in TARGET.items())
+    print(json.dumps({"bench": "peer", "measured": measured, "target": TARGET, "met": met}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""One iteration's parts in one process, without services: engine, reward function, learner step, weight write and reload.
+
+Run by bench/peer.py; prints one JSON object with the median seconds of each part. The parts are Polyreme's own, called one after the
+other: what an iteration of the services takes beyond their sum is the price of the services.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from polyreme.config import load_config
+from polyreme_rollout.engine import vllm as engine_module
+from polyreme_rollout.engine.base import ArenaSource, EngineRequest, Sampling
+
+RUN_ID = "bench-parts"
+
+
+async def sample(
+    engine: Any, config: Any, prompts: list[Any], stop_ids: tuple[int, ...], turn: int
+) -> list[list[tuple[list[int], list[float], str]]]:
+    """(ids, logprobs, finish) of every sample of every prompt."""
+    sampling = Sampling(config.rollout.temperature, 1.0, -1, stop_ids)
+
+    async def one(number: int, prompt: Any) -> tuple[list[int], list[float], str]:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        request = EngineRequest(
+            f"parts.{turn}.{number}",
+            prompt.ids.tolist(),
+            config.rollout.max_new_tokens,
+            turn * 100_000 + number,
+            str(turn),
+            sampling,
+        )
+        async for delta in engine.generate(request):
+            ids += delta.token_ids
+            logprobs += delta.logprobs
+            finish = delta.finish
+        return ids, logprobs, finish
+
+    size = config.group_size
+    samples = await asyncio.gather(*(one(number, prompts[number // size]) for number in range(size * len(prompts))))
+    return [list(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
+def measure(engine: Any, config: Any, iterations: int, after: str) -> dict[str, float]:
+    import numpy as np
+
+    from polyreme.api.v1 import experience_pb2
+    from polyreme.experience import GroupRecord, SampleRecord
+    from polyreme.rundir import read_model_files
+    from polyreme_trainer.algorithms.grpo import group_advantages
+    from polyreme_trainer.data import load_prompts
+    from polyreme_trainer.learner.batch import collect
+    from polyreme_trainer.learner.main import data_layout
+    from polyreme_trainer.learner.ranks import Ranks
+    from polyreme_trainer.learner.step import train_iteration
+    from polyreme_trainer.learner.versions import VersionWriter
+    from polyreme_trainer.model.build import init_parallel
+    from polyreme_trainer.model.device import Device
+    from polyreme_trainer.model.optimizer import Adam, Optimizer
+    from polyreme_trainer.model.policy import build_policy
+    from polyreme_trainer.template import Template
+
+    device = Device(config.device, 0, config.trainer.parallel.threads)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    init_parallel(config.trainer.parallel, device)
+    policy = build_policy(config, device)
+    optimizer = Optimizer(policy, Adam())
+    layout = data_layout(config, policy, device)
+    writer = VersionWriter(policy, Ranks(0, 1, device.torch), RUN_ID, writes=True)
+    template = Template(read_model_files(config.model.path), config.data)
+    prompts = load_prompts(config.data.train, config.data, template).prompts
+    run = asyncio.Runner().run  # `Ranks` has a loop of its own
+    run(engine.open())
+    parts: dict[str, list[float]] = {name: [] for name in ("generate", "score", "train", "write", "load")}
+
+    async def load(source: ArenaSource) -> None:
+        await engine.pause()
+        await engine.load([source])
+        await engine.resume()
+
+    def push(turn: int) -> None:
+        manifest, generation, seconds = writer.write(turn % 3, turn, 1)
+        assert manifest is not None
+        parts["write"].append(seconds)
+        began = time.perf_counter()
+        run(load(ArenaSource(str(writer.arena.path), writer.arena.nonce, turn % 3, generation, manifest)))
+        parts["load"].append(time.perf_counter() - began)
+
+    push(0)
+    size = config.groups_per_iteration
+    for turn in range(1, iterations + 1):
+        asked = prompts[(turn - 1) * size : turn * size]
+        began = time.perf_counter()
+        sampled = run(sample(engine, config, asked, template.stop_ids, turn))
+        parts["generate"].append(time.perf_counter() - began)
+
+        began = time.perf_counter()
+        groups = []
+        for index, (prompt, samples) in enumerate(zip(asked, sampled, strict=True)):
+            texts = template.decode([ids for ids, _, _ in samples], special=False)
+            records = []
+            for text, (ids, logprobs, finish) in zip(texts, samples, strict=True):
+                score = float((text.partition(after)[2] if after else text).strip() == prompt.label)
+                reason = experience_pb2.FINISH_REASON_STOP if finish == "stop" else experience_pb2.FINISH_REASON_LENGTH
+                records.append(
+                    SampleRecord(
+                        np.array(ids, np.int32),
+                        np.array(logprobs, np.float32),
+                        np.ones(len(ids), np.uint8),
+                        reason,
+                        [(turn - 1, 0, len(ids))],
+                        score,
+                        [],
+                        text,
+                    )
+                )
+            groups.append(GroupRecord(index, 1, prompt.ids, records, prompt.text, prompt.label, 0.0, 0.0))
+        parts["score"].append(time.perf_counter() - began)
+
+        began = time.perf_counter()
+        scores = np.array([[record.score for record in group.samples] for group in groups])
+        sequences = collect(groups, group_advantages(scores, True))
+        train_iteration(
+            policy,
+            None,
+            optimizer,
+            layout,
+            sequences,
+            config.group_size,
+            config.algorithm,
+            config.rollout.temperature,
+            config.trainer.optimizer.lr,
+            (0, turn),
+        )
+        parts["train"].append(time.perf_counter() - began)
+        push(turn)
+    writer.close()
+    return {name: statistics.median(values[2:]) for name, values in parts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--after", default="")
+    options = parser.parse_args()
+    config = load_config(options.config, options.overrides)
+    engine = engine_module.start(config, config.model.path)
+    try:
+        print(json.dumps(measure(engine, config, options.iterations, options.after)))
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
