@@ -90,7 +90,7 @@ class Fleet:
         for new in leases.keys() - self._targets.keys():
             self._targets[new] = Target(new)
             self._channels[new] = rpc.connect(leases[new].address)
-            self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])  # type: ignore[no-untyped-call]
+            self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
             _log.info("replica %s at %s joined", new, leases[new].address)
         for target in self._targets.values():
             served = self._served.get(target.id, (target.version, target.term))

@@ -83,7 +83,7 @@ class _Server:
 
     @property
     def stub(self) -> reward_pb2_grpc.RewardServiceStub:
-        return reward_pb2_grpc.RewardServiceStub(self.channel)  # type: ignore[no-untyped-call]
+        return reward_pb2_grpc.RewardServiceStub(self.channel)
 
 
 @dataclass
