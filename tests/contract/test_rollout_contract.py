@@ -59,7 +59,7 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
     arrays = {"w": np.arange(64, dtype="<f4")}
     layout = plan_manifest([TensorSpec("w", "F32", (64,))])
     learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
-    engine = SimulatedEngine(frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.001)
+    engine = SimulatedEngine(frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.002)
     service = RolloutService(engine, Identity(run_id, "here", "f"), Limits(128, 45, max_slots=40), Metrics())
     swapper = Swapper(run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
@@ -180,9 +180,11 @@ async def test_cancelling_a_call_ends_its_work(world: World) -> None:
 
 async def test_slots_under_way_survive_a_swap_and_say_where_it_was(world: World) -> None:
     before = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=10)).version
+    staging = world.learner.write(before + 1, {name: array * 1.5 for name, array in world.arrays.items()})
+    await world.weights.StageArena(staging, timeout=30)
     stream = aiter(world.rollout.Generate(world.ask([(0, [], 120, 3), (1, [], 120, 4)], temperature=1.0), timeout=30))
     responses = [await anext(stream)]
-    committed = await world.push(before + 1, 1.5)
+    committed = await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id), timeout=30)
     assert committed.version == before + 1
     responses += [response async for response in stream]
     ends = [end for response in responses for end in response.ends]
