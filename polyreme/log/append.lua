@@ -10,6 +10,10 @@ local r = row(index)
 if not r then return redis.error_reply('ORDER group ' .. int(index) .. ' was never admitted') end
 if (r.state == 'appended' or r.state == 'planned') and r.attempt == attempt then return 0 end
 if r.state ~= 'admitted' or r.attempt ~= attempt then return redis.error_reply('STALEATTEMPT ' .. r.text) end
+if tonumber(ARGV[4]) < r.third then
+  return redis.error_reply('ORDER group ' .. int(index) .. ' was admitted at version ' .. int(r.third)
+    .. ' and cannot hold tokens of version ' .. ARGV[4])
+end
 redis.call('ZREM', IN_FLIGHT, member(index))
 redis.call('ZADD', APPENDED, tonumber(ARGV[4]), member(index))
 redis.call('HSET', PAYLOADS, int(index), ARGV[6])

@@ -58,17 +58,17 @@ local function refused(role, term)
   return redis.error_reply('STALETERM ' .. role .. ' is held by ' .. (holder or 'nobody'))
 end
 
--- admitted -> admitted with the next attempt at the current version, or failed after the last one.
--- Returns the new attempt, or nil.
-local function next_attempt(index, attempt, reason, max_attempts)
-  if attempt >= max_attempts then
+-- admitted (row `r`) -> admitted with the next attempt, or failed after the last one. Returns the new attempt, or nil.
+-- The version is the current one, but never an older one than before, as it would be while a resumed learner catches up.
+local function next_attempt(index, r, reason, max_attempts)
+  if r.attempt >= max_attempts then
     redis.call('ZREM', IN_FLIGHT, member(index))
-    write(index, 'failed', int(attempt), reason)
+    write(index, 'failed', int(r.attempt), reason)
     signal('fail', int(index))
     return nil
   end
-  local version = meta('version')
+  local version = math.max(r.third, meta('version'))
   redis.call('ZADD', IN_FLIGHT, version, member(index))
-  write(index, 'admitted', int(attempt + 1), int(version), int(now_ms()))
-  return attempt + 1
+  write(index, 'admitted', int(r.attempt + 1), int(version), int(now_ms()))
+  return r.attempt + 1
 end

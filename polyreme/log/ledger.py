@@ -90,7 +90,8 @@ class ExperienceLog:
         """The attempt after `attempt`, which failed for `reason` or expired.
 
         Returns:
-            The admission, at the current version; None: that was the last attempt, and the group has failed.
+            The admission, at the current version or (while a resumed learner catches up) the one it had; None: that was the last
+            attempt, and the group has failed.
 
         Raises:
             StaleAttemptError: the group is in another state, or even further on.
@@ -103,7 +104,7 @@ class ExperienceLog:
         Args:
             index, attempt: of its admission.
             payload: the serialised group (`experience.encode_group`).
-            oldest_version: the oldest policy version among its tokens; not below the admission's.
+            oldest_version: the oldest policy version among its tokens, which is not below the admission's.
             mean_reward: of its samples; finite.
 
         Returns:
@@ -111,6 +112,7 @@ class ExperienceLog:
 
         Raises:
             StaleAttemptError: the group has moved on; discard the payload.
+            TransitionError: the group was never admitted, or its tokens are older than its admission allows.
         """
         if not math.isfinite(mean_reward):
             raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")

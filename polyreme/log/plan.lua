@@ -28,7 +28,7 @@ if waits_for then
     local index = tonumber(m)
     local r = row(index)
     if tonumber(string.match(r.text, '(%d+)$')) <= before then
-      if next_attempt(index, r.attempt, 'straggler', meta('max_attempts')) then signal('expire', int(index)) end
+      if next_attempt(index, r, 'straggler', meta('max_attempts')) then signal('expire', int(index)) end
     end
   end
   return false

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- readmit: admitted(attempt) -> admitted(attempt + 1) at the current version, or failed(reason) after the last attempt.
+-- readmit: admitted(attempt) -> admitted(attempt + 1) at the current version (see next_attempt), or failed(reason) after the last attempt.
 -- The attempt that exists already is answered again: a retry, and an attempt that expired, look the same.
 -- KEYS: common. Writes ledger, in_flight.
 -- ARGV: orchestrator's term, index, attempt, reason, max_attempts. Returns {index, attempt, version}, or false when failed.
@@ -12,6 +12,6 @@ if r.state == 'failed' and r.attempt == attempt then return false end
 if r.state ~= 'admitted' or (r.attempt ~= attempt and r.attempt ~= attempt + 1) then
   return redis.error_reply('STALEATTEMPT ' .. r.text)
 end
-if r.attempt == attempt and not next_attempt(index, attempt, ARGV[4], tonumber(ARGV[5])) then return false end
+if r.attempt == attempt and not next_attempt(index, r, ARGV[4], tonumber(ARGV[5])) then return false end
 r = row(index)
 return {index, r.attempt, r.third}

@@ -69,6 +69,8 @@ class LogModel:
             return False
         if group.state != "admitted" or group.attempt != attempt:
             raise Stale
+        if oldest_version < group.version:
+            raise Illegal
         group.state, group.version = "appended", oldest_version
         return True
 
@@ -90,7 +92,7 @@ class LogModel:
         if group.attempt >= self.max_attempts:
             group.state = "failed"
         else:
-            group.attempt, group.version = group.attempt + 1, self.version
+            group.attempt, group.version = group.attempt + 1, max(group.version, self.version)
 
     # -- learner
 

@@ -239,6 +239,19 @@ async def test_a_resume_replays_the_same_plans(opened: Opener) -> None:
         await successor.read(plans[0])
 
 
+async def test_a_group_is_never_readmitted_at_an_older_version(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    for iteration in (1, 2):
+        await append(orchestrator, *(await admit_all(orchestrator)))
+        await learner.plan(iteration, 60)
+        await learner.set_version(iteration)
+    (admission,) = await admit_all(orchestrator)
+    await learner.begin(0)  # the learner catches up from its checkpoint; version 2 will be there again before iteration 3
+    assert await orchestrator.readmit(admission.index, 1, "the replica died", 3) == Admission(2, 2, 2)
+    with pytest.raises(TransitionError, match="group 2 was admitted at version 2 and cannot hold tokens of version 0"):
+        await orchestrator.append(2, 2, b"", 0, 0.0)
+
+
 async def test_a_fork_begins_an_empty_log_at_its_checkpoint(opened: Opener) -> None:
     orchestrator, learner = await opened(groups_per_iteration=1)
     await learner.begin(41)

@@ -138,7 +138,7 @@ class LogMachine(RuleBasedStateMachine):
         index, attempt = self.pick(data)
         if outcome == "append":
             admitted = self.model.groups[index].version if index < len(self.model.groups) else 0
-            self.append_one(index, attempt, data.draw(st.integers(admitted, max(admitted, self.model.version))))
+            self.append_one(index, attempt, data.draw(st.integers(max(0, admitted - 1), max(admitted, self.model.version))))
         elif outcome == "drop":
             self.drop_one(index, attempt)
         else:
@@ -188,6 +188,12 @@ class LogMachine(RuleBasedStateMachine):
         self.checkpoint = self.model.version
         if release:
             self.both(lambda: self.learner.release(self.checkpoint), lambda: self.model.release(self.checkpoint))
+
+    @rule(stragglers=st.integers(0, 2), newest_first=st.booleans())
+    def an_iteration_passes(self, stragglers: int, newest_first: bool) -> None:
+        self.admit(self.model.size * (self.model.staleness + 1))
+        self.most_groups_end(newest_first, stragglers)
+        self.train(expire=False, crash=False)
 
     @rule(kind=st.sampled_from(["plan", "version", "begin", "release"]), by=st.sampled_from([-3, -2, -1, 1, 2, 3]))
     def the_learner_is_confused(self, kind: str, by: int) -> None:
