@@ -19,7 +19,7 @@ FloatArray = NDArray[np.float32]
 
 IGNORE = -100
 """A target that is not trained on, as torch's cross entropy has it."""
-OVERHEAD_FLOPS = 2.4e9
+OVERHEAD_FLOPS = 1.2e9
 """Fixed cost of one more micro-batch (launching a few hundred small operators), as the arithmetic done in that time."""
 
 

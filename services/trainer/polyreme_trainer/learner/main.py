@@ -55,10 +55,7 @@ class Learner:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
         self.redis_url, self.run_id = redis_url, run_id
         self.policy = build_policy(config, device)
-        settings = config.trainer.optimizer
-        self.optimizer = Optimizer(
-            self.policy, Adam(settings.beta1, settings.beta2, settings.eps, settings.weight_decay, settings.clip_grad)
-        )
+        self.optimizer = self.make_optimizer()
         self.layout = data_layout(config, self.policy, device)
         self.reference: Policy | None = None
         self.writer = VersionWriter(self.policy, ranks, run_id, writes=self.layout.data_rank == 0)
@@ -67,6 +64,12 @@ class Learner:
         self.history: list[alarms.Observation] = []
         self.alarmed: set[str] = set()
         ranks.tell(self.open_desk)
+
+    def make_optimizer(self) -> Optimizer:
+        """An optimizer of the policy as it is now: in bfloat16 it keeps a full-precision copy of the weights from here on."""
+        settings = self.config.trainer.optimizer
+        adam = Adam(settings.beta1, settings.beta2, settings.eps, settings.weight_decay, settings.clip_grad)
+        return Optimizer(self.policy, adam)
 
     async def open_desk(self) -> None:
         self.desk = await Desk.open(self.redis_url, self.run_id)
@@ -107,6 +110,7 @@ class Learner:
             version = 0
             self.gate_logits(self.config.model.path)
             self.warm_start()
+            self.optimizer = self.make_optimizer()
         slot, sealed, generation, _ = self.write(version)
         self.ranks.tell(lambda: self.desk.experience.begin(version))
         if fresh:
@@ -135,7 +139,6 @@ class Learner:
             sft.run_phase(self.policy, optimizer, self.layout, phase, ids, mask, (self.config.seed, number), report)
         if phases:
             seconds = time.perf_counter() - began
-            self.optimizer.zero_grad()
             self.ranks.tell(lambda: self.desk.run.emit({"kind": "sft_done", "seconds": seconds}))
 
     def iterate(self, iteration: int) -> bool:

@@ -5,6 +5,7 @@ collective's deadline passes however long the wait; when it fails, it tells them
 """
 
 import asyncio
+import logging
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -19,6 +20,7 @@ HEARTBEAT_SECONDS = 2.0
 _WAITING, _ANSWER, _FAILED = 0, 1, 2
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class LeaderError(PolyremeError):
@@ -57,8 +59,7 @@ class Ranks:
         try:
             answer = self._runner.run(self._with_heartbeat(question()))
         except BaseException as error:
-            code = error.exit_code if isinstance(error, PolyremeError) else 1
-            self._send(_FAILED, struct.pack("<i", code) + f"{type(error).__name__}: {error}"[:2000].encode())
+            self._tell_failure(error)
             raise
         self._send(_ANSWER, answer)
         return answer
@@ -84,6 +85,13 @@ class Ranks:
             return task.result()
         finally:
             task.cancel()
+
+    def _tell_failure(self, error: BaseException) -> None:
+        code = error.exit_code if isinstance(error, PolyremeError) else 1
+        try:
+            self._send(_FAILED, struct.pack("<i", code) + f"{type(error).__name__}: {error}"[:2000].encode())
+        except RuntimeError as lost:
+            log.warning("other ranks are gone: %s", lost)
 
     def _send(self, kind: int, payload: bytes) -> None:
         if self.world_size == 1:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from polyreme.config import RunConfig
+from polyreme.errors import ConfigError
 from polyreme_trainer.learner.ranks import Ranks
 from polyreme_trainer.model import atomic, checkpoint
 from polyreme_trainer.model.export import export_hf
@@ -44,11 +45,20 @@ class Saves:
         """Puts the newest checkpoint whose digests hold into policy and optimizer. Collective.
 
         Returns:
-            Its version; None when there is none.
+            Its version; None when the run has no checkpoint yet.
+
+        Raises:
+            ConfigError: there are checkpoints, and every one is damaged.
         """
 
         async def find() -> bytes:
             found = await asyncio.to_thread(checkpoint.newest, self._root)
+            if found is None and (damaged := checkpoint.find(self._root)):
+                raise ConfigError(
+                    f"an undamaged checkpoint in {self._root}",
+                    f"{len(damaged)}, none with the bytes that were saved",
+                    "Restore one from a copy, or start another run with --fork.",
+                )
             return str(found.iteration).encode() if found else b""
 
         answer = self._ranks.ask(find)

@@ -1,0 +1,62 @@
+"""The iteration's record and observation, from made-up groups."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from polyreme_trainer.learner.metrics import iteration_record, observe
+from polyreme_trainer.learner.ranks import join, split
+from polyreme_trainer.learner.step import Trained
+
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from polyreme.experience import GroupRecord, RewardPart, SampleRecord
+
+TRAINED = Trained(policy_loss=-0.1, kl=0.0, clip_fraction=0.0, mismatch_kl=1e-9, grad_norm=0.5, trained_samples=2)
+SECONDS = {"iteration": 2.0, "wait": 1.0, "train": 0.5, "write": 0.1}
+
+
+def sample(length: int, score: float, reason: int = FINISH_REASON_STOP, version: int = 4) -> SampleRecord:
+    return SampleRecord(
+        token_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.full(length, -0.5, dtype=np.float32),
+        loss_mask=np.ones(length, dtype=np.uint8),
+        finish_reason=reason,
+        spans=[(version, 0, length)],
+        score=score,
+        parts=[RewardPart("exact", raw=score, weighted=2 * score)],
+    )
+
+
+GROUPS = [
+    GroupRecord(0, 1, np.array([1], dtype=np.int32), [sample(4, 1.0), sample(20, 0.0)], generate_seconds=0.7, score_seconds=0.1),
+    GroupRecord(
+        1, 1, np.array([1], dtype=np.int32), [sample(1, 0.0), sample(15, 0.0, FINISH_REASON_LENGTH, 3)], generate_seconds=0.4
+    ),
+]
+
+
+def test_the_record() -> None:
+    record = iteration_record(5, GROUPS, TRAINED, 1e-4, SECONDS, now=100.0)
+    json.dumps(record)
+    assert record["reward/mean"] == 0.25
+    assert record["reward/exact"] == 0.25
+    assert (record["response/length_mean"], record["response/length_max"]) == (10.0, 20)
+    assert record["stop/length_fraction"] == 0.25
+    assert record["entropy"] == pytest.approx(0.5)
+    assert (record["staleness/mean"], record["staleness/max"]) == (0.25, 1)
+    assert (record["time/generate"], record["time/score"], record["time/train"]) == (0.7, 0.1, 0.5)
+    assert (record["tokens/generated"], record["tokens_per_second"], record["samples_per_second"]) == (40, 20.0, 2.0)
+
+
+def test_the_observation() -> None:
+    seen = observe(5, GROUPS, TRAINED, 1e-4, changed_tensors=7)
+    assert (seen.reward_min, seen.reward_max) == (0.0, 1.0)
+    assert (seen.empty_fraction, seen.repetitive_fraction, seen.length_stop_fraction) == (0.25, 0.0, 0.25)
+    assert (seen.changed_tensors, seen.mismatch_kl) == (7, 1e-9)
+
+
+@given(st.lists(st.binary(max_size=50), max_size=10))
+def test_joined_payloads_come_apart_again(parts: list[bytes]) -> None:
+    assert split(join(parts)) == parts
