@@ -200,6 +200,7 @@ def _prepare_environment(config: RunConfig) -> None:
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # other processes of the run share these cores
             OMP_NUM_THREADS=str(config.rollout.threads),
             OMP_WAIT_POLICY="PASSIVE",
+            TORCHDYNAMO_DISABLE="1",  # the sampler would be compiled, again for new batch sizes, for seconds in mid-generation
         )
     if config.device == "npu":
         os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # reloading needs weights in their plain format
