@@ -130,7 +130,9 @@ def render(config: RunConfig, progress: Progress, status: str) -> RenderableType
         sft = progress.sft
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
     rewards = [record["reward/mean"] for _, record in sorted(progress.iterations.items())]
-    parts: list[RenderableType] = [head, ProgressBar(total=config.iterations, completed=done, width=60)]
+    bar = Table.grid()  # alone, a bar does not end its line
+    bar.add_row(ProgressBar(total=config.iterations, completed=done, width=60))
+    parts: list[RenderableType] = [head, bar]
     if rewards:
         parts += [Text(f"reward   {sparkline(rewards[-60:])}  {rewards[-1]:.3f}", "green"), _table(progress)]
     if progress.replicas:

@@ -37,17 +37,17 @@ def test_a_run_learns_and_leaves_what_it_promises(task: Path) -> None:
     assert not up.leftovers()
 
     rewards = [record["reward/mean"] for record in up.records("iteration")]
-    assert len(rewards) == 16
+    assert len(rewards) == 8
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.3, rewards
     assert all(record["staleness/max"] == 0 for record in up.records("iteration"))
     assert all(record["mismatch_kl"] < 1e-4 for record in up.records("iteration"))
 
     summary = json.loads((up.run_dir / "summary.json").read_text())
-    assert summary["accuracy_before"] < 0.5 < summary["accuracy_after"]
-    assert summary["iterations"] == 16
+    assert summary["accuracy_before"] < 0.5 < summary["accuracy_after"], (rewards, up.records("eval"), up.records("commit"))
+    assert summary["iterations"] == 8
     assert summary["sft_seconds"] > 0 < summary["rl_seconds"]
-    assert len(list((up.run_dir / "samples").glob("iteration_*.jsonl"))) == 16
-    samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration_0016.jsonl").read_text().splitlines()]
+    assert len(list((up.run_dir / "samples").glob("iteration_*.jsonl"))) == 8
+    samples = [json.loads(line) for line in (up.run_dir / "samples" / "iteration_0008.jsonl").read_text().splitlines()]
     assert len(samples) == 64
     assert all(sample["score"] == float(sample["response"] == RIGHT) for sample in samples)
     assert list((up.run_dir / "tensorboard").iterdir())

@@ -46,7 +46,7 @@ def make_task(folder: Path) -> Path:
     write("sft.jsonl", [{"prompt": prompt(), "response": rng.choice("0123456789")} for _ in range(60 * 32)])
     tree = {
         "output_dir": "runs",
-        "iterations": 16,
+        "iterations": 8,
         "groups_per_iteration": 8,
         "group_size": 8,
         "eval_samples": 40,
