@@ -97,15 +97,14 @@ async def test_answers_are_those_of_the_pushed_weights(kind: Kind, parallel: int
 
 
 async def broken_version_is_rolled_back(learner: Learner, there: Any, weights: dict[str, np.ndarray]) -> None:
-    """A version whose last norm has the wrong shape: right digests, right names, and no way to load it."""
-    specs = [
-        TensorSpec(name, "F32", (3,) if name == "model.norm.weight" else array.shape) for name, array in sorted(weights.items())
-    ]
+    """A version with one tensor of the wrong shape, inside a fused layer: right digests, right names, and no way to load it."""
+    wrong = "model.layers.1.self_attn.k_proj.weight"
+    specs = [TensorSpec(name, "F32", (3, 3) if name == wrong else array.shape) for name, array in sorted(weights.items())]
     good = learner.layout
     aliases = {tensor.name: tensor.alias_of for tensor in good.tensors if tensor.alias_of}
     learner.layout = plan_manifest(specs, aliases)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await learner.push(there.weights, 5, {name: array for name, array in weights.items() if name != "model.norm.weight"})
+        await learner.push(there.weights, 5, {name: array for name, array in weights.items() if name != wrong})
     learner.layout = good
     assert refused.value.code() == grpc.StatusCode.INTERNAL
     assert "version 2 is served again" in refused.value.details()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
@@ -64,6 +65,7 @@ class PolicyWorker:
         started = time.perf_counter()
         try:
             if self.polyreme_half_loaded:
+                _forget_buffered(self.model_runner.model)
                 self._polyreme_finalize()
             self.polyreme_half_loaded = True
             self._polyreme_reload(parts)
@@ -108,6 +110,15 @@ def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torc
         for tensor in manifest.tensors:
             if not tensor.alias_of:
                 yield tensor.name, torch.from_numpy(views[tensor.name]).view(TORCH_DTYPES[tensor.dtype])
+
+
+def _forget_buffered(model: Any) -> None:
+    """What a failed load has buffered for layers it did not complete: finalizing would load that again, and fail again."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
 
 
 def _pack_tied_head(model: Any) -> None:
