@@ -57,7 +57,7 @@ class Store(Redis):
         cancels = task.cancelling() if task else 0
         while True:
             try:
-                reply = await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+                reply = await super().execute_command(*args, **options)
                 if task and task.cancelling() > cancels:
                     # Python 3.11's wait_for, with which the client sends, loses a cancellation that comes as it completes.
                     raise asyncio.CancelledError

@@ -279,10 +279,15 @@ class LogMachine(RuleBasedStateMachine):
             self.runner.close()
 
 
-def test_the_log_does_what_its_reference_does(redis_url: str) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_the_log_does_what_its_reference_does(redis_url: str, examples: int) -> None:
     run_state_machine_as_test(
         lambda: LogMachine(redis_url),
         settings=settings(
-            max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+            max_examples=examples,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
         ),
     )
