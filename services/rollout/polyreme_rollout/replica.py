@@ -6,6 +6,7 @@ under way get their time, and then the engine ends.
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -62,11 +63,14 @@ def serve_replica(redis_url: str, run_id: str | None, place: Place) -> None:
     _check_ports(place)
     orders = asyncio.run(_fetch(redis_url, run_id))
     with tempfile.TemporaryDirectory(prefix="polyreme-rollout-") as directory:
+        # vLLM leaves its sockets and rendezvous files behind: they go with ours.
+        os.environ["TMPDIR"] = tempfile.tempdir = directory
+        (model_dir := Path(directory) / "model").mkdir()
         for name, data in orders.model_files.items():
-            (Path(directory) / Path(name).name).write_bytes(data)
+            (model_dir / Path(name).name).write_bytes(data)
         from polyreme_rollout.engine.vllm import start
 
-        engine = start(orders.config, Path(directory))
+        engine = start(orders.config, model_dir)
         try:
             asyncio.run(_serve(engine, orders, redis_url, place))
         finally:
@@ -110,8 +114,9 @@ async def _serve(engine: Any, orders: Orders, redis_url: str, place: Place) -> N
         await server.set_ready(service.ready)
 
     def add(grpc_server: Any) -> None:
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, metrics, announce), grpc_server)
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)  # type: ignore[no-untyped-call]
+        weights = WeightsService(swapper, metrics, announce)
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(weights, grpc_server)  # type: ignore[no-untyped-call]
 
     names = [module.DESCRIPTOR.services_by_name[name].full_name for module, name in
              ((rollout_pb2, "RolloutService"), (weights_pb2, "WeightsService"))]  # fmt: skip

@@ -31,14 +31,15 @@ def effective_weights(model: Any) -> dict[str, torch.Tensor]:
 def digests(model: Any) -> dict[str, tuple[list[int], int]]:
     """Shape and xxh3_64 of the bytes of each of `effective_weights`; minus zero counts as zero."""
     return {
-        name: (list(tensor.shape), xxhash.xxh3_64_intdigest((tensor + 0.0).contiguous().view(torch.uint8).numpy()))
+        name: (list(tensor.shape), xxhash.xxh3_64_intdigest((tensor + 0.0).contiguous().view(torch.uint8).numpy().data))
         for name, tensor in effective_weights(model).items()
     }
 
 
 def model_dtype(model: Any) -> torch.dtype:
     """Of its largest parameters: norms may be kept wider."""
-    return next(parameter.dtype for parameter in model.parameters() if parameter.dim() == 2)
+    dtype: torch.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.dim() == 2)
+    return dtype
 
 
 def _width(layer: Any) -> int | None:

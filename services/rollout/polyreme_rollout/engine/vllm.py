@@ -92,7 +92,7 @@ class VllmEngine:
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
         # Outputs every CHUNK_TOKENS tokens, where vLLM can: one wake-up per chunk instead of one per token.
         self._interval = {"stream_interval": CHUNK_TOKENS} if "stream_interval" in sampling_params.__struct_fields__ else {}
-        self._processes = multiprocessing.active_children()
+        self._processes = {child.pid: child for child in multiprocessing.active_children() if child.pid}
 
     async def open(self) -> None:
         """Learns what the model is made of. Raises EngineDeadError."""
@@ -172,9 +172,9 @@ class VllmEngine:
         self.llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self.llm = None  # its finalizer fails when the interpreter is half gone
         log.debug("vLLM shut down in %.1f s", time.perf_counter() - started)
-        for process in self._processes:
+        for pid, process in self._processes.items():
             with suppress(ProcessLookupError):
-                os.killpg(process.ident, signal.SIGKILL)
+                os.killpg(pid, signal.SIGKILL)
             process.join(SHUTDOWN_SECONDS)
 
     async def _call(self, awaitable: Any) -> Any:
@@ -228,11 +228,11 @@ def _openai_app(llm: Any, model_dir: Path, served_name: str, loop: asyncio.Abstr
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # until 0.31
+    except ImportError:  # in older releases
         from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+        from vllm.entrypoints.openai.cli_args import make_arg_parser  # type: ignore[import-not-found, no-redef]
 
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = make_arg_parser(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
     arguments = parser.parse_args(["--model", str(model_dir), "--served-model-name", served_name])
     app = build_app(arguments, ("generate",), llm.model_config)
     asyncio.run_coroutine_threadsafe(init_app_state(llm, app.state, arguments, ("generate",)), loop).result()

@@ -99,7 +99,7 @@ class PolicyWorker:
 
     def _polyreme_finalize(self) -> None:
         with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
-            finalize_layerwise_reload(self.model_runner.model, self.model_config)
+            finalize_layerwise_reload(self.model_runner.model, self.model_config)  # type: ignore[no-untyped-call]
 
 
 def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
@@ -123,7 +123,7 @@ def _forget_buffered(model: Any) -> None:
 
 def _pack_tied_head(model: Any) -> None:
     """Reloading a tied embedding leaves the head's packed copy (CPU) as it was: every token would come from the old head."""
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)
 
