@@ -219,12 +219,20 @@ async def read(url: str, body: Any = None) -> bytes:
     return await asyncio.to_thread(call)
 
 
+@pytest.fixture
+def emptied(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A temporary directory for the replica, with a path short enough for sockets; nothing may be left in it."""
+    files = Path(tempfile.mkdtemp())
+    monkeypatch.setenv("TMPDIR", str(files))
+    yield
+    files.rmdir()  # fails when it is not empty
+
+
 @pytest.mark.real
-async def test_term_drains_and_leaves_no_files(redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("emptied")
+async def test_term_drains_and_leaves_no_files(redis_url: str, tmp_path: Path) -> None:
     run_id = f"test-{uuid.uuid4().hex[:12]}"
     model = tiny_model("tied", tmp_path / "model", hidden_size=128)
-    files = Path(tempfile.mkdtemp())  # a short path: sockets go there
-    monkeypatch.setenv("TMPDIR", str(files))
     async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model)) as there:
         learner = Learner.of(run_id, model)
         await learner.push(there.weights, 0, next(versions(model, 1)))
@@ -239,7 +247,6 @@ async def test_term_drains_and_leaves_no_files(redis_url: str, tmp_path: Path, m
         assert time.monotonic() - started < 20
         assert not psutil.wait_procs(family, timeout=0)[1]
         learner.arena.close()
-    files.rmdir()  # it is empty
 
 
 @pytest.mark.parametrize("option", ["--port", "--http-port"])
