@@ -11,14 +11,14 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request, Response
 from fastapi.encoders import jsonable_encoder
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from polyreme_reward.grpc_service import API
 from polyreme_reward.items import Item, Status, printable
 from polyreme_reward.metrics import Metrics
-from polyreme_reward.scorer import BadBatch, Refused, Scored, Scorer
+from polyreme_reward.scorer import BATCH_LIMIT, BadBatch, Refused, Scored, Scorer
 
 
 class PaddleNlpRequest(BaseModel):
@@ -61,7 +61,7 @@ class NativeItem(BaseModel):
 
 
 class NativeRequest(BaseModel):
-    items: list[NativeItem]
+    items: list[NativeItem] = Field(min_length=1, max_length=BATCH_LIMIT)
 
 
 class NativePart(BaseModel):
@@ -211,7 +211,7 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
     async def is_ready() -> Response:
         return JSONResponse({"ready": ready[0]}, 200 if ready[0] else 503)
 
-    @app.get("/metrics", summary="Prometheus metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, summary="Prometheus metrics")
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -243,4 +243,5 @@ def _columns(answers: Sequence[Scored]) -> dict[str, list[float]]:
 
 
 def _unprocessable(message: str) -> Response:
-    return JSONResponse({"detail": message}, 422)
+    """A 422 in FastAPI's own form, for what its validation does not see."""
+    return JSONResponse({"detail": [{"type": "value_error", "loc": ["body"], "msg": message}]}, 422)
