@@ -19,7 +19,7 @@ class Observation:
     reward_min: float
     reward_max: float
     trained_samples: int
-    """Samples with a non-zero advantage (or under a KL penalty)."""
+    """Samples with an advantage other than zero."""
     learning_rate: float
     changed_tensors: int
     """Weight tensors whose bytes differ from the previous version's."""

@@ -77,7 +77,7 @@ class Trained:
     grad_norm: float
     """Mean over the optimizer steps, before clipping."""
     trained_samples: int
-    """Samples that had a gradient."""
+    """Samples with an advantage other than zero. (Under a KL penalty the others have a gradient too, but perhaps none at first.)"""
 
 
 class PolicyLoss:
@@ -177,7 +177,7 @@ def train_iteration(
         clip_fraction=clipped / max(1.0, run),
         mismatch_kl=mismatch / max(1.0, run),
         grad_norm=float(np.mean(norms)),
-        trained_samples=len(moving),
+        trained_samples=len(with_gradient(sequences, kl_coef=0.0)),
     )
 
 
