@@ -13,8 +13,8 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,9 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would import everything again, for seconds
-    _leash()
-    return VllmEngine(AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True), SamplingParams, model_dir)
+    with _leashed():
+        llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
+    return VllmEngine(llm, SamplingParams, model_dir)
 
 
 class VllmEngine:
@@ -206,19 +207,25 @@ def _prepare_environment(config: RunConfig) -> None:
         os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # reloading needs weights in their plain format
 
 
-def _leash() -> None:
-    """From here on every forked process dies with its parent; the first generation leads a process group of its own."""
-    service, parent = os.getpid(), [0]
+@contextmanager
+def _leashed() -> Iterator[None]:
+    """Processes forked here, and all that they fork, die with their parents; the first lead a process group of their own."""
+    service, parent, armed = os.getpid(), [0], [True]
 
     def before() -> None:
         parent[0] = os.getpid()
 
     def in_child() -> None:
-        die_with_parent(parent[0])
-        if parent[0] == service:
-            os.setpgid(0, 0)
+        if armed[0]:
+            die_with_parent(parent[0])
+            if parent[0] == service:
+                os.setpgid(0, 0)
 
-    os.register_at_fork(before=before, after_in_child=in_child)
+    os.register_at_fork(before=before, after_in_child=in_child)  # for good: there is no way to take it back
+    try:
+        yield
+    finally:
+        armed[0] = False
 
 
 def _openai_app(llm: Any, model_dir: Path, served_name: str, loop: asyncio.AbstractEventLoop) -> Any:
