@@ -10,6 +10,7 @@ idle engine waits without spinning. `throughput_vs_engine` (>= 0.9, stretch 0.97
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # read when torch is loaded
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np

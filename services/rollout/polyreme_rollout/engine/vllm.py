@@ -37,6 +37,7 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
         model_dir: config and tokenizer files; no weights are read.
     """
     _prepare_environment(config)
+    import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -72,6 +73,7 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would import everything again, for seconds
+        torch.set_num_threads(rollout.threads)  # forked processes inherit it, also when torch was imported before
     with _leashed():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
     return VllmEngine(llm, SamplingParams, model_dir)
