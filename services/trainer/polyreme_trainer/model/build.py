@@ -1,7 +1,7 @@
 """The megatron-core model of a Hugging Face architecture, and the process groups it is sharded over.
 
-The model is megatron-core's own GPTModel with its parallel layers; four of its slots are filled from this package: core attention,
-both norms and the activation. Dropout is off everywhere, so a forward pass in training and one in evaluation are the same function.
+The model is megatron-core's own GPTModel; some of its slots are filled from this package: core attention, norms, the activation,
+and parallel linear layers that differ from its own in how the product is computed. Dropout is off everywhere, so a forward pass in training and one in evaluation are the same function.
 """
 
 import os
@@ -18,15 +18,14 @@ from polyreme_trainer.model.architecture import Architecture
 from polyreme_trainer.model.attention import Attention
 from polyreme_trainer.model.device import Device
 from polyreme_trainer.model.functional import rms_norm, swiglu
+from polyreme_trainer.model.linear import ColumnParallel, RowParallel
 from polyreme_trainer.model.mcore import (
     MLP,
     AttnMaskType,
-    ColumnParallelLinear,
     GPTModel,
     IdentityOp,
     MLPSubmodules,
     ModuleSpec,
-    RowParallelLinear,
     SelfAttention,
     SelfAttentionSubmodules,
     TransformerBlockSubmodules,
@@ -87,13 +86,6 @@ class RmsNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-
-class RowParallel(RowParallelLinear):
-    """megatron-core's layer, told its own process group at each call (it passes None and warns)."""
-
-    def _forward_impl(self, **kwargs: Any) -> Tensor:
-        return super()._forward_impl(**{**kwargs, "tp_group": self.tp_group})  # type: ignore[no-any-return]
 
 
 class Swiglu(torch.nn.Module):
@@ -172,7 +164,7 @@ def _block_spec(arch: Architecture, layers: int) -> TransformerBlockSubmodules:
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=ColumnParallel,
                     core_attention=Attention,
                     linear_proj=RowParallel,
                     q_layernorm=IdentityOp,
@@ -184,7 +176,7 @@ def _block_spec(arch: Architecture, layers: int) -> TransformerBlockSubmodules:
             mlp=ModuleSpec(
                 module=MLP,
                 params={"ffn_hidden_size": arch.ffn},
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallel, activation_func=Swiglu),
+                submodules=MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=RowParallel, activation_func=Swiglu),
             ),
             mlp_bda=_residual,
         ),

@@ -55,7 +55,8 @@ class Device:
     def rng_state(self) -> dict[str, Any]:
         """State of all generators, as plain containers and tensors."""
         name, keys, *rest = np.random.get_state(legacy=True)
-        state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+        numpy_state = (name, np.asarray(keys).tolist(), *rest)
+        state: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
         if self.kind != "cpu":
             state["device"] = getattr(torch, self.kind).get_rng_state()
         return state

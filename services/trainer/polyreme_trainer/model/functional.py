@@ -1,6 +1,7 @@
 """The point-wise pieces of a transformer layer as single autograd nodes: same values as the textbook forms, fewer passes over memory.
 
-Each node keeps only its inputs (and a row statistic) for the backward pass and writes gradients without temporaries where it can.
+Each node keeps its inputs, and what is dear to compute again, for the backward pass, and writes gradients without temporaries where it
+can.
 Tokens are rows: all take [tokens, features] or any leading shape, in the dtype of the input; statistics are fp32.
 """
 
@@ -34,7 +35,7 @@ class _RmsNorm(Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
-    return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+    return _RmsNorm.apply(x, weight, eps)
 
 
 def _statistic(x: Tensor) -> torch.dtype:
@@ -44,26 +45,27 @@ def _statistic(x: Tensor) -> torch.dtype:
 class _Swiglu(Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        activated = torch.nn.functional.silu(gate)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (grad,) = grads
-        (gate_up,) = ctx.saved_tensors
+        gate_up, activated = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
-        torch.mul(torch.nn.functional.silu(gate), grad, out=grad_up)
+        torch.mul(activated, grad, out=grad_up)
         grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
         return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020). `gate_up` is [..., 2 * ffn], gate first; the result is [..., ffn]."""
-    return _Swiglu.apply(gate_up)  # type: ignore[no-any-return]
+    return _Swiglu.apply(gate_up)
 
 
 class _Rotary(Function):
@@ -94,4 +96,4 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x: [batch, length, heads, dim].
         cos, sin: [length, 1, dim / 2].
     """
-    return _Rotary.apply(x, cos, sin)  # type: ignore[no-any-return]
+    return _Rotary.apply(x, cos, sin)

@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -14,11 +15,11 @@ from polyreme.errors import ConfigError
 class HfTensors(Mapping[str, Tensor]):
     """Tensors by name, read from memory-mapped files when asked for."""
 
-    def __init__(self, files: Mapping[str, "safe_open"]) -> None:
+    def __init__(self, files: Mapping[str, Any]) -> None:
         self._files = files
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
+        return self._files[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -31,7 +32,7 @@ class HfTensors(Mapping[str, Tensor]):
 def open_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[HfTensors]:
     """Opens the directory's weights, checked to hold every tensor of `shapes`. Raises ConfigError."""
     with contextlib.ExitStack() as stack:
-        files = {}
+        files: dict[str, Any] = {}
         for file in _weight_files(Path(path)):
             handle = stack.enter_context(safe_open(file, framework="pt"))
             files |= dict.fromkeys(handle.keys(), handle)

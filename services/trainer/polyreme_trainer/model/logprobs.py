@@ -85,4 +85,4 @@ def token_logprobs(
     Returns:
         fp32 [tokens] log-probabilities in nats, and the entropies [tokens] or None.
     """
-    return _TokenLogprobs.apply(logits, targets, start, valid, temperature, group, with_entropy)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(logits, targets, start, valid, temperature, group, with_entropy)

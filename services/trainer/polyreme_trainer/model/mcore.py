@@ -10,7 +10,11 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        linear_with_grad_accumulation_and_async_allreduce,
+    )
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
@@ -46,5 +50,6 @@ __all__ = [
     "finalize_model_grads",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
+    "linear_with_grad_accumulation_and_async_allreduce",
     "parallel_state",
 ]

@@ -88,7 +88,7 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Moments and step counts of this rank: plain containers, numbers and tensors (not copies)."""
-        return self._inner.state_dict()  # type: ignore[no-any-return]
+        return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave on a rank of the same layout."""

@@ -19,6 +19,7 @@ from polyreme_trainer.model.attention import Batch
 from polyreme_trainer.model.build import build_module, rank
 from polyreme_trainer.model.device import Device
 from polyreme_trainer.model.hf_files import open_tensors
+from polyreme_trainer.model.linear import linear
 from polyreme_trainer.model.logprobs import token_logprobs
 from polyreme_trainer.model.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, parallel_state
 
@@ -167,13 +168,12 @@ class Policy:
         rows = self.module.embedding(input_ids=ids.reshape(1, -1), position_ids=None)
         batch = Batch(size=size, width=width, cos=cos, sin=sin)
         hidden = self.module.decoder(hidden_states=rows, attention_mask=None, packed_seq_params=batch)
-        return hidden.squeeze(1)  # type: ignore[no-any-return]
+        return hidden.squeeze(1)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits [rows, this rank's columns]."""
-        weight = self.module.shared_embedding_or_output_weight() if self.arch.tied else None
-        logits, _bias = self.module.output_layer(hidden, weight=weight)
-        return logits  # type: ignore[no-any-return]
+        weight = self.module.shared_embedding_or_output_weight() if self.arch.tied else self.module.output_layer.weight
+        return linear(hidden, weight, None, parallel_state.get_tensor_model_parallel_group(), self.rank.tp > 1)
 
     def _rotary_angles(self, width: int) -> tuple[Tensor, Tensor]:
         """cos and sin [width, 1, head_dim / 2], computed once, in fp32."""
