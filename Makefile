@@ -25,7 +25,8 @@ test: $(VENV)/.dev
 
 ## bench: every benchmark; the last line of each is one JSON object
 bench: $(VENV)/.dev
-	for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	failed=; for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || failed="$$failed $$script"; done; \
+	if [ -n "$$failed" ]; then echo "targets missed:$$failed"; exit 1; fi
 
 ## lint: style and types
 lint: $(VENV)/.dev

@@ -67,7 +67,7 @@ def group(index: int, version: int, rng: np.random.Generator) -> GroupRecord:
                 pb.FINISH_REASON_STOP,
                 [(version, 0, length)],
                 score,
-                [RewardPart("exact_match", score, score, "1")],
+                [RewardPart("exact", score, score, "1")],
                 "7 + 5 = 12; " * (length // 6),
             )
         )

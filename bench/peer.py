@@ -17,11 +17,12 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 from typing import Any
 
-from peer_tasks import ROOT, Task, demo_task, short_task, up
+from peer_side.tasks import ROOT, Task, demo_task, short_task, up
 
 TARGET = {"demo_throughput_vs_trl": 1.5, "demo_time_to_80_vs_trl": 0.8, "short_throughput_vs_trl": 0.7, "service_tax": 0.2}
 AT_MOST = {"demo_time_to_80_vs_trl", "service_tax"}
@@ -29,6 +30,7 @@ SAMPLES = 32 * 8
 WARM_UP = 3  # iterations that do not count
 FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.threads=2")
 GATE = 0.8
+SIDE = ROOT / "bench" / "peer_side"
 
 
 def trl_python(work: Path) -> Path:
@@ -47,7 +49,7 @@ def trl_python(work: Path) -> Path:
 
 def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
     """Step seconds and evaluations of TRL."""
-    command = [python, ROOT / "bench" / "peer_trl.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
+    command = [python, SIDE / "trl.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
     settings = [
         "--steps",
         steps,
@@ -77,8 +79,15 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
         "trainer.optimizer.warmup=0",
     ]
     evaluation = [f"data.eval={task.eval}"] if eval_interval else ["data.eval=null"]
-    number = sum(1 for _ in work.glob(f"runs/{name}-*"))
-    run_dir = up(task.config, f"output_dir={work / 'runs'}", f"name={name}-{number}", f"model.path={task.model}", "trainer.sft=[]", *FASTEST, *settings, *evaluation)  # fmt: skip
+    run_dir = up(
+        task.config,
+        work / "runs",
+        f"{name}-{time.time_ns()}",
+        *(f"model.path={task.model}", "trainer.sft=[]"),
+        *FASTEST,
+        *settings,
+        *evaluation,
+    )
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluated = {record["version"]: record for record in records if record["kind"] == "eval"}
     seconds, lengths = [], []
@@ -95,7 +104,7 @@ def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
     """Median seconds of an iteration's parts in one process."""
     command = [
         sys.executable,
-        ROOT / "bench" / "peer_parts.py",
+        SIDE / "parts.py",
         task.config,
         f"model.path={task.model}",
         "trainer.sft=[]",

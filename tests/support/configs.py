@@ -17,7 +17,7 @@ def run_config(folder: Path, **changes: Any) -> RunConfig:
             "model": {"path": folder / "model"},
             "data": {"train": folder / "train.jsonl", "max_prompt_tokens": 32},
             "rollout": {"max_new_tokens": 32, "max_model_len": 64},
-            "reward": {"rewards": [{"name": "exact_match"}]},
+            "reward": {"rewards": [{"name": "exact"}]},
             "trainer": {"optimizer": {"lr": 1e-3}},
         }
     )

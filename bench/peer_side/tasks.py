@@ -9,11 +9,12 @@ import json
 import random
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "running_total"
 
 
@@ -44,14 +45,13 @@ class Task:
         return target
 
 
-def up(config: Path, *overrides: str, seconds: float = 900) -> Path:
+def up(config: Path, output_dir: Path, name: str, *overrides: str, seconds: float = 900) -> Path:
     """Runs `polyreme up` to its end. Returns the run directory."""
-    command = [sys.executable, "-m", "polyreme.cli", "up", str(config), *overrides]
+    command = [sys.executable, "-m", "polyreme", "up", str(config), f"output_dir={output_dir}", f"name={name}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    (run_dir,) = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("run  ") and "/" in line][-1:]
-    return Path(run_dir)
+    return output_dir / name
 
 
 def demo_task(work: Path) -> Task:
@@ -90,7 +90,7 @@ def short_task(work: Path) -> Task:
                 "model": {"path": "fresh"},
                 "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 8},
                 "rollout": {"max_new_tokens": 8, "max_model_len": 32},
-                "reward": {"rewards": [{"name": "exact_match"}]},
+                "reward": {"rewards": [{"name": "exact"}]},
                 "trainer": {
                     "optimizer": {"lr": 1e-5},
                     "sft": [{"data": "sft.jsonl", "steps": 200, "batch_size": 96, "lr": 2e-3, "warmup": 20, "cooldown": 80}],
@@ -105,7 +105,8 @@ def _warmed(task: Task) -> Task:
     if not (task.model / "config.json").exists():
         task.model.parent.mkdir(parents=True, exist_ok=True)
         print(f"warming up the policy of task {task.name}", flush=True)
-        run_dir = up(task.config, f"output_dir={task.model.parent / 'runs'}", "name=warm-up", "iterations=1", "eval_interval=0", "data.eval=null")  # fmt: skip
+        runs = task.model.parent / "runs"
+        run_dir = up(task.config, runs, f"warm-up-{time.time_ns()}", "iterations=1", "eval_interval=0", "data.eval=null")
         (run_dir / "hf" / "iteration-000000").rename(task.model)
     return task
 
