@@ -81,6 +81,8 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
 
     import numpy as np
     import torch
+
+    from polyreme.config import AlgorithmConfig, ParallelConfig
     from polyreme_trainer.learner.batch import Sequences
     from polyreme_trainer.learner.step import Layout, PolicyLoss, optimize
     from polyreme_trainer.model.architecture import Architecture
@@ -88,8 +90,6 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     from polyreme_trainer.model.device import Device
     from polyreme_trainer.model.optimizer import Adam, Optimizer
     from polyreme_trainer.model.policy import Policy
-
-    from polyreme.config import AlgorithmConfig, ParallelConfig
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)

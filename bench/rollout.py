@@ -23,11 +23,11 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # read whe
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
-from polyreme_rollout.engine.vllm import start
-from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config
 
 from polyreme.config import RunConfig
 from polyreme.log.store import EmbeddedServer
+from polyreme_rollout.engine.vllm import start
+from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config
 
 TARGET = {"throughput_vs_engine": 0.9}
 RUN_ID = "bench-rollout"

@@ -28,10 +28,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from polyreme_trainer.learner.fleet import Commit
-from polyreme_trainer.learner.publish import Publisher
-from polyreme_trainer.model import layout
-from polyreme_trainer.model.architecture import Architecture, Rope
 from safetensors.torch import load_file
 
 from polyreme import rpc
@@ -47,6 +43,10 @@ from polyreme.rundir import read_model_files
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+from polyreme_trainer.learner.fleet import Commit
+from polyreme_trainer.learner.publish import Publisher
+from polyreme_trainer.model import layout
+from polyreme_trainer.model.architecture import Architecture, Rope
 
 LEAST = {"arena_vs_memcpy": 0.5}
 MOST = {"stall_over_reload_ms": 25.0}

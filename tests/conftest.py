@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from support.configs import run_config
 
 from polyreme.log.run import Run
 from polyreme.log.store import EmbeddedServer, connect
+from support.configs import run_config
 
 
 @pytest.fixture(scope="session")

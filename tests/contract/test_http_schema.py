@@ -4,15 +4,15 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from polyreme import rpc
+from polyreme.api.v1 import reward_pb2
 from polyreme_reward.http_api import make_app
 from polyreme_reward.inline import InlineReward
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.rules import make_rule
 from polyreme_reward.scorer import Scorer
 from support.rewards import EXACT, serving
-
-from polyreme import rpc
-from polyreme.api.v1 import reward_pb2
 
 schemathesis = pytest.importorskip("schemathesis")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+
 from support.raw_http import raw_server, reply
 from support.rewards import EXACT, item, scoring, serving
 

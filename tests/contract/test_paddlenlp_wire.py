@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import requests
+
 from support.raw_http import raw_server, reply
 from support.rewards import EXACT, item, scoring, serving, summary
 

@@ -5,10 +5,10 @@ import asyncio
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.rewards import EXACT, serving
 
 from polyreme import rpc
 from polyreme.api.v1 import reward_pb2
+from support.rewards import EXACT, serving
 
 
 def request(*responses: str, label: str = "3", keys: bool = False) -> reward_pb2.ScoreRequest:

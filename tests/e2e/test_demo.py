@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from support.whole_run import RIGHT, Up, make_task
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

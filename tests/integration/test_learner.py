@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from support import learning
-from support.configs import run_config
-from support.models import tiny_model
-from support.ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from polyreme.config import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
 from polyreme.experience import GroupRecord
+from support import learning
+from support.configs import run_config
+from support.models import tiny_model
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.real
 

@@ -6,6 +6,7 @@ One start of the ranks runs every check of a layout, because starting costs more
 from pathlib import Path
 
 import pytest
+
 from support import model_checks as checks
 from support.models import tiny_model
 from support.ranks import run_ranks

@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from polyreme_trainer.learner import fleet
-from polyreme_trainer.learner.publish import Publisher
-from support.receiver import Receiver, lease, replica, serving
 
 from polyreme.config import parse_config
 from polyreme.errors import StaleTermError, UnavailableError
@@ -21,6 +18,9 @@ from polyreme.log.store import EmbeddedServer, connect
 from polyreme.registry import Registry
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+from polyreme_trainer.learner import fleet
+from polyreme_trainer.learner.publish import Publisher
+from support.receiver import Receiver, lease, replica, serving
 
 LAYOUT = plan_manifest([TensorSpec("embed", "F32", (7, 4)), TensorSpec("norm", "BF16", (5,))], {"head": "embed"})
 CONFIG = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from polyreme_reward.items import Item
 from support.rewards import scoring, summary
 

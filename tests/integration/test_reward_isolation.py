@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.rewards import item, scoring, summary
 
 from polyreme.errors import ConfigError
+from support.rewards import item, scoring, summary
 
 PLUGIN = '''
 import ctypes, os, signal, sys, threading, time

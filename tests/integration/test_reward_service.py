@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 from redis.asyncio import Redis
-from support.configs import run_config
-from support.rewards import reward_config
 
 from polyreme import rpc
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
+from support.configs import run_config
+from support.rewards import reward_config
 
 SLOW = "import time\ndef reward(response):\n    time.sleep(float(response))\n    return 1.0\n"
 

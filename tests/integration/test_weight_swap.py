@@ -21,11 +21,11 @@ import numpy as np
 import psutil
 import pytest
 import xxhash
-from support.models import Kind, tiny_model
-from support.replicas import Learner, generate, hf_weights, model_files, replica, request, rollout_config
 
 from polyreme.api.v1 import rollout_pb2
 from polyreme.weights.manifest import TensorSpec, plan_manifest
+from support.models import Kind, tiny_model
+from support.replicas import Learner, generate, hf_weights, model_files, replica, request, rollout_config
 
 TESTS = Path(__file__).resolve().parents[1]
 PROMPT = [5, 6, 7, 8, 9]

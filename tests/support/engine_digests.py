@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from polyreme_rollout.engine.base import ArenaSource
-from polyreme_rollout.engine.vllm import VllmEngine, start
-
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest
+from polyreme_rollout.engine.base import ArenaSource
+from polyreme_rollout.engine.vllm import VllmEngine, start
 from support.replicas import rollout_config
 
 

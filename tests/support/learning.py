@@ -6,6 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_STOP
+from polyreme.config import AlgorithmConfig, RunConfig, SftPhase
+from polyreme.experience import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.grpo import group_advantages
 from polyreme_trainer.learner.batch import Sequences, collect
 from polyreme_trainer.learner.main import data_layout
@@ -18,11 +23,6 @@ from polyreme_trainer.model.device import Device
 from polyreme_trainer.model.optimizer import Adam, Optimizer
 from polyreme_trainer.model.policy import Policy, build_policy
 from polyreme_trainer.stages import sft
-from safetensors.torch import save_file
-
-from polyreme.api.v1.experience_pb2 import FINISH_REASON_STOP
-from polyreme.config import AlgorithmConfig, RunConfig, SftPhase
-from polyreme.experience import GroupRecord, SampleRecord
 
 LR = 1e-3
 ADAM = Adam(eps=1e-6)
@@ -149,10 +149,9 @@ def rank_0_waits_then_fails(seconds: str) -> None:
     import asyncio
     from datetime import timedelta
 
+    from polyreme.errors import GateError
     from polyreme_trainer.learner import ranks as module
     from polyreme_trainer.learner.ranks import LeaderError
-
-    from polyreme.errors import GateError
 
     module.HEARTBEAT_SECONDS = 0.2
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1.5))

@@ -5,6 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polyreme.config import ParallelConfig
+from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.model import checkpoint, layout
 from polyreme_trainer.model.architecture import Architecture
 from polyreme_trainer.model.build import init_parallel
@@ -13,11 +18,6 @@ from polyreme_trainer.model.export import export_hf
 from polyreme_trainer.model.mcore import parallel_state
 from polyreme_trainer.model.optimizer import Adam, Optimizer
 from polyreme_trainer.model.policy import IGNORE, Policy
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from polyreme.config import ParallelConfig
-from polyreme.errors import ConfigError, RunFailedError
 
 TOLERANCE = 1e-5
 

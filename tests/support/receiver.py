@@ -8,10 +8,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from polyreme_rollout.engine.base import ArenaSource, Delta, EngineRequest, Loaded, LoadError
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.swap import Swapper
-from polyreme_rollout.weights_service import WeightsService
 
 from polyreme import rpc
 from polyreme.api.v1 import weights_pb2 as pb
@@ -19,6 +15,10 @@ from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.registry import Lease, Registry
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
+from polyreme_rollout.engine.base import ArenaSource, Delta, EngineRequest, Loaded, LoadError
+from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.swap import Swapper
+from polyreme_rollout.weights_service import WeightsService
 
 SERVICE = "polyreme.api.v1.WeightsService"
 

@@ -5,15 +5,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+
+from polyreme import rpc
+from polyreme.api.v1 import reward_pb2_grpc
+from polyreme.config import RewardConfig
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import Scored, Scorer
 from polyreme_reward.server import Addresses, serve
-
-from polyreme import rpc
-from polyreme.api.v1 import reward_pb2_grpc
-from polyreme.config import RewardConfig
 
 EXACT = {"name": "exact", "options": {"after": "#"}}
 

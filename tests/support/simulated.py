@@ -13,13 +13,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from polyreme_rollout.engine.simulated import SimulatedEngine
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import Limits
-from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.swap import Swapper
-from polyreme_rollout.weights_service import WeightsService
-from polyreme_trainer.learner.push import Link, Version
 
 from polyreme import API_VERSION, rpc
 from polyreme.api.v1 import rollout_pb2_grpc, weights_pb2_grpc
@@ -31,6 +24,13 @@ from polyreme.registry import Lease, Registry
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
+from polyreme_rollout.engine.simulated import SimulatedEngine
+from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.requests import Limits
+from polyreme_rollout.service import Identity, RolloutService
+from polyreme_rollout.swap import Swapper
+from polyreme_rollout.weights_service import WeightsService
+from polyreme_trainer.learner.push import Link, Version
 from support.tiny_tokenizer import CHARS, SPECIAL, model_files
 
 VOCAB = len(SPECIAL) + len(CHARS)

@@ -7,10 +7,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from support.configs import run_config
 
 from polyreme.config import RunConfig, known_keys, load_config, parse_config
 from polyreme.errors import ConfigError
+from support.configs import run_config
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`polyreme reward`: one reward server, of a run in Redis or on its own."""
+"""`polyreme reward`: one reward server, of a run in Redis or on its own; `polyreme reward test FILE`: its rewards tried out."""
 
 import asyncio
 import gc
@@ -19,6 +19,7 @@ _ATTACH_SECONDS = 60.0
 
 
 def reward(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[test FILE.jsonl]", help="Score a file and end.")] = None,
     redis: Annotated[str | None, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with a `reward` section: serve it without a run.")] = None,
@@ -28,9 +29,23 @@ def reward(
 ) -> None:
     """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
     logs.setup("reward")
+    if words:
+        _test(words, config)
+        return
     if config is None and redis is None:
         raise ConfigError("--redis URL or --config FILE", "neither", "Name the run's Redis, or a YAML file to serve alone.")
     asyncio.run(_serve(redis, run, config, host, port, http_port))
+
+
+def _test(words: list[str], config: Path | None) -> None:
+    if len(words) != 2 or words[0] != "test" or config is None:
+        raise ConfigError("polyreme reward test FILE.jsonl --config FILE", " ".join(words), "Write it like this.")
+    from rich.console import Console
+
+    from polyreme_reward.trial import try_rewards
+
+    if asyncio.run(try_rewards(load_reward_config(config), Path(words[1]), Console())):
+        raise typer.Exit(1)
 
 
 async def _serve(redis: str | None, run_id: str | None, path: Path | None, host: str, port: int, http_port: int) -> None:

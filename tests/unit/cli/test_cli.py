@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from support.configs import run_config
 
 

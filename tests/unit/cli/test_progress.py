@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.configs import run_config
 
 from polyreme import live
 from polyreme.plan import plan_lines, redis_bytes
 from polyreme.progress import Progress
+from support.configs import run_config
 
 
 def iteration(number: int, time: float, seconds: float = 2.0, wait: float = 1.0, **fields: Any) -> dict[str, Any]:

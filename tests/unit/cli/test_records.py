@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from polyreme_trainer.records import Recorder, scalars
-from support.configs import run_config
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.config import RunConfig
 from polyreme.errors import StoreError
 from polyreme.experience import GroupRecord, RewardPart, SampleRecord, encode_group
+from polyreme_trainer.records import Recorder, scalars
+from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
 

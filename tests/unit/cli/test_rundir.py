@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from support.configs import run_config
 
 from polyreme.config import RunConfig
 from polyreme.errors import ConfigError, UnavailableError
@@ -23,6 +22,7 @@ from polyreme.rundir import (
     read_model_files,
     read_run_file,
 )
+from support.configs import run_config
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from polyreme_trainer.supervisor import Trainer, trainer_units
 
 from polyreme.config import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.log.run import Run, RunState
 from polyreme.supervision import ChildFailedError, Program, Unit
+from polyreme_trainer.supervisor import Trainer, trainer_units
 
 UNTIL_DRAINED = """
 import os, redis, time

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from support.configs import run_config
 
 from polyreme.errors import StaleTermError, StoreError
 from polyreme.log.ledger import Admission, ExperienceLog, Plan, Role, StaleAttemptError, TransitionError
 from polyreme.log.run import Run, RunState
+from support.configs import run_config
 
 Pair = tuple[ExperienceLog, ExperienceLog]
 Opener = Callable[..., Awaitable[Pair]]

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from support.configs import run_config
-from support.log_model import Illegal, LogModel, Stale
 
 from polyreme.errors import StaleTermError
 from polyreme.log.audit import Snapshot
@@ -19,6 +17,8 @@ from polyreme.log.ledger import ExperienceLog, Plan, Role, StaleAttemptError, Tr
 from polyreme.log.run import Run
 from polyreme.log.scripts import Scripts
 from polyreme.log.store import connect
+from support.configs import run_config
+from support.log_model import Illegal, LogModel, Stale
 
 FOREVER, AT_ONCE = 1e6, 0.0
 

@@ -4,11 +4,11 @@ import math
 import numpy as np
 import pytest
 from redis.asyncio import Redis
-from support.configs import run_config
 
 from polyreme.errors import ConfigError, RunFailedError, UnavailableError
 from polyreme.log.run import CURRENT, Run, RunState
 from polyreme.log.scripts import TransitionError
+from support.configs import run_config
 
 
 async def test_everything_given_can_be_read_elsewhere(redis: Redis, run: Run) -> None:

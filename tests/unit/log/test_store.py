@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
-from support.configs import run_config
-from support.proxy import bad_network
 
 from polyreme.errors import StoreError
 from polyreme.log import store
 from polyreme.log.ledger import ExperienceLog, Role
 from polyreme.log.run import Run
 from polyreme.log.store import EmbeddedServer, connect
+from support.configs import run_config
+from support.proxy import bad_network
 
 
 @pytest.fixture

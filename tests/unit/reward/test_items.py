@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from polyreme_reward.items import Item, RewardError, Status, failed, judge
 
 

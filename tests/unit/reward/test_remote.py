@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
+
+from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, Status
 from polyreme_reward.remote.endpoints import Endpoints
 from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
 from polyreme_reward.remote.reward import HttpReward
-
-from polyreme.errors import ConfigError
 
 ITEMS = [Item("k", "p", "r", "r<eos>", "l", '{"a": 1}'), Item("", "q", "s", "", "m")]
 

@@ -6,12 +6,12 @@ from decimal import Decimal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from polyreme.errors import ConfigError
 from polyreme_reward.inline import InlineReward
 from polyreme_reward.items import Item, RewardError, Status
 from polyreme_reward.rules import builtin_version, make_rule
 from polyreme_reward.rules.answers import last_number
-
-from polyreme.errors import ConfigError
 
 
 def ask(name: str, response: str, label: str, **options: object) -> object:

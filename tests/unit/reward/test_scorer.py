@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+
 from polyreme_reward.items import Item, Outcome, Status, failed, ok
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import BadBatch, Refused, Scorer

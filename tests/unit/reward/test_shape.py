@@ -1,10 +1,10 @@
 """Choices, tags, puzzles, lengths and repetitions."""
 
 import pytest
-from polyreme_reward.items import Item, RewardError
-from polyreme_reward.rules import BUILTINS, make_rule
 
 from polyreme.errors import ConfigError
+from polyreme_reward.items import Item, RewardError
+from polyreme_reward.rules import BUILTINS, make_rule
 
 
 def ask(name: str, response: str, label: str = "", **options: object) -> object:

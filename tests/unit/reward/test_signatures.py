@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from polyreme_reward.items import Item, RewardError, judge
-from polyreme_reward.plugins.signatures import adapt
 
 from polyreme.errors import ConfigError
+from polyreme_reward.items import Item, RewardError, judge
+from polyreme_reward.plugins.signatures import adapt
 
 ITEM = Item("key", "Q: 1+2=", "3", "3<eos>", "3", '{"data_source": "sums", "level": 2, "extra_info": {"split": "train"}}')
 

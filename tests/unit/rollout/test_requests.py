@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from polyreme_rollout.requests import InvalidRequestError, Limits, plan_slots
 from support.replicas import request
 

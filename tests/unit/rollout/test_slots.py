@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from polyreme_rollout.engine.base import Delta
-from polyreme_rollout.slots import CHUNK_TOKENS, SlotProgress, pack_ids, unpack_ids
 
 from polyreme.api.v1 import experience_pb2
+from polyreme_rollout.engine.base import Delta
+from polyreme_rollout.slots import CHUNK_TOKENS, SlotProgress, pack_ids, unpack_ids
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from polyreme_rollout.arenas import ArenaCache
-from polyreme_rollout.engine.base import ArenaSource
-from polyreme_rollout.swap import FAILURES_TO_QUARANTINE, Refusal, Staging, Swapper, VersionId
-from support.receiver import MemoryEngine
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+from polyreme_rollout.arenas import ArenaCache
+from polyreme_rollout.engine.base import ArenaSource
+from polyreme_rollout.swap import FAILURES_TO_QUARANTINE, Refusal, Staging, Swapper, VersionId
+from support.receiver import MemoryEngine
 
 LAYOUT = plan_manifest([TensorSpec("a", "F32", (3,)), TensorSpec("b", "F32", (2, 2))], {"c": "a"})
 NAMES = frozenset({"a", "b"})

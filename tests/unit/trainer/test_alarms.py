@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+
 from polyreme_trainer.learner.alarms import CONSTANT_FOR, SUSTAINED_FOR, Observation, check, is_repetitive
 
 WELL = Observation(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from polyreme_trainer.algorithms.grpo import STD_FLOOR, group_advantages
 from polyreme_trainer.algorithms.losses import clipped_surrogate, k3, mismatch_kl
 

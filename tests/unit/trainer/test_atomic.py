@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from polyreme_trainer.model.atomic import new_directory
 
 

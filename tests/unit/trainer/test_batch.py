@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from polyreme.experience import GroupRecord, SampleRecord
 from polyreme_trainer.learner.batch import (
     IGNORE,
     Sequences,
@@ -17,8 +19,6 @@ from polyreme_trainer.learner.batch import (
     split_steps,
     with_gradient,
 )
-
-from polyreme.experience import GroupRecord, SampleRecord
 
 lengths_of = st.lists(st.integers(2, 60), min_size=0, max_size=40).map(lambda x: np.array(x, dtype=np.int64))
 

@@ -6,12 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from polyreme_trainer.data import load_examples, load_prompts, read_rows
-from polyreme_trainer.template import Template
-from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
 from polyreme.config import DataConfig
 from polyreme.errors import ConfigError, DataError
+from polyreme_trainer.data import load_examples, load_prompts, read_rows
+from polyreme_trainer.template import Template
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
 
 @pytest.fixture

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from polyreme_trainer.model.functional import rms_norm, rotary, swiglu
-from polyreme_trainer.model.linear import linear
-from polyreme_trainer.model.logprobs import token_logprobs
-from polyreme_trainer.model.optimizer import learning_rate
 from torch import Tensor
 from torch.autograd import gradcheck
 
 from polyreme.config import OptimizerConfig
+from polyreme_trainer.model.functional import rms_norm, rotary, swiglu
+from polyreme_trainer.model.linear import linear
+from polyreme_trainer.model.logprobs import token_logprobs
+from polyreme_trainer.model.optimizer import learning_rate
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from polyreme.errors import GateError
 from polyreme_trainer.learner import gates
 from polyreme_trainer.learner.batch import IGNORE
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate
 from support.models import tiny_model
-
-from polyreme.errors import GateError
 
 LIMIT = LIMITS["float32"]
 

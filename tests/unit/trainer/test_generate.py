@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from polyreme.api.v1 import experience_pb2, rollout_pb2
+from polyreme.errors import UnavailableError
+from polyreme.log.ledger import ExperienceLog
 from polyreme_rollout.engine.base import Sampling
 from polyreme_rollout.engine.simulated import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.drafts import BadStreamError, Drafts, merged
 from polyreme_trainer.orchestrator.fleet import Fleet
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
-
-from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme.errors import UnavailableError
-from polyreme.log.ledger import ExperienceLog
 
 PROMPT = np.array([7, 8, 9], dtype=np.int32)
 STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH

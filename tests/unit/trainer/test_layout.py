@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from polyreme.errors import ConfigError
 from polyreme_trainer.model import layout
 from polyreme_trainer.model.architecture import Architecture, Rope
 from polyreme_trainer.model.layout import Rank
-
-from polyreme.errors import ConfigError
 
 
 @st.composite

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from polyreme_trainer.learner.metrics import iteration_record, observe
-from polyreme_trainer.learner.ranks import join, split
-from polyreme_trainer.learner.step import Trained
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from polyreme.experience import GroupRecord, RewardPart, SampleRecord
+from polyreme_trainer.learner.metrics import iteration_record, observe
+from polyreme_trainer.learner.ranks import join, split
+from polyreme_trainer.learner.step import Trained
 
 TRAINED = Trained(policy_loss=-0.1, kl=0.0, clip_fraction=0.0, mismatch_kl=1e-9, grad_norm=0.5, trained_samples=2)
 SECONDS = {"iteration": 2.0, "wait": 1.0, "train": 0.5, "write": 0.1}

@@ -8,6 +8,11 @@ import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+
+from polyreme.errors import ConfigError, DataError, RunFailedError, StaleTermError, UnavailableError
+from polyreme.lifecycle import Child
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import RunState
 from polyreme_reward.server import serve
 from polyreme_rollout.engine.base import Sampling
 from polyreme_rollout.engine.simulated import Failures, Lengths, sample
@@ -16,11 +21,6 @@ from polyreme_trainer.orchestrator.main import orchestrate
 from polyreme_trainer.orchestrator.order import row_of, slot_seed
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import CHAT_TEMPLATE
-
-from polyreme.errors import ConfigError, DataError, RunFailedError, StaleTermError, UnavailableError
-from polyreme.lifecycle import Child
-from polyreme.log.ledger import ExperienceLog
-from polyreme.log.run import RunState
 
 FAST = {"lengths": Lengths(20, spread=0.5)}
 PLUGIN = """

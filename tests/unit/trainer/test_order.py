@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from polyreme_trainer.orchestrator.order import pass_order, row_of, slot_seed
 
 

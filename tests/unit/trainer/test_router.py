@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from polyreme_trainer.orchestrator.router import Target, choose, rest_after
 
 targets = st.lists(

@@ -5,11 +5,11 @@ import json
 import time
 
 import pytest
+
+from polyreme.errors import UnavailableError
 from polyreme_reward.server import serve
 from polyreme_trainer.orchestrator.score import Health, Question, Rewards, ScoreError
 from support.simulated import ROWS, config_tree, make_run
-
-from polyreme.errors import UnavailableError
 
 PLUGIN = """
 import json, pathlib, time

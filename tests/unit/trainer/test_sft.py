@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, select
 
 from polyreme.config import SftPhase
+from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, select
 
 
 def phase(**changes: object) -> SftPhase:

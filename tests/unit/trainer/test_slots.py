@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from polyreme_trainer.learner.slots import Slots
 
 steps = st.lists(

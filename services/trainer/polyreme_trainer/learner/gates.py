@@ -82,7 +82,9 @@ def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
 def load_hf(path: Path, dtype: str) -> torch.nn.Module:
     """The Hugging Face model of a directory, on the CPU, in evaluation mode."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
     return model.requires_grad_(False).eval()
 

@@ -6,6 +6,7 @@ to replicas is the same mapping in both directions.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -49,7 +50,6 @@ class Policy:
         self.rank = rank()
         self.slices = layout.rank_slices(arch, self.rank)
         self._params = dict(self.module.named_parameters())
-        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         per_rank = layout.padded_vocab(arch, self.rank.tp) // self.rank.tp
         self._vocab_start = self.rank.tp_rank * per_rank
         self._vocab_valid = max(0, min(per_rank, arch.vocab - self._vocab_start))
@@ -164,9 +164,9 @@ class Policy:
         size, width = ids.shape
         if width > self.arch.max_position:
             raise ValueError(f"{width} positions, but the model has {self.arch.max_position}")
-        cos, sin = self._rotary_angles(width)
+        cos, sin = self._rotary_angles
         rows = self.module.embedding(input_ids=ids.reshape(1, -1), position_ids=None)
-        batch = Batch(size=size, width=width, cos=cos, sin=sin)
+        batch = Batch(size=size, width=width, cos=cos[:width], sin=sin[:width])
         hidden = self.module.decoder(hidden_states=rows, attention_mask=None, packed_seq_params=batch)
         return hidden.squeeze(1)
 
@@ -175,15 +175,13 @@ class Policy:
         weight = self.module.shared_embedding_or_output_weight() if self.arch.tied else self.module.output_layer.weight
         return linear(hidden, weight, None, parallel_state.get_tensor_model_parallel_group(), self.rank.tp > 1)
 
-    def _rotary_angles(self, width: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [width, 1, head_dim / 2], computed once, in fp32."""
-        if not self._angles:
-            frequencies = torch.tensor(self.arch.rope.inverse_frequencies(self.arch.head_dim), dtype=torch.float32)
-            angles = torch.outer(torch.arange(self.arch.max_position, dtype=torch.float32), frequencies).unsqueeze(1)
-            dtype = DTYPES[self.dtype][0]
-            self._angles[0] = angles.cos().to(self.device.torch, dtype), angles.sin().to(self.device.torch, dtype)
-        cos, sin = self._angles[0]
-        return cos[:width], sin[:width]
+    @cached_property
+    def _rotary_angles(self) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position, [max_position, 1, head_dim / 2], computed in fp32."""
+        frequencies = torch.tensor(self.arch.rope.inverse_frequencies(self.arch.head_dim), dtype=torch.float32)
+        angles = torch.outer(torch.arange(self.arch.max_position, dtype=torch.float32), frequencies).unsqueeze(1)
+        cos, sin = (part.to(self.device.torch, DTYPES[self.dtype][0]) for part in (angles.cos(), angles.sin()))
+        return cos, sin
 
     def _gather_params(self) -> dict[int, dict[str, Tensor]]:
         """Every tensor rank's parameters, on the first one."""
