@@ -1,0 +1,75 @@
+"""The guide to rewards does what it says: its files are written, its commands are run."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyreme_reward.rules import BUILTINS
+
+GUIDE = Path(__file__).parents[2] / "docs" / "rewards.md"
+BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The guide's files, with a free port in place of the one they name."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    for _, info, text in BLOCK.findall(GUIDE.read_text()):
+        if info.startswith("file="):
+            (tmp_path / info.removeprefix("file=")).write_text(text.replace("8731", port))
+    return tmp_path
+
+
+def commands() -> list[str]:
+    return [text for language, info, text in BLOCK.findall(GUIDE.read_text()) if (language, info) == ("sh", "run")]
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "COLUMNS": "160"}
+    return subprocess.run(["bash", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_python_reward(folder: Path) -> None:
+    done = run(commands()[0], folder)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"1 .*OK .* 1 .* 1 .* It is Paris\. .* Paris", done.stdout)
+    assert "mean 0.375 of 2, 0 without a score" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the guide's server is written for node")
+def test_the_server_in_another_language(folder: Path) -> None:
+    done = run(commands()[1], folder)
+    assert done.returncode == 0, done.stderr
+    assert "mean 0.5 of 2, 0 without a score" in done.stdout
+
+
+def test_a_failure_shows_and_ends_with_an_error(folder: Path) -> None:
+    (folder / "samples.jsonl").write_text('{"response": "3", "label": "3"}\n\n{"response": "3"}\n')
+    (folder / "rewards.yaml").write_text("reward: {rewards: [{name: exact}]}\n")
+    done = run(commands()[0], folder)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "ERROR" in done.stdout
+    assert "mean 1 of 1, 1 without a score" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [("", "none"), ("{", "line 1"), ('{"prompt": "p"}', "`response`"), ('{"response": 3}', "text under response")],
+)
+def test_a_file_that_cannot_be_read_is_one_clear_error(folder: Path, lines: str, said: str) -> None:
+    (folder / "samples.jsonl").write_text(lines)
+    done = run(commands()[0], folder)
+    assert (done.returncode, "Traceback" in done.stderr, said in done.stderr) == (2, False, True), done.stderr
+
+
+def test_the_table_names_every_builtin() -> None:
+    table = GUIDE.read_text().partition("## Built in")[2].partition("##")[0]
+    assert set(re.findall(r"^\| `(\w+)` \| .* \|$", table, re.MULTILINE)) - {"name"} == set(BUILTINS)
