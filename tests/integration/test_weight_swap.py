@@ -93,6 +93,9 @@ async def test_answers_are_those_of_the_pushed_weights(kind: Kind, parallel: int
             answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 32, 0)])))[0]
             assert answer.ids != ids
             assert answer.spans == [(9, 0, 32)]
+            assert not [
+                name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist_")
+            ]  # also while it runs: a kill leaves nothing
         finally:
             learner.arena.close()
 

@@ -13,10 +13,12 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.config import RunConfig
 from polyreme.lifecycle import die_with_parent
@@ -26,6 +28,8 @@ from polyreme_rollout.slots import CHUNK_TOKENS
 LOAD_SECONDS = 600.0
 SHUTDOWN_SECONDS = 10.0
 BATCHED_TOKENS = 8192  # of one step, prompts included
+
+_WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # of the tensor-parallel group on CPU
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +103,7 @@ class VllmEngine:
 
     async def open(self) -> None:
         """Learns what the model is made of. Raises EngineDeadError."""
+        _unname_shared_memory(self._processes)
         names = await self._call(self.llm.collective_rpc("polyreme_weight_names"))
         self.weight_names = frozenset(name for worker in names for name in worker)
 
@@ -228,6 +233,15 @@ def _leashed() -> Iterator[None]:
         yield
     finally:
         armed[0] = False
+
+
+def _unname_shared_memory(pids: Iterable[int]) -> None:
+    """Unlinks the memory that the workers of a started engine share: it lives while they do, and no kill leaves it behind."""
+    for pid in pids:
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            for mapping in process.memory_maps():
+                if mapping.path.startswith(_WORKERS_MEMORY):
+                    Path(mapping.path).unlink(missing_ok=True)
 
 
 def _openai_app(llm: Any, model_dir: Path, served_name: str, loop: asyncio.AbstractEventLoop) -> Any:
