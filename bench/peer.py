@@ -49,7 +49,7 @@ def trl_python(work: Path) -> Path:
 
 def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
     """Step seconds and evaluations of TRL."""
-    command = [python, SIDE / "trl.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
+    command = [python, SIDE / "trl_grpo.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
     settings = [
         "--steps",
         steps,

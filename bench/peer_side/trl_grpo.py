@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 
 arguments = argparse.ArgumentParser()
@@ -85,7 +86,7 @@ def reward(completions, completion_ids, answer, **_):
 
 
 config = GRPOConfig(
-    output_dir="/nonexistent",
+    output_dir=tempfile.mkdtemp(),
     learning_rate=options.lr,
     lr_scheduler_type="constant",
     max_steps=options.steps,
