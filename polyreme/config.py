@@ -324,7 +324,7 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
 
 def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
     """Makes the tree's relative paths absolute, in place."""
-    places = [(tree, *dotted.split(".")) for dotted in _PATHS]
+    places: list[tuple[Any, ...]] = [(tree, *dotted.split(".")) for dotted in _PATHS]
     for section, rows, key in (("trainer", "sft", "data"), ("reward", "rewards", "file")):
         listed = (tree.get(section) or {}).get(rows) if isinstance(tree.get(section), dict) else None
         places += [(row, key) for row in listed or [] if isinstance(row, dict)]
