@@ -114,9 +114,9 @@ async def _serve(engine: Any, orders: Orders, redis_url: str, place: Place) -> N
         await server.set_ready(service.ready)
 
     def add(grpc_server: Any) -> None:
-        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)  # type: ignore[no-untyped-call]
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
         weights = WeightsService(swapper, metrics, announce)
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(weights, grpc_server)  # type: ignore[no-untyped-call]
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(weights, grpc_server)
 
     names = [module.DESCRIPTOR.services_by_name[name].full_name for module, name in
              ((rollout_pb2, "RolloutService"), (weights_pb2, "WeightsService"))]  # fmt: skip

@@ -255,7 +255,7 @@ def _openai_app(llm: Any, model_dir: Path, served_name: str, loop: asyncio.Abstr
         from vllm.entrypoints.openai.api_server import build_app, init_app_state
         from vllm.entrypoints.openai.cli_args import make_arg_parser  # type: ignore[import-not-found, no-redef]
 
-    parser = make_arg_parser(FlexibleArgumentParser())  # type: ignore[no-untyped-call]
+    parser = make_arg_parser(FlexibleArgumentParser())
     arguments = parser.parse_args(["--model", str(model_dir), "--served-model-name", served_name])
     app = build_app(arguments, ("generate",), llm.model_config)
     asyncio.run_coroutine_threadsafe(init_app_state(llm, app.state, arguments, ("generate",)), loop).result()

@@ -99,7 +99,7 @@ class PolicyWorker:
 
     def _polyreme_finalize(self) -> None:
         with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
-            finalize_layerwise_reload(self.model_runner.model, self.model_config)  # type: ignore[no-untyped-call]
+            finalize_layerwise_reload(self.model_runner.model, self.model_config)
 
 
 def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torch.Tensor]]:

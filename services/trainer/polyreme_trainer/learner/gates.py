@@ -170,7 +170,7 @@ async def ask_replica(
     ids: list[list[np.ndarray]] = [[] for _ in range(samples)]
     logprobs: list[list[np.ndarray]] = [[] for _ in range(samples)]
     async with rpc.connect(address) as channel:
-        stub = pb_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = pb_grpc.RolloutServiceStub(channel)
         async for message in stub.Generate(request, timeout=CALL_SECONDS):
             for chunk in message.chunks:
                 ids[chunk.slot].append(np.frombuffer(chunk.token_ids, "<i4"))

@@ -129,7 +129,7 @@ def optimize(
     """
     optimizer.zero_grad()
     for batch in layout.micro_batches(sequences, indices):
-        loss(batch, model.logprobs(batch.ids, batch.targets, temperature).tokens).backward()  # type: ignore[no-untyped-call]
+        loss(batch, model.logprobs(batch.ids, batch.targets, temperature).tokens).backward()
     optimizer.set_lr(lr)
     return optimizer.step()
 
