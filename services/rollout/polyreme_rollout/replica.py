@@ -24,6 +24,7 @@ from polyreme.errors import UnavailableError
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.registry import Lease, LeaseKeeper, Registry
+from polyreme_rollout.scratch import scratch_directory
 
 FIND_RUN_SECONDS = 60.0
 DRAIN_SECONDS = 20.0
@@ -62,10 +63,10 @@ def serve_replica(redis_url: str, run_id: str | None, place: Place) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop has its own: leave files tidy
     _check_ports(place)
     orders = asyncio.run(_fetch(redis_url, run_id))
-    with tempfile.TemporaryDirectory(prefix="polyreme-rollout-") as directory:
+    with scratch_directory() as directory:
         # vLLM leaves its sockets and rendezvous files behind: they go with ours.
-        os.environ["TMPDIR"] = tempfile.tempdir = directory
-        (model_dir := Path(directory) / "model").mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+        (model_dir := directory / "model").mkdir()
         for name, data in orders.model_files.items():
             (model_dir / Path(name).name).write_bytes(data)
         from polyreme_rollout.engine.vllm import start
