@@ -46,7 +46,8 @@ def redis_bytes(config: RunConfig) -> int:
         + config.group_size * config.rollout.max_new_tokens * _TOKEN_BYTES
     )
     save_interval = config.trainer.save_interval or config.iterations
-    held = min(config.iterations, save_interval * config.trainer.keep_checkpoints) + 1 + config.max_staleness
+    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest stays in any case
+    held = min(config.iterations, since_oldest) + 1 + config.max_staleness
     return group * config.groups_per_iteration * held
 
 

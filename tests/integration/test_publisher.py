@@ -5,13 +5,14 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
+from polyreme import API_VERSION
 from polyreme.config import parse_config
-from polyreme.errors import StaleTermError, UnavailableError
+from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
 from polyreme.log.ledger import ExperienceLog, Role, Term
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import EmbeddedServer, connect
@@ -201,9 +202,28 @@ async def test_a_replica_that_cannot_map_is_said_so_at_once(world: World) -> Non
     async with world.replica("far") as receiver:
         await world.step()
         await world.notice("replica far", "cannot map", "No such file", "same /dev/shm")
-        with pytest.raises(UnavailableError, match=r"far .*quarantined: it cannot map"):
-            await world.publisher.wait_committed(0, 1, 0.05)
         assert list(receiver.calls) == ["Probe"]
+
+
+async def test_a_run_whose_replicas_are_all_quarantined_fails_and_says_why(world: World) -> None:
+    async with world.replica("bad") as bad:
+        bad.engine.broken_loads = 100
+        await world.step()
+        with pytest.raises(RunFailedError, match=r"bad quarantined: it failed 3 times; version 0: .*broken on command"):
+            await world.publisher.wait_committed(0, 1, 10)
+    state, reason = await world.run.state()
+    assert state is RunState.FAILED
+    assert "broken on command" in reason
+
+
+async def test_a_replica_of_another_api_gets_nothing(world: World) -> None:
+    newer = world.receiver()
+    async with serving(newer) as port, await world.registry.register(replace(lease("newer", port), api=API_VERSION + 1)):
+        await world.step()
+        async with world.replica("ours"):
+            commits = await world.publisher.wait_committed(0, 1, 10)
+    assert [commit.replica for commit in commits] == ["ours"]
+    assert not newer.calls
 
 
 async def test_a_hanging_replica_keeps_its_slots_until_the_deadline_and_no_longer(world: World) -> None:

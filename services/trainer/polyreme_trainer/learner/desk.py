@@ -18,6 +18,7 @@ from polyreme.log.store import connect
 from polyreme.registry import Registry
 from polyreme_trainer.data import load_prompts
 from polyreme_trainer.learner import gates
+from polyreme_trainer.learner.fleet import Commit
 from polyreme_trainer.learner.publish import Publisher
 from polyreme_trainer.template import Template
 
@@ -101,20 +102,27 @@ class Desk:
         if await self.run.check() is RunState.STARTING:
             await self.run.set_state(RunState.RUNNING)
 
-    async def committed(self, publisher: Publisher, version: int, config: RunConfig) -> None:
-        """Waits until the run's number of replicas serves `version`. Raises UnavailableError, DrainError, RunFailedError."""
-        wait = publisher.wait_committed(version, config.rollout.replicas, config.rollout.start_timeout)
-        await self.heed(wait, f"replicas at version {version}")
-
-    async def replica_answers(self, config: RunConfig, version: int) -> tuple[list[gates.Answer], list[gates.Answer]]:
-        """Greedy and sampled answers of every ready replica to a few training prompts.
+    async def committed(self, publisher: Publisher, version: int, config: RunConfig) -> list[Commit]:
+        """The commits of the replicas that serve `version`, once they are as many as the run wants.
 
         Raises:
-            UnavailableError: no replica holds a lease.
+            UnavailableError, DrainError, RunFailedError
+        """
+        wait = publisher.wait_committed(version, config.rollout.replicas, config.rollout.start_timeout)
+        return await self.heed(wait, f"replicas at version {version}")
+
+    async def replica_answers(
+        self, config: RunConfig, version: int, replicas: Sequence[Commit]
+    ) -> tuple[list[gates.Answer], list[gates.Answer]]:
+        """Greedy and sampled answers of these replicas to a few training prompts.
+
+        Raises:
+            UnavailableError: none of them holds a lease any more.
         """
         template = Template(await self.run.model_files(), config.data)
         prompts = _spread(load_prompts(config.data.train, config.data, template).prompts, gates.PROMPTS)
-        leases = await self.registry.leases("rollout")
+        names = {commit.replica for commit in replicas}
+        leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
         if not leases:
             raise UnavailableError("a rollout replica to compare with", "none with a lease", "See the replicas' logs.")
         max_new = min(gates.NEW_TOKENS, config.rollout.max_new_tokens)

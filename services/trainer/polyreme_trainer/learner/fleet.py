@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from polyreme.errors import UnavailableError
+from polyreme import API_VERSION
+from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
@@ -62,10 +63,12 @@ class Fleet:
         run, experience, registry: this loop's connection to the run.
         arena: where versions are.
         term: the learner's term.
+        wanted: how many replicas the run waits for.
     """
 
-    def __init__(self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int) -> None:
+    def __init__(self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int, wanted: int) -> None:
         self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
+        self._wanted = wanted
         self._slots = Slots(arena.slots)
         self._newest: Version | None = None
         self._replicas: dict[str, _Replica] = {}
@@ -77,12 +80,16 @@ class Fleet:
 
         Raises:
             StaleTermError: a replica, or the log, knows a newer learner.
+            RunFailedError: the run's replicas are all quarantined.
         """
         try:
             while not self._stopping:
                 for task in self._ended():
                     task.result()  # raises what ended it
-                await self._match({lease.id: lease for lease in await self._registry.leases("rollout")})
+                # A server of another API number is the orchestrator's to complain of.
+                leases = [lease for lease in await self._registry.leases("rollout") if lease.api == API_VERSION]
+                await self._match({lease.id: lease for lease in leases})
+                self._check_hope()
                 await self._until(lambda: self._stopping or self._ended() or None, LEASES_SECONDS)
         finally:
             for replica in self._replicas.values():
@@ -198,6 +205,15 @@ class Fleet:
             await self._stop(replica)
         self._notify()
         await self._notice(f"replica {replica.lease.id} at {replica.lease.address} is quarantined: {reason}")
+
+    def _check_hope(self) -> None:
+        """A run whose replicas have all been given up cannot go on; one of fewer than it wants may yet get another."""
+        if len(self._replicas) >= self._wanted and all(replica.quarantined for replica in self._replicas.values()):
+            raise RunFailedError(
+                "a rollout replica that takes weights",
+                "; ".join(f"{name} {replica.trouble}" for name, replica in self._replicas.items()),
+                "See the replicas' logs and mend the cause, then go on with --resume.",
+            )
 
     async def _stop(self, replica: _Replica) -> None:
         self._slots.drop(replica.lease.id)

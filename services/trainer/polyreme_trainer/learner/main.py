@@ -119,7 +119,6 @@ class Learner:
             self.reference = self.saves.reference(self.policy)
         hf = self.gate_logits(self.saves.hf_path(version))
         self.ranks.tell(partial(self.push, sealed, slot, generation))
-        self.ranks.tell(lambda: self.desk.committed(self.publisher, version, self.config))
         self.gate_replicas(version, hf)
         self.ranks.tell(lambda: self.desk.running())
         return version
@@ -229,7 +228,8 @@ class Learner:
         path, oldest = self.saves.save(version, self.policy, self.optimizer, facts, tensors)
 
         async def tell() -> None:
-            await self.desk.experience.release(oldest)
+            # The newest iteration's groups stay until the next save: its samples may not be in the run directory yet.
+            await self.desk.experience.release(max(0, min(oldest, version - 1)))
             hf_path = str(self.saves.hf_path(version))
             seconds = time.perf_counter() - began
             await self.desk.run.emit(
@@ -252,12 +252,15 @@ class Learner:
         return models[0] if models else None
 
     def gate_replicas(self, version: int, hf: torch.nn.Module | None) -> None:
-        """Every replica against the Hugging Face model (greedy) and against the learner (log-probabilities)."""
+        """Every replica that serves `version` against the Hugging Face model (greedy) and the learner (log-probabilities)."""
         sampled: list[gates.Answer] = []
 
         async def ask() -> bytes:
             assert hf is not None
-            greedy, answers = await self.desk.heed(self.desk.replica_answers(self.config, version), "replicas to answer")
+            replicas = await self.desk.committed(self.publisher, version, self.config)
+            greedy, answers = await self.desk.heed(
+                self.desk.replica_answers(self.config, version, replicas), "replicas to answer"
+            )
             await self.desk.gate(gates.greedy_gate(hf, greedy, self.limits))
             sampled.extend(answers)
             return join([np.array(part).tobytes() for part in (gates.stack(answers)[0].shape, *gates.stack(answers))])

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from polyreme.errors import PolyremeError
+from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.log.ledger import ExperienceLog, Term, TransitionError
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import connect
@@ -46,7 +46,7 @@ class Publisher:
 
     It has an event loop and a Redis connection of its own. `acquire_slot` and `wait_committed` are awaited in the caller's loop.
 
-    A defect in it fails the run; the loss of the term or of Redis ends this learner alone.
+    A defect in it fails the run, and so does the quarantine of every replica; the loss of the term or of Redis ends this learner alone.
 
     Args:
         redis_url, run_id: the run.
@@ -145,14 +145,16 @@ class Publisher:
                 self._life.set_exception(error)
 
     async def _follow(self, run: Run) -> None:
-        fleet = Fleet(run, ExperienceLog(run, self._term), Registry(run), self._arena, self._term.counter)
+        wanted = (await run.config()).rollout.replicas
+        fleet = Fleet(run, ExperienceLog(run, self._term), Registry(run), self._arena, self._term.counter, wanted)
         self._life.set_result(_Life(asyncio.get_running_loop(), fleet))
         try:
             await fleet.follow()
-        except PolyremeError:
-            raise
         except Exception as error:
+            if isinstance(error, PolyremeError) and not isinstance(error, RunFailedError):
+                raise
             # The learner may be waiting for samples, which would never come without a push: this ends its wait.
+            defect = f"the weight publisher failed: {type(error).__name__}: {error}"
             with suppress(TransitionError):
-                await run.set_state(RunState.FAILED, f"the weight publisher failed: {type(error).__name__}: {error}")
+                await run.set_state(RunState.FAILED, str(error) if isinstance(error, RunFailedError) else defect)
             raise
