@@ -179,16 +179,39 @@ def read_model_files(model_dir: Path) -> dict[str, bytes]:
 
 
 def check_inputs(config: RunConfig) -> None:
-    """Looks for the files that the configuration names. Raises ConfigError for the first that is missing."""
+    """Looks for the files that the configuration names, and at the model's context.
+
+    Raises:
+        ConfigError: for the first file that is missing; or samples could be longer than the model's context.
+    """
     if not list(config.model.path.glob("*.safetensors")):
         raise ConfigError(
             f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
+        )
+    longest = _context(config.model.path / "config.json")
+    if longest is not None and config.rollout.max_model_len > longest:
+        raise ConfigError(
+            f"rollout.max_model_len within the model's context of {longest} tokens (max_position_embeddings)",
+            str(config.rollout.max_model_len),
+            "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or take a model of longer context.",
         )
     named = {"data.train": config.data.train, "data.eval": config.data.eval}
     named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
     for key, path in named.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"a file at {key} = {path}", "nothing there", f"Set {key}, or make the file.")
+
+
+def _context(path: Path) -> int | None:
+    """`max_position_embeddings` of a model's config.json; None when there is none, or when scaling stretches it."""
+    try:
+        model = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None  # the model directory's check tells
+    except ValueError as error:
+        raise ConfigError(f"JSON in {path}", str(error), "Save the model with save_pretrained.") from None
+    scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    return None if scaled else model.get("max_position_embeddings")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -76,6 +76,11 @@ def test_a_missing_file_is_told(config_file: Path, tmp_path: Path) -> None:
     fails(polyreme("up", str(config_file), "model.path=nowhere"), 2, "model.path", "nowhere")
 
 
+def test_samples_longer_than_the_context_are_told(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 48}')
+    fails(polyreme("up", str(config_file)), 2, "rollout.max_model_len", "48", "64")
+
+
 def test_no_redis_at_the_url_is_told(config_file: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
