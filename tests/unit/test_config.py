@@ -1,5 +1,6 @@
 """The configuration: every mistake is an error that tells what to do, and what decides the weights decides the fingerprint."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,23 @@ def test_every_key_is_described_somewhere() -> None:
     keys = list(known_keys())
     assert len(keys) == len(set(keys))
     assert {"trainer.sft", "trainer.parallel.tensor", "reward.rewards"} <= set(keys)
+
+
+def test_every_key_is_read() -> None:
+    """By its name, somewhere outside the schema's own checks."""
+    root = Path(__file__).resolve().parents[2]
+    sources = [*(root / "polyreme").rglob("*.py"), *(root / "services").rglob("*.py")]
+    attributes = {
+        node.attr
+        for path in sources
+        for node in ast.walk(_without_validators(ast.parse(path.read_text())))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    assert [key for key in known_keys() if key.rpartition(".")[2] not in attributes] == []
+
+
+def _without_validators(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any("validator" in ast.unparse(mark) for mark in node.decorator_list):
+            node.body = [ast.Pass()]
+    return tree
