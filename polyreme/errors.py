@@ -21,6 +21,8 @@ class PolyremeError(Exception):
         self.expected, self.found, self.do = expected, found, do
 
     def __str__(self) -> str:
+        if self.found.startswith("expected "):  # an error passed on: its own message is the whole of it
+            return self.found
         return f"expected {self.expected}; found {self.found}. {self.do}"
 
 

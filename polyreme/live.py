@@ -103,7 +103,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
                 f"  accuracy {'-' if accuracy is None else format(accuracy, '.3f')}"
                 f"  length {record['response/length_mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
                 f"  {record['time/iteration']:.2f} s ({_shares(record)})  {versions}"
-                + "".join(f"  ALARM {text}" for text in record.get("alarms", ()))
+                + ("  ALARM" if record.get("alarms") else "")  # its record has the text, once
             )
         case "eval":
             return f"evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"

@@ -40,7 +40,6 @@ class Progress:
         match record.get("kind"):
             case "iteration":
                 self.iterations[record["iteration"]] = record
-                self.alarms.extend(f"iteration {record['iteration']}: {text}" for text in record.get("alarms", ()))
             case "eval":
                 self.evaluations[record["version"]] = record
             case "commit":

@@ -158,12 +158,14 @@ class Supervisor:
     def _judge(self, child: Child) -> None:
         """Raises when the child's end is the run's end."""
         status = child.poll()
-        why = last_error(child.log_tail(60)) or "its log says nothing"
+        said = last_error(child.log_tail(60))
+        why = said or "its log says nothing"
         if status == StaleTermError.exit_code:
             raise StaleTermError(f"{child.name} to keep its role", why, "Let the other process go on, or stop it.")
         if status not in FINAL_CODES and not self.draining and self._restarts < self._max_restarts:
             return
-        _log.error("the end of %s:\n%s", child.log_path, child.log_tail(25))
+        if status in FINAL_CODES and said:
+            raise ChildFailedError(child, said)
         spent = "" if status in FINAL_CODES or self.draining else f" after {self._restarts} restarts"
         raise ChildFailedError(child, f"{describe_end(child)}{spent}: {why}")
 

@@ -50,7 +50,7 @@ class Trainer:
         except PolyremeError as error:
             if not self._orphaned:
                 with suppress(PolyremeError):  # the store may be what is gone
-                    await self._run.set_state(RunState.FAILED, error.found)
+                    await self._run.set_state(RunState.FAILED, str(error))
             raise
         finally:
             ended.set()

@@ -79,8 +79,17 @@ def test_one_line_per_iteration(tmp_path: Path) -> None:
     line = live.plain_line(record, progress, iterations=24)
     assert line == (
         "iteration  3/24  reward 0.750  accuracy 0.300  length 9.5  tokens/s 5,000  2.00 s (wait 50% train 25% write 5%)  r0@2"
-        "  ALARM constant reward"
+        "  ALARM"
     )
+
+
+def test_an_alarm_is_told_once() -> None:
+    alarm = {"kind": "alarm", "time": 9.0, "text": "constant reward"}
+    progress = told(
+        alarm, iteration(3, time=10.0, alarms=["constant reward"]), iteration(4, time=12.0, alarms=["constant reward"])
+    )
+    assert progress.summary()["alarms"] == ["constant reward"]
+    assert live.plain_line(alarm, progress, 24) == "ALARM constant reward"
 
 
 def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:

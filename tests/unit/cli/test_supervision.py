@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.errors import GateError, StaleTermError
+from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.supervision import ChildFailedError, Program, Supervisor, Unit, last_error
 
 
@@ -66,6 +66,15 @@ async def test_an_error_that_a_restart_would_meet_again_is_final(tmp_path: Path)
         await Supervisor([unit(tmp_path, script)], max_restarts=5, first_backoff=0.01).run()
     assert notes(tmp_path) == ["start"]
     assert caught.value.child.name == "work-0"
+
+
+async def test_the_message_of_a_child_that_said_why_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    message = "expected 1 replica; found 0. Start one."
+    script = f"print('child: error: {message}'); sys.exit({GateError.exit_code})"
+    with pytest.raises(ChildFailedError) as caught:
+        await Supervisor([unit(tmp_path, script)], max_restarts=5).run()
+    assert str(caught.value) == message
+    assert str(RunFailedError("the run to go on", str(caught.value), "Mend it.")) == message
 
 
 async def test_a_child_whose_role_was_taken_over_ends_supervision_as_such(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ async def test_a_child_that_cannot_go_on_fails_the_run_with_its_reason(run: Run,
         await trainer(config, run, redis_url, script, FOREVER).run()
     state, reason = await run.state()
     assert state is RunState.FAILED
-    assert "child-0 ended with status 6: the replica answers otherwise" in reason
+    assert "the replica answers otherwise" in reason
 
 
 async def test_a_run_that_another_process_declares_failed_ends_here(run: Run, config: RunConfig, redis_url: str) -> None:
