@@ -5,6 +5,7 @@ ends all at once, and when this process is killed the kernel tells its children,
 """
 
 import asyncio
+import itertools
 import signal
 import sys
 import time
@@ -34,11 +35,12 @@ from polyreme.rundir import (
     owned,
     read_model_files,
 )
-from polyreme.supervision import ChildFailedError, Program, Supervisor, Unit
+from polyreme.supervision import FINAL_CODES, ChildFailedError, Program, Supervisor, Unit
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 
 _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
+_STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
 
 
@@ -66,11 +68,11 @@ async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None
     stops = _stop_signals()
     for line in plan_lines(config):
         console.print(line, highlight=False, soft_wrap=True)
-    async with _store(config, redis_url, existing) as (redis, url, store):
-        run = await open_run(redis, config, existing, store)
+    async with _store(config, redis_url, existing) as (redis, url, own):
+        run = await open_run(redis, config, existing, EMBEDDED if own else url)
         log_dir = next_attempt(config.run_dir)
         console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", highlight=False, soft_wrap=True)
-        session = _Session(config, run, url, log_dir, console)
+        session = _Session(config, run, url, own, log_dir, console)
         try:
             return await session.run(stops)
         finally:
@@ -78,10 +80,12 @@ async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None
 
 
 class _Session:
-    """The services and the trainer of one run, and who watches them."""
+    """The services and the trainer of one run, its store when that is our own, and who watches them."""
 
-    def __init__(self, config: RunConfig, run: Run, url: str, log_dir: Path, console: Console) -> None:
-        self._config, self._run, self._console = config, run, console
+    def __init__(
+        self, config: RunConfig, run: Run, url: str, own_store: EmbeddedServer | None, log_dir: Path, console: Console
+    ) -> None:
+        self._config, self._run, self._own_store, self._log_dir, self._console = config, run, own_store, log_dir, console
         self._progress = Progress(config.samples_per_iteration)
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
@@ -99,16 +103,19 @@ class _Session:
         """Runs to the end. Returns the exit status: 0 when the run is done, or drained and saved.
 
         Raises:
-            RunFailedError: the run failed; the end of the log that tells why has been printed.
+            PolyremeError: the run failed; where to look has been printed.
         """
         ended, gentle = asyncio.Event(), False
         training = asyncio.create_task(self._training.run())
         serving = asyncio.create_task(self._serving.run())
+        keeping = asyncio.create_task(self._keep_store())
         stopping = asyncio.create_task(self._stop(stops))
         watching = asyncio.create_task(self._watch(ended))
-        tasks = (training, serving, stopping, watching)
+        tasks = (training, serving, keeping, stopping, watching)
         try:
-            await asyncio.wait((training, serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((training, serving, keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()  # raises why
             if serving.done() and serving.exception():
                 await self._declare_failed(serving, training)
             await asyncio.wait((training, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -125,32 +132,50 @@ class _Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill what is left
         for line in live.report(self._config, self._progress, self._config.run_dir):
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._say(line)
         return 0
 
     async def _stop(self, stops: "asyncio.Queue[int]") -> int:
         """Drains the trainer at the first signal; returns the second."""
         await stops.get()
-        self._console.print("stopping: the iteration under way is finished and saved; once more ends all at once")
+        self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
         self._training.draining = True
         self._trainer.signal(signal.SIGTERM)
         return await stops.get()
+
+    async def _keep_store(self) -> None:
+        """Starts our own Redis again when it dies: what it acknowledged is on disk, and its clients ride over.
+
+        Raises:
+            StoreError: it died too often, or does not start.
+        """
+        for deaths in itertools.count(1):
+            while self._own_store is None or self._own_store.alive:  # noqa: ASYNC110 (a process gives no event)
+                await asyncio.sleep(_STORE_POLL_SECONDS)
+            if deaths > (limit := self._config.trainer.max_restarts):
+                raise StoreError(
+                    "the run's own Redis to keep running",
+                    f"it ended {deaths} times",
+                    f"See {self._config.run_dir / 'redis' / 'redis.log'}, then go on with --resume.",
+                )
+            self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")
+            self._own_store.restart()
 
     async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
         """A service cannot be kept running: ends the run, and raises why."""
         error = serving.exception()
         assert error is not None
         with suppress(PolyremeError):  # already ended, or the store is gone
-            await self._run.set_state(RunState.FAILED, error.found if isinstance(error, PolyremeError) else repr(error))
+            await self._run.set_state(RunState.FAILED, str(error) if isinstance(error, PolyremeError) else repr(error))
         await asyncio.wait({training}, timeout=_LAST_STATE_SECONDS)
         if isinstance(error, ChildFailedError):
-            self._print_tail(error)
+            self._point_at(error, error.child.log_path)
         raise error
 
     async def _judge(self, training: "asyncio.Task[None]") -> None:
         error = training.exception()
         if isinstance(error, ChildFailedError):
-            self._print_tail(error)
+            self._point_at(error, self._log_dir)
             reason = ""
             with suppress(PolyremeError):
                 _, reason = await self._run.state()
@@ -160,9 +185,14 @@ class _Session:
         if error is not None:
             raise error
 
-    def _print_tail(self, error: ChildFailedError) -> None:
-        self._console.print(f"the end of {error.child.log_path}:", highlight=False, soft_wrap=True)
-        self._console.print(error.child.log_tail(20), highlight=False, markup=False, soft_wrap=True)
+    def _point_at(self, error: ChildFailedError, place: Path | None) -> None:
+        """Says where to look, and shows the log's end of a child that did not itself say why it ended."""
+        if error.child.poll() not in FINAL_CODES:
+            self._say(error.child.log_tail(20))
+        self._say(f"see {place}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     async def _watch(self, ended: asyncio.Event) -> None:
         """Shows the run's records until the stream is read to its end after `ended`."""
@@ -180,7 +210,8 @@ class _Session:
                     continue
                 if state is not shown_state:
                     shown_state = state
-                    view.status(f"{state}: {reason}" if reason else str(state))
+                    said_at_the_end = state is RunState.FAILED
+                    view.status(f"{state}: {reason}" if reason and not said_at_the_end else str(state))
                 for cursor, record in batch:
                     line = {"time": stream_time(cursor), **record}
                     self._progress.add(line)
@@ -191,8 +222,10 @@ class _Session:
 
 
 @asynccontextmanager
-async def _store(config: RunConfig, url: str | None, existing: RunFile | None) -> AsyncIterator[tuple[Redis, str, str]]:
-    """The run's store: a client, its URL, and how run.json names it. Ours ends with the block."""
+async def _store(
+    config: RunConfig, url: str | None, existing: RunFile | None
+) -> AsyncIterator[tuple[Redis, str, EmbeddedServer | None]]:
+    """The run's store: a client, its URL, and the server when it is our own, which ends with the block."""
     if url is None and existing is not None and existing.redis != EMBEDDED:
         url = existing.redis
     server = EmbeddedServer.start(config.run_dir / "redis") if url is None else None
@@ -200,7 +233,7 @@ async def _store(config: RunConfig, url: str | None, existing: RunFile | None) -
         address = server.url if server else str(url)
         redis = await connect(address)
         try:
-            yield redis, address, EMBEDDED if server else address
+            yield redis, address, server
         finally:
             await redis.aclose()
     finally:

@@ -170,12 +170,16 @@ class EmbeddedServer:
     when this process dies (on Linux), at which it writes out and ends.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", url: str) -> None:
-        self._process, self.url = process, url
+    def __init__(self, process: "subprocess.Popen[bytes]", url: str, data_dir: Path) -> None:
+        self._process, self.url, self._data_dir = process, url, data_dir
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     @classmethod
     def start(cls, data_dir: Path, port: int = 0, timeout: float = 300.0) -> "EmbeddedServer":
@@ -193,7 +197,7 @@ class EmbeddedServer:
         for _ in range(5):  # another process may take the free port between our look and the server's bind
             chosen = port or _free_port()
             process = _spawn(data_dir, chosen)
-            server = cls(process, f"redis://127.0.0.1:{chosen}/0")
+            server = cls(process, f"redis://127.0.0.1:{chosen}/0", data_dir)
             try:
                 if server._answers(timeout):
                     return server
@@ -225,6 +229,10 @@ class EmbeddedServer:
             time.sleep(0.01)
         return False
 
+    def restart(self) -> None:
+        """Starts it again after it has died, at the same address and with its data. Raises StoreError, as `start` does."""
+        self._process = EmbeddedServer.start(self._data_dir, urlsplit(self.url).port or 0)._process
+
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the server: TERM, `timeout` seconds, KILL. What it acknowledged is on disk. Twice is once."""
         if self._process.poll() is None:
@@ -245,7 +253,7 @@ class EmbeddedServer:
 
 def _spawn(data_dir: Path, port: int) -> "subprocess.Popen[bytes]":
     parent = os.getpid()
-    with open(data_dir / "redis.log", "wb") as output:
+    with open(data_dir / "redis.log", "ab") as output:
         return subprocess.Popen(
             [
                 *(_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data_dir)),

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from polyreme.rundir import read_run_file
 from support.whole_run import RIGHT, Up, make_task
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -117,6 +119,27 @@ def test_a_run_that_cannot_go_on_says_why_and_ends(task: Path) -> None:
     assert "afterr" in up.output
     assert "reward.log" in up.output
     assert "Traceback" not in up.output
+    assert up.output.count("afterr") == 1
+
+
+def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(task: Path) -> None:
+    first = Up(task, "name=forked", "iterations=4", "trainer.keep_checkpoints=1", "trainer.save_interval=1")
+    first.until(lambda: len(first.records("iteration")) >= 1)
+    (redis,) = [p for p in psutil.process_iter(["cmdline"]) if str(first.run_dir / "redis") in (p.info["cmdline"] or [])]
+    redis.kill()
+    assert first.wait() == 0, first.output
+    assert "Redis has ended; restart 1 of" in first.output
+    assert audit(first.run_dir).returncode == 0
+    assert len(list((first.run_dir / "samples").glob("iteration_*.jsonl"))) == 4
+    before = read_run_file(first.run_dir)
+
+    fork = Up(task, "name=forked", "iterations=6", "trainer.optimizer.lr=5e-4", "--fork")
+    assert fork.wait() == 0, fork.output
+    assert not fork.leftovers()
+    assert read_run_file(fork.run_dir) != before
+    assert [record["iteration"] for record in fork.records("iteration")] == list(range(1, 7))
+    assert len(fork.records("sft_done")) == 1, "the fork was warmed up anew"
+    assert audit(fork.run_dir).returncode == 0
 
 
 @pytest.mark.slow

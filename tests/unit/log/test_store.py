@@ -132,6 +132,21 @@ async def test_a_client_rides_over_a_restart(tmp_path: Path) -> None:
             await client.aclose()
 
 
+async def test_a_dead_server_starts_again_where_it_was(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        client, url, pid = await connect(server.url), server.url, server.pid
+        await client.set("kept", "yes")
+        os.kill(pid, signal.SIGKILL)
+        while server.alive:  # noqa: ASYNC110 (a process gives no event)
+            await asyncio.sleep(0.01)
+        server.restart()
+        assert (server.url, server.alive) == (url, True)
+        assert server.pid != pid
+        assert await client.get("kept") == b"yes"
+        await client.aclose()
+    assert not server.alive
+
+
 async def test_a_server_that_stays_away(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path / "redis") as server:
         client = await connect(server.url)
