@@ -125,11 +125,11 @@ class Up:
         found = read_run_file(self.run_dir)
         assert found is not None
         left = [str(path) for path in SHARED_MEMORY.glob(f"*{found.run_id}*")]
-        for process in psutil.process_iter(["cmdline", "environ"]):
+        for process in psutil.process_iter(["cmdline", "cwd", "environ"]):
             command, environment = process.info["cmdline"] or [], process.info["environ"] or {}
             ours = (
                 found.run_id in command
-                or str(self.run_dir / "redis") in command
+                or process.info["cwd"] == str(self.run_dir / "redis")  # Redis writes over its command line
                 or environment.get("POLYREME_RUN") == found.run_id
             )
             if ours and process.status() != psutil.STATUS_ZOMBIE:
