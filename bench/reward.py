@@ -1,15 +1,27 @@
-"""Items per second through the reward service: a trivial rule over gRPC, in batches of 256, server and client on the same cores.
+"""What the reward service costs, server and client on the same cores: against the wire, bare calls and a bare HTTP request.
 
-Beside it, what the wire alone costs: the same messages through a servicer that scores nothing.
+* A trivial rule over gRPC in batches of 256, beside the same messages through a servicer that scores nothing.
+* math-verify through the service, beside bare calls of it in as many processes.
+* An HTTP reward: what the service adds to one item's latency, beside a client that asks the endpoint itself.
+* 10,000 items in flight, waiting for workers and for an HTTP endpoint: what they add to the memory of the service's processes.
 """
 
 import asyncio
 import json
+import logging
+import multiprocessing
+import re
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
+import psutil
 
 from polyreme import rpc
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
@@ -17,60 +29,194 @@ from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 BATCH = 256
 IN_FLIGHT = 4
 BATCHES = 400
-TARGET = 20_000
+PROCESSES = 2
+MATH_ITEMS = 4096
+CALLS = 2000
+HELD = 10_000
+HELD_CHARS = 4096
+TARGET = {"items_per_second": 20_000, "math_vs_bare": 0.85, "flight_mib": 256}
 
 
-def requests(count: int) -> list[reward_pb2.ScoreRequest]:
-    """Batches of responses of a few hundred characters, every key new."""
-    text = "b8+5=3,c3+3=6,d9+6=5," * 12
-    return [
-        reward_pb2.ScoreRequest(
-            run_id="bench",
-            items=[
-                reward_pb2.ScoreItem(
-                    key=f"{batch:08x}{item:024x}",
-                    prompt="a5b8c3d9=",
-                    response=f"{text}#{item % 10}",
-                    label="5",
-                    metadata_json='{"row": 1}',
-                )
-                for item in range(BATCH)
-            ],
-        )
-        for batch in range(count)
-    ]
+@dataclass(frozen=True)
+class Service:
+    """A server in a process of its own."""
+
+    pid: int
+    grpc: str
+    http: str
 
 
-async def rate(address: str) -> float:
-    """Items per second over BATCHES batches, IN_FLIGHT at a time."""
-    async with rpc.connect(address) as channel:
-        score = reward_pb2_grpc.RewardServiceStub(channel).Score
-        batches = iter(requests(BATCHES + 1))
-        await score(next(batches), timeout=30)
-
-        async def caller() -> None:
-            for batch in batches:
-                reply = await score(batch, timeout=30)
-                assert [result.status for result in reply.results] == [reward_pb2.SCORE_STATUS_OK] * BATCH
-
-        begin = time.perf_counter()
-        await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
-        return BATCHES * BATCH / (time.perf_counter() - begin)
-
-
-async def in_process(argv: list[str], measure: Callable[[str], Awaitable[float]]) -> float:
-    """Starts a server that prints or logs its address in a process of its own, measures, ends it."""
+@asynccontextmanager
+async def in_process(argv: Sequence[str]) -> AsyncIterator[Service]:
+    """Starts a server that tells its addresses on stderr; ends it with the block."""
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:
-        line = ""
-        async with asyncio.timeout(30):
-            while "gRPC at " not in line:
+        async with asyncio.timeout(60):
+            said = ""
+            while not (found := re.search(r"gRPC at ([^,\s]+)(?:, HTTP at (\S+))?", said)):
                 line = (await process.stderr.readline()).decode()
-        return await measure(line.partition("gRPC at ")[2].split(",")[0].strip())
+                assert line, f"{argv} ended: {said}"
+                said += line
+        yield Service(process.pid, found[1], found[2] or "")
     finally:
         process.terminate()
         await process.wait()
+
+
+@asynccontextmanager
+async def rewards(folder: Path, **reward: object) -> AsyncIterator[Service]:
+    """`polyreme reward` with one reward."""
+    path = folder / f"{time.monotonic_ns()}.yaml"
+    path.write_text(json.dumps({"reward": {"rewards": [reward], "workers": PROCESSES, "item_timeout": 120.0}}))
+    async with in_process([sys.executable, "-m", "polyreme", "reward", "--config", str(path)]) as service:
+        yield service
+
+
+def batches(items: Sequence[tuple[str, str]], name: str) -> Iterator[reward_pb2.ScoreRequest]:
+    """Requests of BATCH items each, from (response, label); every key is new."""
+    for start in range(0, len(items), BATCH):
+        asked = [
+            reward_pb2.ScoreItem(
+                key=f"{name}-{start + n:024x}", prompt="a5b8c3d9=", response=response, label=label, metadata_json='{"row": 1}'
+            )
+            for n, (response, label) in enumerate(items[start : start + BATCH])
+        ]
+        yield reward_pb2.ScoreRequest(run_id="bench", items=asked)
+
+
+async def rate(address: str, items: Sequence[tuple[str, str]]) -> float:
+    """Items per second, IN_FLIGHT batches at a time."""
+    async with rpc.connect(address) as channel:
+        score = reward_pb2_grpc.RewardServiceStub(channel).Score
+        await score(next(batches(items[:BATCH], "warm")), timeout=60)
+        waiting = iter(list(batches(items, f"rate-{time.monotonic_ns()}")))  # a known key would be answered from memory
+
+        async def caller() -> None:
+            for batch in waiting:
+                reply = await score(batch, timeout=120)
+                found = [(result.status, result.score) for result in reply.results]
+                assert found == [(reward_pb2.SCORE_STATUS_OK, 1.0)] * len(batch.items), found[:5]
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
+        return len(items) / (time.perf_counter() - begin)
+
+
+def trivial() -> list[tuple[str, str]]:
+    """Responses of a few hundred characters whose answer is exactly the label."""
+    text = "b8+5=3,c3+3=6,d9+6=5," * 12
+    return [(f"{text}#{n % 10}", str(n % 10)) for n in range(BATCHES * BATCH)]
+
+
+def mathematics() -> list[tuple[str, str]]:
+    """Responses with a boxed answer, equal to the label but not always written like it."""
+    forms: list[Callable[[int], tuple[str, str]]] = [
+        lambda n: (str(n), str(n)),
+        lambda n: (rf"\frac{{{2 * n}}}{{{2 * n + 2}}}", rf"\frac{{{n}}}{{{n + 1}}}"),
+        lambda n: (f"{n}x + {n}", f"{n}(x+1)"),
+        lambda n: (rf"\sqrt{{{n * n * 2}}}", rf"{n}\sqrt{{2}}"),
+    ]
+    pairs = [forms[n % len(forms)](n % 97 + 2) for n in range(MATH_ITEMS)]
+    return [(rf"We simplify step by step and find the answer. It is $\boxed{{{answer}}}$.", label) for answer, label in pairs]
+
+
+def bare(items: Sequence[tuple[str, str]]) -> int:
+    """How many are equal, by math-verify as the rule `math` calls it. Its own timeouts are off: they can only cost."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    of_label = [LatexExtractionConfig(), ExprExtractionConfig()]
+    of_response = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    return sum(
+        verify(
+            parse(f"${label}$", of_label, parsing_timeout=None),
+            parse(response, of_response, parsing_timeout=None),
+            timeout_seconds=None,
+        )
+        for response, label in items
+    )
+
+
+@contextmanager
+def bare_processes() -> Iterator[Callable[[Sequence[tuple[str, str]]], float]]:
+    """Gives a function: items per second of bare calls in PROCESSES processes, warm, fed in small chunks as they come free."""
+    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
+
+        def measure(items: Sequence[tuple[str, str]]) -> float:
+            chunks = [items[start : start + 32] for start in range(0, len(items), 32)]
+            pool.map(bare, chunks[:4], chunksize=1)
+            begin = time.perf_counter()
+            right = sum(pool.imap_unordered(bare, chunks))
+            assert right == len(items), (right, len(items))
+            return len(items) / (time.perf_counter() - begin)
+
+        yield measure
+
+
+async def mathematics_rates(folder: Path) -> tuple[float, float]:
+    """Items per second of math-verify through the service, and bare."""
+    items, ours, theirs = mathematics(), [], []
+    with bare_processes() as measure:
+        async with rewards(folder, name="math") as service:
+            for _ in range(3):  # alternating, so that other load hits both
+                ours.append(await rate(service.grpc, items))
+                theirs.append(await asyncio.to_thread(measure, items))
+    return statistics.median(ours), statistics.median(theirs)
+
+
+async def latencies(ask: Callable[[int], "asyncio.Future[object]"]) -> tuple[float, float]:
+    """p50 and p99, in milliseconds, of CALLS calls one after another."""
+    times = []
+    for number in range(CALLS + 50):
+        begin = time.perf_counter()
+        await ask(number)
+        times.append(1000 * (time.perf_counter() - begin))
+    cuts = statistics.quantiles(times[50:], n=100)
+    return cuts[49], cuts[98]
+
+
+async def http_latencies(endpoint: Service, service: Service) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(p50, p99) of one item by HTTP from the endpoint itself, and of one over gRPC from the service that asks it."""
+    async with rpc.connect(service.grpc) as channel, httpx.AsyncClient(trust_env=False) as client:
+        score = reward_pb2_grpc.RewardServiceStub(channel).Score
+
+        async def direct(number: int) -> None:
+            body = {"src": ["p"], "tgt": ["5"], "response": [f"{number}#5"]}
+            reply = await client.post(endpoint.http, json=body)
+            assert reply.json()["score"] == [1.0], reply.text
+
+        async def through(number: int) -> None:
+            item = reward_pb2.ScoreItem(key=f"call-{number}", prompt="p", response=f"{number}#5", label="5")
+            reply = await score(reward_pb2.ScoreRequest(run_id="bench", items=[item]), timeout=30)
+            assert reply.results[0].score == 1.0, reply
+
+        return await latencies(direct), await latencies(through)
+
+
+async def flight_mib(service: Service, name: str) -> float:
+    """MiB that HELD items, all inside at once, add to the service's processes at their peak."""
+    everyone = [psutil.Process(service.pid), *psutil.Process(service.pid).children(recursive=True)]
+
+    def memory() -> float:
+        return sum(process.memory_full_info().pss for process in everyone) / 2**20
+
+    text = "9" * HELD_CHARS
+    items = [(f"{text}#\\boxed{{5}}" if name == "math" else f"{text}#5", "5")] * HELD
+    before = memory()
+    inside, peak = 0, before
+    async with rpc.connect(service.grpc) as channel, httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        score = reward_pb2_grpc.RewardServiceStub(channel).Score
+        calls = asyncio.gather(*(score(batch, timeout=150) for batch in batches(items, name)))
+        while not calls.done():
+            shown = (await client.get(f"{service.http}metrics")).text
+            inside = max(inside, int(float(re.search(r"^polyreme_reward_items_inside (\S+)", shown, re.M)[1])))  # type: ignore[index]
+            peak = max(peak, memory())
+            await asyncio.sleep(0.05)
+        for reply in await calls:
+            assert [(r.status, r.score) for r in reply.results] == [(reward_pb2.SCORE_STATUS_OK, 1.0)] * len(reply.results)
+    assert inside > 0.9 * HELD, f"expected {HELD} items inside at once; found {inside}"
+    return peak - before
 
 
 class Echo(reward_pb2_grpc.RewardServiceServicer):
@@ -86,26 +232,62 @@ async def serve_echo() -> None:
     add = lambda server: reward_pb2_grpc.add_RewardServiceServicer_to_server(Echo(), server)  # noqa: E731
     async with rpc.serve("127.0.0.1", 0, add, ["polyreme.api.v1.RewardService"]) as server:
         await server.set_ready(True)
-        print(f"gRPC at 127.0.0.1:{server.port},", file=sys.stderr, flush=True)
+        print(f"gRPC at 127.0.0.1:{server.port}", file=sys.stderr, flush=True)
         await asyncio.Event().wait()
 
 
-async def main() -> None:
-    config = Path(__file__).with_name("reward.yaml")
-    service = [sys.executable, "-m", "polyreme", "reward", "--config", str(config)]
-    echo = [sys.executable, __file__, "echo"]
-    ours, wire = [], []
+async def wire_rates(folder: Path) -> tuple[float, float]:
+    """Items per second of exact match through the service, and of the wire alone."""
+    items, ours, wire = trivial(), [], []
     for _ in range(3):  # alternating, so that other load hits both
-        ours.append(await in_process(service, rate))
-        wire.append(await in_process(echo, rate))
-    items, floor = statistics.median(ours), statistics.median(wire)
-    print("| over gRPC, batches of 256 | items/s | share of the wire |")
+        async with rewards(folder, name="exact", options={"after": "#"}) as service:
+            ours.append(await rate(service.grpc, items))
+        async with in_process([sys.executable, __file__, "echo"]) as echo:
+            wire.append(await rate(echo.grpc, items))
+    return statistics.median(ours), statistics.median(wire)
+
+
+async def main(folder: Path) -> None:
+    items, floor = await wire_rates(folder)
+    math, calls = await mathematics_rates(folder)
+    async with (
+        rewards(folder, name="exact", options={"after": "#"}) as endpoint,
+        rewards(folder, name="remote", url=endpoint.http, protocol="paddlenlp") as service,
+    ):
+        direct, through = await http_latencies(endpoint, service)
+        over_http = await flight_mib(service, "http")
+    async with rewards(folder, name="math") as service:
+        over_workers = await flight_mib(service, "math")
+    p50, p99 = (ours - theirs for ours, theirs in zip(through, direct, strict=True))
+    print("| over gRPC, batches of 256 | items/s | share |")
     print("|---|---|---|")
     print(f"| the wire alone | {floor:,.0f} | 1.00 |")
     print(f"| exact match | {items:,.0f} | {items / floor:.2f} |")
-    measured = {"items_per_second": round(items), "service_vs_wire": round(items / floor, 3)}
-    print(json.dumps({"bench": "reward", "measured": measured, "target": {"items_per_second": TARGET}, "met": items >= TARGET}))
+    print(f"| math-verify, bare, {PROCESSES} processes | {calls:,.0f} | 1.00 |")
+    print(f"| math-verify, {PROCESSES} workers | {math:,.0f} | {math / calls:.2f} |")
+    print("\n| one item over HTTP | p50 ms | p99 ms |")
+    print("|---|---|---|")
+    print(f"| the endpoint alone | {direct[0]:.2f} | {direct[1]:.2f} |")
+    print(f"| through the service | {through[0]:.2f} | {through[1]:.2f} |")
+    print(
+        f"\n{HELD:,} items of {HELD_CHARS:,} characters in flight: {over_workers:.0f} MiB (workers), {over_http:.0f} MiB (HTTP)"
+    )
+    measured = {
+        "items_per_second": round(items),
+        "service_vs_wire": round(items / floor, 3),
+        "math_vs_bare": round(math / calls, 3),
+        "http_added_p50_ms": round(p50, 2),
+        "http_added_p99_ms": round(p99, 2),
+        "flight_mib": round(max(over_workers, over_http), 1),
+    }
+    met = items >= TARGET["items_per_second"] and math / calls >= TARGET["math_vs_bare"]
+    met = met and measured["flight_mib"] <= TARGET["flight_mib"]
+    print(json.dumps({"bench": "reward", "measured": measured, "target": TARGET, "met": met}))
 
 
 if __name__ == "__main__":
-    asyncio.run(serve_echo() if sys.argv[1:] == ["echo"] else main())
+    if sys.argv[1:] == ["echo"]:
+        asyncio.run(serve_echo())
+    else:
+        with tempfile.TemporaryDirectory(prefix="polyreme-bench-") as name:
+            asyncio.run(main(Path(name)))

@@ -84,6 +84,22 @@ class RewardSpec(Section):
         return self.name or (self.file.stem if self.file else None) or self.module or ",".join(urls)
 
 
+class SecurityConfig(Section):
+    """Who may reach a service, and who it is. Files are read where a process starts: each machine has its own at these paths."""
+
+    certificate: Path = Field(description="PEM: the server's certificate and those between it and the CA; turns TLS on.")
+    key: Path = Field(description="PEM: its private key, without a password.")
+    ca: Path | None = Field(None, description="PEM: whom certificates are trusted from; none: whom this system trusts.")
+    mutual: bool = Field(False, description="Clients need a certificate of `ca` too; Polyreme's own show `certificate`.")
+    token_env: str | None = Field(None, description="Environment variable with the bearer token that every call must carry.")
+
+    @model_validator(mode="after")
+    def _has_ca(self) -> "SecurityConfig":
+        if self.mutual and self.ca is None:
+            raise ValueError("`mutual` needs `ca`: else everybody with a certificate of a public CA could call")
+        return self
+
+
 class RewardConfig(Section):
     rewards: list[RewardSpec] = Field(min_length=1)
     choose_by: str | None = Field(
@@ -94,6 +110,7 @@ class RewardConfig(Section):
     worker_memory_mib: int = Field(4096, ge=64, description="Data memory of each worker process.")
     queue: int = Field(16384, ge=1, description="Items a reward server takes in at once; it refuses more.")
     special_tokens: list[str] = Field([], description="Taken out of responses on foreign HTTP wires, which carry them as text.")
+    security: SecurityConfig | None = Field(None, description="TLS and tokens on both ports; none: plain, for loopback.")
     attempts: int = Field(3, ge=1, description="How often the orchestrator asks for a group's scores before the attempt fails.")
     start_timeout: float = Field(
         60.0, gt=0, description="Seconds until rewards are loaded, and until a server must be registered."
@@ -242,10 +259,14 @@ _NOT_TRAINED_ON = (
         "reward.worker_memory_mib",
         "reward.queue",
         "reward.start_timeout",
+        "reward.security",
     ),
     *("trainer.save_interval", "trainer.keep_checkpoints", "trainer.max_restarts"),
 )
-_PATHS = ("output_dir", "model.path", "data.train", "data.eval")
+_PATHS = (
+    *("output_dir", "model.path", "data.train", "data.eval"),
+    *("reward.security.certificate", "reward.security.key", "reward.security.ca"),
+)
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:

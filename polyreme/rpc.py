@@ -1,19 +1,24 @@
 """gRPC in one place: every server has health and reflection, every channel the same limits and keepalive.
 
 A server is not ready until its owner says so, and a call never waits without a deadline: the callers pass `timeout` on each.
+With a SecurityConfig, nothing but health is answered without the token.
 """
 
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors already say
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from polyreme import security as secure
+from polyreme.config import SecurityConfig
 from polyreme.errors import ConfigError
 
 _MAX_MESSAGE_BYTES = 32 << 20
@@ -49,7 +54,12 @@ class Server:
 
 @asynccontextmanager
 async def serve(
-    host: str, port: int, add: Callable[[grpc.aio.Server], None], service_names: Sequence[str], grace: float = 5.0
+    host: str,
+    port: int,
+    add: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+    grace: float = 5.0,
+    security: SecurityConfig | None = None,
 ) -> AsyncIterator[Server]:
     """Serves until the block ends, then refuses new calls and gives running ones `grace` seconds.
 
@@ -59,17 +69,22 @@ async def serve(
         add: registers the servicers.
         service_names: full names, for health and reflection.
         grace: seconds for calls under way at the end.
+        security: TLS and token; None: plain.
 
     Raises:
-        ConfigError: the port is taken or the address cannot be bound.
+        ConfigError: the port is taken or the address cannot be bound; the security's files or token cannot be used.
     """
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    credentials = secure.server_credentials(security) if security else None
+    token = secure.token(security) if security else None
+    interceptors: list[Any] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     add(server)
     reflection.enable_server_reflection((*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server)  # fmt: skip
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        place = f"{host}:{port}"
+        bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
     except RuntimeError as error:
         raise ConfigError(
             f"a free port {port} on {host} for gRPC", str(error).split(";")[0], "Choose another port, or end its owner."
@@ -84,6 +99,67 @@ async def serve(
         await server.stop(grace)
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`. Close it; give every call a `timeout`."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port`. Close it; give every call a `timeout`. Raises ConfigError for files or a token that cannot be used."""
+    if security is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=_CHANNEL_OPTIONS)
+
+
+class _Bearer(grpc.aio.ServerInterceptor):
+    """UNAUTHENTICATED for calls without the token. Health is for everybody: probes have none."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+        async def refuse(request: bytes, context: Any) -> None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "expected `authorization: Bearer TOKEN` with this service's token"
+            )
+
+        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        headers = dict(details.invocation_metadata or ())
+        if details.method.startswith("/grpc.health.v1.") or secure.authorized(
+            _bytes(headers.get("authorization", "")), self._token
+        ):
+            return await continuation(details)
+        return self._refuse
+
+
+class _Decoding(grpc.aio.ServerInterceptor):
+    """INVALID_ARGUMENT for a request that is no message, where gRPC would log a traceback and answer UNKNOWN."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, Any] = {}
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if (known := self._wrapped.get(details.method)) is not None:
+            return known
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming or handler.response_streaming or handler.request_deserializer is None:
+            return handler
+        wrapped = self._wrapped[details.method] = _decoding(handler)
+        return wrapped
+
+
+def _decoding(handler: Any) -> Any:
+    def deserialize(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            return error
+
+    async def answer(request: Any, context: Any) -> Any:
+        if isinstance(request, DecodeError):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"expected a message of this method; found other bytes ({request})"
+            )
+        return await handler.unary_unary(request, context)
+
+    return grpc.unary_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode("utf-8", "replace")

@@ -45,6 +45,6 @@ async def test_random_bytes_on_the_protobuf_surface(junk: list[bytes]) -> None:
                 try:
                     reward_pb2.ScoreResponse.FromString(await call(data, timeout=10))
                 except grpc.aio.AioRpcError as error:
-                    assert error.code() in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT), error
+                    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, error
         item = reward_pb2.ScoreItem(response="#3", label="3")
         assert (await stub.Score(reward_pb2.ScoreRequest(items=[item]), timeout=10)).results[0].score == 1.0

@@ -169,6 +169,18 @@ async def test_a_reset_connection_is_tried_again() -> None:
         assert summary(await scorer.score([item("r")])) == [("OK", 1.0)]
 
 
+@pytest.mark.parametrize(("pause", "expected"), [(0.001, ("OK", 1.0)), (0.5, ("TIMEOUT", 0.0))])
+async def test_an_answer_that_trickles_in_counts_only_when_it_ends_in_time(pause: float, expected: tuple[str, float]) -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        for byte in reply(b'{"error_code":0,"error_msg":"","score":[1]}'):
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(pause)
+
+    async with raw_server(handler) as server, scoring(endpoint(server), item_timeout=2.0) as scorer:
+        assert summary(await scorer.score([item("r")])) == [expected]
+
+
 async def test_one_item_that_breaks_a_batch_does_not_take_it_along() -> None:
     async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
         responses = json.loads(body)["response"]

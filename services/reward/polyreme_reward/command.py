@@ -54,7 +54,7 @@ async def _serve(redis: str | None, run_id: str | None, path: Path | None, host:
     stop = stop_event()
     if path is not None:
         async with serve(load_reward_config(path), host, port, http_port) as addresses:
-            await _until(stop, addresses.grpc, addresses.http)
+            await _until(stop, addresses.grpc, addresses.url)
         return
     from polyreme.log.run import Run
     from polyreme.log.store import connect
@@ -64,13 +64,13 @@ async def _serve(redis: str | None, run_id: str | None, path: Path | None, host:
         run = await Run.attach(client, run_id, _ATTACH_SECONDS)
         settings = (await run.config()).reward
         async with serve(settings, host, port, http_port, run) as addresses:
-            await _until(stop, addresses.grpc, addresses.http)
+            await _until(stop, addresses.grpc, addresses.url)
     finally:
         await client.aclose()
 
 
-async def _until(stop: asyncio.Event, grpc: str, http: str) -> None:
+async def _until(stop: asyncio.Event, grpc: str, url: str) -> None:
     gc.freeze()  # what is loaded stays: full collections need not look at it
-    log.info("ready: gRPC at %s, HTTP at http://%s/", grpc, http)
+    log.info("ready: gRPC at %s, HTTP at %s", grpc, url)
     await stop.wait()
     log.info("draining")

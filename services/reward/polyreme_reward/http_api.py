@@ -101,6 +101,7 @@ class Problem(BaseModel):
 
 _BUSY: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body is no text in UTF-8."},
+    401: {"model": Problem, "description": "The service has a token, and the request does not carry it."},
     413: {"model": Problem, "description": "The body is too large."},
     429: {"model": Problem, "description": "The queue is full; ask again after `retry-after` seconds."},
     503: {"model": Problem, "description": "The service shuts down; ask again after `retry-after` seconds, elsewhere."},

@@ -1,4 +1,5 @@
-"""uvicorn inside this process's event loop. Invariant: it takes no signal handler and ends with its block."""
+"""uvicorn inside this process's event loop. Invariants: it takes no signal handler and ends with its block; with a token, nothing but
+/health and /ready is answered without it."""
 
 import asyncio
 import socket
@@ -9,9 +10,12 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from polyreme import security as secure
+from polyreme.config import SecurityConfig
 from polyreme.errors import ConfigError
 
 BODY_LIMIT = 32 << 20
+_OPEN = ("/health", "/ready")  # probes have no token
 _DISCARD = 4  # times the limit
 _DISCARD_SECONDS = 5.0
 
@@ -61,6 +65,27 @@ class BodyLimit:
             await send({"type": "http.response.body", "body": body})
 
 
+class Bearer:
+    """Answers 401 to requests without the token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        if scope["path"] in _OPEN or (len(given) == 1 and secure.authorized(given[0], self._token)):
+            await self._app(scope, receive, send)
+            return
+        body = b'{"detail":"expected `authorization: Bearer TOKEN` with this service\'s token"}'
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"www-authenticate", b"Bearer"),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
 async def _discard(receive: Receive, size: int, most: int) -> None:
     """Reads on for a while: a client that is still sending would see a reset connection instead of the answer."""
     with suppress(TimeoutError):
@@ -88,18 +113,24 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serve_http(host: str, port: int, app: Any, grace: float) -> AsyncIterator[int]:
-    """Serves `app` until the block ends; gives the port. Raises ConfigError when it is taken.
+async def serve_http(host: str, port: int, app: Any, grace: float, security: SecurityConfig | None = None) -> AsyncIterator[int]:
+    """Serves `app` until the block ends; gives the port. Raises ConfigError when it is taken, or the security cannot be used.
 
     Args:
         host: the address to bind.
         port: 0 takes a free one.
         app: the ASGI application.
         grace: seconds for requests under way at the end.
+        security: TLS and token; None: plain.
     """
+    limited: ASGIApp = BodyLimit(app, BODY_LIMIT)
+    if security is not None and (token := secure.token(security)) is not None:
+        limited = Bearer(limited, token)
+    context = secure.server_context(security) if security is not None else None
     listener = _listen(host, port)
     config = uvicorn.Config(
-        BodyLimit(app, BODY_LIMIT),
+        limited,
+        ssl_context_factory=None if context is None else lambda *_: context,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -121,7 +152,8 @@ async def serve_http(host: str, port: int, app: Any, grace: float) -> AsyncItera
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio turns Nagle's algorithm off only where it reads TCP: else every reply waits 40 ms for an acknowledgement
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))

@@ -25,10 +25,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a running service listens, as others reach it."""
+    """Where a running service listens, as others reach it: host:port of both, and HTTP's as a URL."""
 
     grpc: str
     http: str
+    url: str
 
 
 @asynccontextmanager
@@ -39,13 +40,13 @@ async def serve(
 
     Args:
         config: the rewards and their limits.
-        host: the address to bind; beyond loopback it is reachable by everyone who reaches the machine.
+        host: the address to bind; beyond loopback, without config.security, everyone who reaches the machine may call.
         port: of gRPC; 0 takes a free one.
         http_port: of HTTP; 0 takes a free one.
         run: where to register; None: nowhere.
 
     Raises:
-        ConfigError: a reward cannot be loaded or a port is taken. UnavailableError: loading takes too long.
+        ConfigError: a reward cannot be loaded, a port is taken, `security` cannot be used. UnavailableError: loading takes too long.
     """
     grace = min(config.item_timeout + 1.0, 30.0)
     metrics = Metrics()
@@ -54,18 +55,13 @@ async def serve(
         rewards = await stack.enter_async_context(open_rewards(config, metrics))
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
         app = make_app(scorer, metrics, config.special_tokens, ready)
-        http = await stack.enter_async_context(serve_http(host, http_port, app, grace))
+        http = await stack.enter_async_context(serve_http(host, http_port, app, grace, config.security))
         server = await stack.enter_async_context(
-            rpc.serve(
-                host,
-                port,
-                RewardServicer(scorer).add_to,
-                [NAME],
-                grace,
-            )
+            rpc.serve(host, port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
         )
         name = socket.gethostname() if host in ("0.0.0.0", "::") else host
-        addresses = Addresses(f"{name}:{server.port}", f"{name}:{http}")
+        scheme = "http" if config.security is None else "https"
+        addresses = Addresses(f"{name}:{server.port}", f"{name}:{http}", f"{scheme}://{name}:{http}/")
         await server.set_ready(True)
         ready[0] = True
         try:

@@ -107,7 +107,7 @@ class Rewards:
 
     Args:
         run: for leases and notices.
-        config: `attempts`, `item_timeout` and `start_timeout` (the grace of an outage) are used.
+        config: `attempts`, `item_timeout`, `start_timeout` (the grace of an outage) and `security` are used.
     """
 
     def __init__(self, run: Run, config: RewardConfig) -> None:
@@ -131,7 +131,7 @@ class Rewards:
         for gone in self._servers.keys() - leases.keys():
             await self._servers.pop(gone).channel.close(grace=1.0)
         for new in leases.keys() - self._servers.keys():
-            self._servers[new] = _Server(leases[new], rpc.connect(leases[new].address))
+            self._servers[new] = _Server(leases[new], rpc.connect(leases[new].address, self._config.security))
 
     async def close(self) -> None:
         for server in self._servers.values():

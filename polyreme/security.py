@@ -1,0 +1,81 @@
+"""TLS, mutual TLS and bearer tokens: what a SecurityConfig names, read and checked.
+
+Invariant: a secret is read where it is used. Configurations, and with them run records, hold paths and names of environment
+variables only. A file that cannot be used is an error when its server or client starts, not at the first handshake.
+"""
+
+import hmac
+import os
+import ssl
+
+import grpc
+
+from polyreme.config import SecurityConfig
+from polyreme.errors import ConfigError
+
+
+def server_context(config: SecurityConfig) -> ssl.SSLContext:
+    """TLS of an HTTP server. Raises ConfigError."""
+    return _context(config, ssl.Purpose.CLIENT_AUTH)
+
+
+def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials:
+    """TLS of a gRPC server. Raises ConfigError."""
+    server_context(config)  # gRPC itself takes any bytes, and then fails every handshake
+    pair = (config.key.read_bytes(), config.certificate.read_bytes())
+    roots = config.ca.read_bytes() if config.mutual and config.ca else None
+    return grpc.ssl_server_credentials([pair], roots, require_client_auth=config.mutual)
+
+
+def channel_credentials(config: SecurityConfig) -> grpc.ChannelCredentials:
+    """TLS of a gRPC client, and the token with every call. Raises ConfigError."""
+    _context(config, ssl.Purpose.SERVER_AUTH)
+    roots = config.ca.read_bytes() if config.ca else None
+    key, certificate = (config.key.read_bytes(), config.certificate.read_bytes()) if config.mutual else (None, None)
+    credentials = grpc.ssl_channel_credentials(roots, key, certificate)
+    if (expected := token(config)) is not None:
+        credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(expected))
+    return credentials
+
+
+def token(config: SecurityConfig) -> str | None:
+    """The bearer token; None when the configuration names none. Raises ConfigError when its variable is empty."""
+    if config.token_env is None:
+        return None
+    value = os.environ.get(config.token_env, "").strip()
+    if not value or not value.isascii() or not value.isprintable():
+        raise ConfigError(
+            f"a token of printable ASCII in the environment variable {config.token_env}",
+            "other characters" if value else "none",
+            "Set it for the reward service and for the process that calls it, or take token_env away.",
+        )
+    return value
+
+
+def authorized(header: bytes, expected: str) -> bool:
+    """Whether an `authorization` header has the token. Takes the same time wherever they differ."""
+    scheme, _, given = header.partition(b" ")
+    return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), expected.encode())
+
+
+def _context(config: SecurityConfig, purpose: ssl.Purpose) -> ssl.SSLContext:
+    serves = purpose is ssl.Purpose.CLIENT_AUTH
+    trusted = config.ca if config.mutual or not serves else None
+    shown = (config.certificate, config.key) if config.mutual or serves else ()
+    used = [path for path in (*shown, trusted) if path is not None]
+    if missing := [str(path) for path in used if not path.is_file()]:
+        raise ConfigError("the files that `security` names", f"no file {', '.join(missing)}", "Mend `security`.")
+    try:
+        context = ssl.create_default_context(purpose, cafile=trusted)
+        if shown:
+            context.load_cert_chain(*shown, password=_no_password)
+        if serves and config.mutual:
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(f"PEM that fits together in {', '.join(map(str, used))}", str(error), "Mend `security`.") from None
+    return context
+
+
+def _no_password() -> str:
+    """Else OpenSSL would ask for one on the terminal."""
+    raise ValueError("an encrypted key where one without a password belongs")
