@@ -40,30 +40,43 @@ MIXTURE_SLIPS = 0.1
 """Share of the mixture's careful answers with one wrong addition."""
 
 Row = dict[str, str]
+CountDrawer = Callable[[random.Random], int]
 
 
-def draw_digits(rng: random.Random, held_out: bool) -> tuple[list[int], str]:
-    """Digits and their prompt. 2 to 16 of them: mostly few (geometric), 8% of prompts 14 to 16."""
+def task_count(rng: random.Random) -> int:
+    """How many digits a prompt of the task has, 2 to 16: mostly few (geometric), 8% of them 14 to 16."""
+    if rng.random() < 0.08:
+        return rng.randint(14, LONGEST)
+    return _geometric(rng, 0.74, LONGEST)
+
+
+def short_count(rng: random.Random) -> int:
+    """2 to 8 digits, mostly few."""
+    return _geometric(rng, 0.6, 8)
+
+
+def even_count(rng: random.Random) -> int:
+    """2 to 16 digits, each as often."""
+    return rng.randint(2, LONGEST)
+
+
+def draw_digits(
+    rng: random.Random, held_out: bool, draw_count: CountDrawer = task_count, first: int = 0
+) -> tuple[list[int], str]:
+    """Digits and their prompt, whose labels begin with number `first` of the alphabet (in the task: with `a`)."""
     while True:
-        if rng.random() < 0.08:
-            count = rng.randint(14, LONGEST)
-        else:
-            count = 2
-            while rng.random() < 0.74:
-                count += 1
-        if count > LONGEST:
-            continue
+        count = draw_count(rng)
         digits = [rng.randrange(10) for _ in range(count)]
-        prompt = "".join(label + str(digit) for label, digit in zip(_labels(count), digits, strict=True))
+        prompt = "".join(label + str(digit) for label, digit in zip(_labels(count, first), digits, strict=True))
         if (zlib.crc32(prompt.encode()) % 4 == 0) == held_out:
             return digits, prompt
 
 
-def careful_answer(digits: list[int], slip_at: int | None = None, slip_by: int = 0) -> str:
+def careful_answer(digits: list[int], slip_at: int | None = None, slip_by: int = 0, first: int = 0) -> str:
     """Every partial sum, then the result. With `slip_at`, that addition (1, 2, ...) is wrong by `slip_by`, and stays so."""
     total = digits[0]
     steps = []
-    for place, (label, digit) in enumerate(zip(_labels(len(digits))[1:], digits[1:], strict=True), start=1):
+    for place, (label, digit) in enumerate(zip(_labels(len(digits), first)[1:], digits[1:], strict=True), start=1):
         new = (total + digit + (slip_by if place == slip_at else 0)) % 10
         steps.append(f"{label}{digit}+{total}={new}")
         total = new
@@ -87,11 +100,29 @@ def prompts(rng: random.Random, held_out: bool) -> Iterator[Row]:
         yield {"prompt": prompt, "answer": str(sum(digits) % 10)}
 
 
-def demonstrations(rng: random.Random, answer: Callable[[list[int]], str]) -> Iterator[Row]:
-    """Endless prompts with a response to learn from."""
+def short_sums(rng: random.Random) -> Iterator[Row]:
+    """Endless careful sums of 2 to 8 digits, mostly few: how to add is learned several times faster on these."""
+    while True:
+        digits, prompt = draw_digits(rng, held_out=False, draw_count=short_count)
+        yield {"prompt": prompt, "response": careful_answer(digits)}
+
+
+def careful_sums(rng: random.Random) -> Iterator[Row]:
+    """Endless careful sums of 2 to 16 digits. Every other one is a short sum from amid the alphabet: late labels are rare else."""
+    while True:
+        digits, prompt = draw_digits(rng, held_out=False, draw_count=even_count)
+        yield {"prompt": prompt, "response": careful_answer(digits)}
+        count = rng.randint(2, 8)
+        first = rng.randint(0, LONGEST - count)
+        digits, prompt = draw_digits(rng, False, lambda _, count=count: count, first)
+        yield {"prompt": prompt, "response": careful_answer(digits, first=first)}
+
+
+def mixed_sums(rng: random.Random) -> Iterator[Row]:
+    """Endless prompts of the task with the mixture's answers."""
     while True:
         digits, prompt = draw_digits(rng, held_out=False)
-        yield {"prompt": prompt, "response": answer(digits)}
+        yield {"prompt": prompt, "response": mixed_answer(digits, rng)}
 
 
 def write_rows(path: Path, rows: Iterator[Row], count: int) -> None:
@@ -159,23 +190,32 @@ def prepare(out: Path, seed: int) -> bool:
         return False
     stamp.unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    for_mixture = random.Random(f"{seed}-mixture-answers")
     write_rows(out / "train.jsonl", prompts(random.Random(f"{seed}-train"), held_out=False), 8192)
     write_rows(out / "eval.jsonl", prompts(random.Random(f"{seed}-eval"), held_out=True), 500)
-    write_rows(out / "sft_careful.jsonl", demonstrations(random.Random(f"{seed}-careful"), careful_answer), 350 * 48)
-    write_rows(
-        out / "sft_mixed.jsonl",
-        demonstrations(random.Random(f"{seed}-mixture"), lambda digits: mixed_answer(digits, for_mixture)),
-        100 * 96,
-    )
+    for name, sums, count in (
+        ("short", short_sums, 240 * 48),
+        ("careful", careful_sums, 240 * 36),
+        ("mixed", mixed_sums, 100 * 96),
+    ):
+        write_rows(out / f"sft_{name}.jsonl", sums(random.Random(f"{seed}-{name}")), count)
     save_model(out / "model", seed)
     save_tokenizer(out / "model")
     stamp.write_text(recipe)
     return True
 
 
-def _labels(count: int) -> str:
-    return "abcdefghijklmnopqrstuvwxyz"[:count]
+def _geometric(rng: random.Random, ratio: float, most: int) -> int:
+    """2, 3, ...: each next number `ratio` times as likely, up to `most`."""
+    while True:
+        count = 2
+        while rng.random() < ratio:
+            count += 1
+        if count <= most:
+            return count
+
+
+def _labels(count: int, first: int = 0) -> str:
+    return "abcdefghijklmnopqrstuvwxyz"[first : first + count]
 
 
 def main() -> None:
