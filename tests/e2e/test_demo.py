@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,10 +123,52 @@ def test_a_run_that_cannot_go_on_says_why_and_ends(task: Path) -> None:
     assert up.output.count("afterr") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        (
+            "hangs",
+            ["reward.rewards=[{file: REWARDS, function: hangs}]", "reward.item_timeout=0.5", "reward.start_timeout=20"],
+            "timeout: ",
+        ),
+        ("not-finite", ["reward.rewards=[{file: REWARDS, function: not_a_number}]"], "found nan"),
+        ("alone", ["rollout.start_timeout=2"], "rollout.start_timeout = 2 s"),
+        ("template", ["model.path=MODEL"], "add_generation_prompt"),
+    ],
+)
+def test_bad_input_is_one_message_and_the_end(task: Path, tmp_path: Path, name: str, changes: list[str], told: str) -> None:
+    rewards, model = tmp_path / "rewards.py", tmp_path / "model"
+    rewards.write_text(
+        "import time\ndef hangs(response):\n    time.sleep(60)\ndef not_a_number(response):\n    return float('nan')\n"
+    )
+    shutil.copytree(task.parent / "model", model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(template.replace("{%- if add_generation_prompt -%}={%- endif -%}", ""))
+    resolved = [change.replace("REWARDS", str(rewards)).replace("MODEL", str(model)) for change in changes]
+    up = Up(
+        task,
+        f"name={name}",
+        "trainer.sft=[]",
+        "max_attempts=1",
+        "reward.attempts=1",
+        "eval_samples=4",
+        "group_size=2",
+        "max_failed_fraction=0",
+        *resolved,
+    )
+    assert up.wait(150) not in (0, None)
+    errors = [line for line in up.output.splitlines() if line.startswith("polyreme: error: ")]
+    assert len(errors) == 1, up.output
+    assert told in errors[0]
+    assert up.output.count(errors[0].removeprefix("polyreme: error: ")) == 1
+    assert "Traceback" not in up.output
+    assert not up.leftovers()
+
+
 def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(task: Path) -> None:
     first = Up(task, "name=forked", "iterations=4", "trainer.keep_checkpoints=1", "trainer.save_interval=1")
     first.until(lambda: len(first.records("iteration")) >= 1)
-    (redis,) = [p for p in psutil.process_iter(["cmdline"]) if str(first.run_dir / "redis") in (p.info["cmdline"] or [])]
+    (redis,) = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(first.run_dir / "redis")]
     redis.kill()
     assert first.wait() == 0, first.output
     assert "Redis has ended; restart 1 of" in first.output
