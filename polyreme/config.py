@@ -4,10 +4,10 @@ Every key is read by some part of the system, unknown keys are errors that name 
 against the YAML file's folder, so that a run does not depend on where it was started.
 """
 
-import contextlib
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -329,9 +329,8 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
-    if isinstance(value, str):  # YAML 1.1 reads 1e-4 as text
-        with contextlib.suppress(ValueError):
-            value = float(text)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value):  # YAML 1.1 reads 1e-4 as text
+        value = float(value)
     node = tree
     *parents, last = key.split(".")
     for parent in parents:

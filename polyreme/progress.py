@@ -89,9 +89,10 @@ class Progress:
     def summary(self) -> Record:
         """The numbers of summary.json."""
         seconds = self.rl_seconds()
+        trained = self.evaluations.get(max(self.iterations)) if self.iterations else None  # not an older version's
         return {
             "accuracy_before": self.accuracy(first=True),
-            "accuracy_after": self.accuracy() if len(self.evaluations) > 1 else None,
+            "accuracy_after": trained and trained["accuracy"],
             "sft_seconds": round(self.sft_seconds, 2),
             "rl_seconds": round(seconds, 2),
             "iterations": len(self.iterations),

@@ -72,6 +72,7 @@ def test_a_value_that_does_not_fit_is_told(tree: dict[str, Any], tmp_path: Path,
 @pytest.mark.parametrize(
     ("override", "read", "value"),
     [
+        ("name=nan", lambda c: c.name, "nan"),
         ("trainer.optimizer.lr=1e-4", lambda c: c.trainer.optimizer.lr, 1e-4),
         ("rollout.replicas=3", lambda c: c.rollout.replicas, 3),
         ("reward.rewards.0.weight=0.5", lambda c: c.reward.rewards[0].weight, 0.5),

@@ -65,7 +65,8 @@ def make_app(
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one. Raises ConfigError: the port is taken."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, so that asyncio turns Nagle's algorithm off
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))

@@ -66,6 +66,8 @@ def test_accuracy_before_and_after() -> None:
     progress = told(evaluation(0, 1.0, 0.3), evaluation(8, 2.0, 0.7), evaluation(24, 3.0, 0.99))
     assert (progress.accuracy(first=True), progress.accuracy()) == (0.3, 0.99)
     assert told(evaluation(0, 1.0, 0.3)).summary()["accuracy_after"] is None
+    assert told(evaluation(0, 1.0, 0.3), iteration(1, time=2.0), evaluation(1, 3.0, 0.5)).summary()["accuracy_after"] == 0.5
+    assert told(evaluation(0, 1.0, 0.3), iteration(1, time=2.0)).summary()["accuracy_after"] is None  # nobody evaluated version 1
     assert Progress(1).summary()["accuracy_before"] is None
 
 
