@@ -1,6 +1,7 @@
 """Who may use a run directory, and what it says of itself."""
 
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,24 +96,23 @@ def test_attempts_are_numbered(config: RunConfig) -> None:
     assert [next_attempt(config.run_dir).name for _ in range(3)] == ["attempt_1", "attempt_2", "attempt_3"]
 
 
-def _try_to_own(run_dir: Path, answer: "multiprocessing.Queue[str]") -> None:
-    try:
-        with owned(run_dir):
-            answer.put("owned")
-    except ConfigError as error:
-        answer.put(str(error))
+_OWN = """
+import sys
+from pathlib import Path
+from polyreme.lifecycle import exit_on_error
+from polyreme.rundir import owned
+with exit_on_error("other"), owned(Path(sys.argv[1])):
+    print("owned")
+"""
 
 
 def test_one_process_at_a_time_owns_a_directory(config: RunConfig) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    answer = spawn.Queue()
+    def other() -> "subprocess.CompletedProcess[str]":
+        return subprocess.run([sys.executable, "-c", _OWN, str(config.run_dir)], capture_output=True, text=True, timeout=60)
+
     with owned(config.run_dir):
-        other = spawn.Process(target=_try_to_own, args=(config.run_dir, answer))
-        other.start()
-        assert "another process" in answer.get(timeout=30)
-        other.join(30)
-    with owned(config.run_dir):
-        pass
+        assert "another process" in other().stderr
+    assert other().stdout == "owned\n"
 
 
 def test_what_the_configuration_names_must_be_there(config: RunConfig, tmp_path: Path) -> None:
