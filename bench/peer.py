@@ -27,8 +27,9 @@ from peer_side.tasks import ROOT, Task, demo_task, short_task, up
 TARGET = {"demo_throughput_vs_trl": 1.5, "demo_time_to_80_vs_trl": 0.8, "short_throughput_vs_trl": 0.7, "service_tax": 0.2}
 AT_MOST = {"demo_time_to_80_vs_trl", "service_tax"}
 SAMPLES = 32 * 8
-WARM_UP = 3  # iterations that do not count
-FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.threads=2")
+WARM_UP = 10  # iterations that do not count in a throughput
+ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.threads=2")
+FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.data=2", "rollout.threads=1")
 GATE = 0.8
 SIDE = ROOT / "bench" / "peer_side"
 
@@ -138,9 +139,9 @@ def main() -> int:
 
     demo_trl = trl(python, demo, 24, 1e-4, 2)
     demo_ours = polyreme(work, "demo", demo, 24, 1e-4, 2)
-    short_trl = trl(python, short, 40, 1e-5, 0)
-    short_ours = polyreme(work, "short", short, 40, 1e-5, 0)
-    still = polyreme(work, "still", demo, 16, 1e-12, 0)  # the policy stands still: equal work in every iteration
+    short_trl = trl(python, short, 60, 1e-5, 0)
+    short_ours = polyreme(work, "short", short, 60, 1e-5, 0)
+    still = polyreme(work, "still", demo, 20, 1e-12, 0)  # the policy stands still: equal work in every iteration
     single = parts(demo, 16, 1e-12)
 
     iteration = statistics.median(still["step_seconds"][WARM_UP:])

@@ -135,6 +135,7 @@ async def _serve(engine: Any, orders: Orders, redis_url: str, place: Place) -> N
             )  # fmt: skip
             async with await Registry(run).register(lease) as keeper:
                 log.info("%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address, engine.name)
+                lifecycle.settle()
                 await _until_stopped(stop, engine)
             service.draining = True
             await announce()

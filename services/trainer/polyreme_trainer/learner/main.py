@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from polyreme.config import RunConfig
 from polyreme.experience import GroupRecord, decode_group
+from polyreme.lifecycle import settle
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.algorithms.grpo import group_advantages
 from polyreme_trainer.learner import alarms, gates
@@ -87,6 +88,7 @@ class Learner:
             PolyremeError: the run cannot go on, with the reason.
         """
         version = self.begin()
+        settle()
         for iteration in range(version + 1, self.config.iterations + 1):
             if not self.iterate(iteration):
                 break

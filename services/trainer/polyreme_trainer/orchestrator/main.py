@@ -11,6 +11,7 @@ from contextlib import suppress
 from polyreme.config import RunConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
 from polyreme.experience import encode_group
+from polyreme.lifecycle import settle
 from polyreme.log.ledger import Admission, ExperienceLog, Role, StaleAttemptError, TransitionError
 from polyreme.log.run import Run, RunState
 from polyreme_trainer.data import load_prompts
@@ -61,6 +62,7 @@ async def _orchestrate(run: Run) -> None:
         return
     maker = GroupMaker(run.run_id, config, template, train.prompts, fleet, rewards)
     evaluator = Evaluator(run, config, template, held_out.prompts, fleet, rewards) if held_out else None
+    settle()
     try:
         await Orchestrator(run, config, log, fleet, rewards, maker, evaluator).work()
     finally:
