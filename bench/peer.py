@@ -109,7 +109,7 @@ def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
         task.config,
         f"model.path={task.model}",
         "trainer.sft=[]",
-        *FASTEST,
+        *ONE_PROCESS,
         f"trainer.optimizer.lr={lr}",
     ]
     settings = ["--iterations", iterations, "--after", task.after]
