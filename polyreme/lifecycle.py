@@ -5,6 +5,7 @@ children in order. The kernel signals a child whose owner died, so that a kill -
 """
 
 import asyncio
+import atexit
 import ctypes
 import gc
 import os
@@ -37,6 +38,7 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # at the very end libraries look for what was never let go
 
 
 class Child:
