@@ -188,7 +188,7 @@ class RunConfig(Section):
     iterations: int = Field(ge=1)
     groups_per_iteration: int = Field(ge=1)
     group_size: int = Field(ge=1)
-    max_staleness: Literal[0] = Field(0, description="Iterations a sample may lag behind; 0 is on-policy.")
+    max_staleness: int = Field(0, ge=0, description="Iterations a sample may lag behind; 0 is on-policy.")
     max_attempts: int = Field(3, ge=1, description="Attempts at a group before it counts as failed.")
     max_failed_fraction: float = Field(
         0.2, ge=0, le=1, description="Failed groups in a window of 50 beyond which a run stops admitting and fails."

@@ -132,7 +132,7 @@ class Orchestrator:
             return False
         last, interval = self._config.iterations, self._config.eval_interval
         if self._evaluator and due(version, self._evaluated, last=last, interval=interval):
-            # On-policy training cannot leave this version before it gets groups: the evaluation has it for itself.
+            # Groups that start now would let training leave this version; what is in flight may still do so.
             self._evaluation = group.create_task(self._evaluate(self._evaluator, version))
             return False
         if version >= last:
