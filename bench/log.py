@@ -93,8 +93,7 @@ async def iterate(
     with timed(times, "iteration"):
         waiting = asyncio.create_task(learner.wait_plan(iteration, 600))
         with timed(times, "admit"):
-            while await orchestrator.admit():
-                pass
+            assert len(await orchestrator.admit(GROUPS)) == GROUPS
         with timed(times, "append and plan"):
             await asyncio.gather(*(append(record) for record in groups))
             plan = await waiting

@@ -82,9 +82,9 @@ class ExperienceLog:
 
     # -- the orchestrator's changes
 
-    async def admit(self) -> Admission | None:
-        """The next group, or None: it would not fit max_staleness, or the learner has not begun."""
-        return _admission(await self._change("admit", keys=[self.run.once()]))
+    async def admit(self, most: int = 1) -> list[Admission]:
+        """The next groups, `most` of them at most; none when more would not fit max_staleness, or the learner has not begun."""
+        return [_admission(row) for row in await self._change("admit", most, keys=[self.run.once()])]
 
     async def readmit(self, index: int, attempt: int, reason: str, max_attempts: int) -> Admission | None:
         """The attempt after `attempt`, which failed for `reason` or expired.
@@ -96,7 +96,8 @@ class ExperienceLog:
         Raises:
             StaleAttemptError: the group is in another state, or even further on.
         """
-        return _admission(await self._change("readmit", index, attempt, _one_line(reason), max_attempts))
+        reply = await self._change("readmit", index, attempt, _one_line(reason), max_attempts)
+        return None if reply is None else _admission(reply)
 
     async def append(self, index: int, attempt: int, payload: bytes, oldest_version: int, mean_reward: float) -> bool:
         """Adds a scored group, for good.
@@ -258,8 +259,8 @@ class ExperienceLog:
         return await self.run.scripts.call(script, str(self.term), *args, keys=keys or [])
 
 
-def _admission(reply: Any) -> Admission | None:
-    return None if reply is None else Admission(*(int(word) for word in reply))
+def _admission(reply: Any) -> Admission:
+    return Admission(*(int(word) for word in reply))
 
 
 def _indices(text: bytes) -> tuple[int, ...]:

@@ -45,13 +45,13 @@ class LogModel:
 
     # -- orchestrator
 
-    def admit(self) -> tuple[int, int, int] | None:
+    def admit(self, most: int) -> list[tuple[int, int, int]]:
         last_iteration = min(self.version + 1 + self.staleness, self.iterations)
-        room = (last_iteration - self.planned) * self.size
-        if self.version < 0 or len(self.those("admitted")) + len(self.those("appended")) >= room:
-            return None
-        self.groups.append(Group("admitted", 1, self.version))
-        return len(self.groups) - 1, 1, self.version
+        room = (last_iteration - self.planned) * self.size - len(self.those("admitted")) - len(self.those("appended"))
+        first = len(self.groups)
+        if self.version >= 0:
+            self.groups += [Group("admitted", 1, self.version) for _ in range(min(most, room))]
+        return [(index, 1, self.version) for index in range(first, len(self.groups))]
 
     def readmit(self, index: int, attempt: int) -> tuple[int, int, int] | None:
         group = self._group(index)

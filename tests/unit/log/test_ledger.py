@@ -35,8 +35,8 @@ def opened(redis: Redis, run_id: str, tmp_path: Path) -> Opener:
 
 async def admit_all(log: ExperienceLog) -> list[Admission]:
     admissions = []
-    while admission := await log.admit():
-        admissions.append(admission)
+    while more := await log.admit():
+        admissions += more
     return admissions
 
 
@@ -48,11 +48,11 @@ async def append(log: ExperienceLog, *admissions: Admission) -> None:
 async def test_nothing_is_admitted_before_the_learner_has_begun(run: Run) -> None:
     orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
     await orchestrator.take(Role.ORCHESTRATOR)
-    assert await orchestrator.admit() is None
+    assert await orchestrator.admit() == []
     assert await orchestrator.version() == -1
     await learner.take(Role.LEARNER)
     await learner.begin(0)
-    assert await orchestrator.admit() == Admission(0, 1, 0)
+    assert await orchestrator.admit() == [Admission(0, 1, 0)]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -61,9 +61,9 @@ async def test_the_bound_holds_for_every_step(opened: Opener, staleness: int) ->
     admissions = await admit_all(orchestrator)
     assert len(admissions) == 2 * (1 + staleness)
     await append(orchestrator, *admissions)
-    assert await orchestrator.admit() is None  # appended and not planned counts as well
+    assert await orchestrator.admit() == []  # appended and not planned counts as well
     await learner.plan(1, 60)
-    assert await orchestrator.admit() is None  # a plan alone makes no room
+    assert await orchestrator.admit() == []  # a plan alone makes no room
     await learner.set_version(1)
     assert [a.version for a in await admit_all(orchestrator)] == [1, 1]
 
@@ -76,7 +76,7 @@ async def test_nothing_is_admitted_for_iterations_beyond_the_last(opened: Opener
     for iteration in (1, 2):
         assert await learner.plan(iteration, 60)
         await learner.set_version(iteration)
-        assert await orchestrator.admit() is None
+        assert await orchestrator.admit() == []
 
 
 async def test_a_group_overtaken_by_newer_ones_is_still_trained_in_time(opened: Opener) -> None:
@@ -145,8 +145,7 @@ async def test_a_new_orchestrator_gets_the_full_time(opened: Opener) -> None:
 
 async def test_a_replaced_process_changes_nothing(opened: Opener) -> None:
     orchestrator, learner = await opened()
-    admission = await orchestrator.admit()
-    assert admission is not None
+    assert await orchestrator.admit()
     before = await orchestrator.audit()
     for role in Role:
         await ExperienceLog(orchestrator.run).take(role)
@@ -230,7 +229,7 @@ async def test_a_resume_replays_the_same_plans(opened: Opener) -> None:
     with pytest.raises(TransitionError, match="ahead of the log"):
         await successor.begin(5)
     await successor.begin(2)
-    assert await orchestrator.admit() is None
+    assert await orchestrator.admit() == []
     for plan in plans[2:]:
         assert await successor.plan(plan.iteration, 60) == plan
         assert await successor.read(plan) == [b"payload %d" % index for index in plan.indices]
@@ -256,7 +255,7 @@ async def test_a_fork_begins_an_empty_log_at_its_checkpoint(opened: Opener) -> N
     orchestrator, learner = await opened(groups_per_iteration=1)
     await learner.begin(41)
     assert (await learner.version(), await learner.planned()) == (41, 41)
-    admission = await orchestrator.admit()
+    (admission,) = await orchestrator.admit()
     assert admission == Admission(0, 1, 41)
     await append(orchestrator, admission)
     assert await learner.plan(42, 60) == Plan(42, (0,))
@@ -270,8 +269,7 @@ async def test_waiting_for_a_plan_wakes_up_at_once_and_ends_with_the_run(opened:
     await orchestrator.run.set_state(RunState.RUNNING)
     waiting = asyncio.create_task(learner.wait_plan(1, 60))
     await asyncio.sleep(0.1)
-    admission = await orchestrator.admit()
-    assert admission is not None
+    (admission,) = await orchestrator.admit()
     start = asyncio.get_running_loop().time()
     await append(orchestrator, admission)
     assert await waiting == Plan(1, (0,))
@@ -285,5 +283,5 @@ async def test_waiting_for_a_plan_wakes_up_at_once_and_ends_with_the_run(opened:
 
 async def test_concurrent_admissions_are_all_different(opened: Opener) -> None:
     orchestrator, _ = await opened(groups_per_iteration=20)
-    found = await asyncio.gather(*(orchestrator.admit() for _ in range(30)))
-    assert sorted(a.index for a in found if a) == list(range(20))
+    found = await asyncio.gather(*(orchestrator.admit(most) for most in (1, 2, 3) * 6))
+    assert sorted(admission.index for some in found for admission in some) == list(range(20))

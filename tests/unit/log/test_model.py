@@ -93,14 +93,12 @@ class LogMachine(RuleBasedStateMachine):
         groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
 
-    @rule(times=st.integers(1, 12))
-    def admit(self, times: int) -> None:
-        async def real() -> tuple[int, int, int] | None:
-            admission = await self.orchestrator.admit()
-            return admission and (admission.index, admission.attempt, admission.version)
+    @rule(most=st.integers(1, 12))
+    def admit(self, most: int) -> None:
+        async def real() -> list[tuple[int, int, int]]:
+            return [(a.index, a.attempt, a.version) for a in await self.orchestrator.admit(most)]
 
-        for _ in range(times):
-            self.both(real, self.model.admit)
+        self.both(real, lambda: self.model.admit(most))
 
     def pick(self, data: st.DataObject) -> tuple[int, int]:
         """A group and an attempt, mostly of one in flight."""

@@ -139,12 +139,49 @@ async def test_a_dead_server_starts_again_where_it_was(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         while server.alive:  # noqa: ASYNC110 (a process gives no event)
             await asyncio.sleep(0.01)
-        server.restart()
+        await server.restart()
         assert (server.url, server.alive) == (url, True)
         assert server.pid != pid
         assert await client.get("kept") == b"yes"
         await client.aclose()
     assert not server.alive
+
+
+async def test_others_are_served_while_a_dead_server_starts_again(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        while server.alive:  # noqa: ASYNC110 (a process gives no event)
+            await asyncio.sleep(0.01)
+        restarting = asyncio.create_task(server.restart())
+        await asyncio.sleep(0)
+        os.kill(server.pid, signal.SIGSTOP)  # as one that loads much
+        try:
+            async with asyncio.timeout(20):
+                for _ in range(20):
+                    await asyncio.sleep(0.02)
+            assert not restarting.done()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await asyncio.wait_for(restarting, 30)
+        assert server.alive
+
+
+async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        server.stop()
+        restarting = asyncio.create_task(server.restart())
+        await asyncio.sleep(0)
+        restarting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+        assert not server.alive
+
+
+async def test_a_lost_redis_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(store, "FIRST_CONTACT", 0.5)
+    with pytest.raises(StoreError):
+        await connect(f"redis://127.0.0.1:{free_port()}")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 async def test_a_server_that_stays_away(tmp_path: Path) -> None:
@@ -181,8 +218,7 @@ async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp
         await learner.begin(0)
         for index in range(4):
             proxy.lose = 1
-            admission = await orchestrator.admit()
-            assert admission is not None and admission.index == index
+            assert [admission.index for admission in await orchestrator.admit()] == [index]
             proxy.lose = 1
             await orchestrator.append(index, 1, b"payload", 0, 0.0)
             assert proxy.lose == 0
@@ -203,8 +239,7 @@ async def test_a_full_server_refuses_whole_changes_only(own_server: EmbeddedServ
     await orchestrator.take(Role.ORCHESTRATOR)
     await learner.take(Role.LEARNER)
     await learner.begin(0)
-    for _ in range(4):
-        await orchestrator.admit()
+    await orchestrator.admit(4)
     for index in range(3):
         await orchestrator.append(index, 1, b"x" * 1000, 0, 0.0)
     await client.config_set("maxmemory", "1")

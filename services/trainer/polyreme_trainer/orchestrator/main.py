@@ -137,8 +137,9 @@ class Orchestrator:
             return False
         if version >= last:
             return True
-        while not self._rewards.paused and (admission := await self._log.admit()):
-            self._start(group, admission)
+        while not self._rewards.paused and (admissions := await self._log.admit(self._config.groups_per_iteration)):
+            for admission in admissions:
+                self._start(group, admission)
         return False
 
     def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:
