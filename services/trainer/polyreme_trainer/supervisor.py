@@ -123,7 +123,13 @@ class Trainer:
         return await log.read(plan) if plan else []
 
 
-def trainer_units(config: RunConfig, run_id: str, redis_url: str, log_dir: Path) -> list[Unit]:
+LEARNER = ("-m", "polyreme_trainer.learner")
+"""What Python runs as a learner rank."""
+
+
+def trainer_units(
+    config: RunConfig, run_id: str, redis_url: str, log_dir: Path, learner_arguments: Sequence[str] = LEARNER
+) -> list[Unit]:
     """The orchestrator, and the learner's ranks under torchrun's environment contract."""
     shared = {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id}
 
@@ -137,7 +143,7 @@ def trainer_units(config: RunConfig, run_id: str, redis_url: str, log_dir: Path)
         return [
             Program(
                 f"learner-{rank}",
-                (sys.executable, "-m", "polyreme_trainer.learner"),
+                (sys.executable, *learner_arguments),
                 {
                     **shared,
                     "RANK": str(rank),

@@ -1,0 +1,109 @@
+"""A replica's servers and its lease, around an engine that runs.
+
+Kept here: the lease exists only while calls are answered. When the stop comes, the lease goes first, then new calls are refused,
+slots under way get their time, and then the servers end.
+"""
+
+import asyncio
+import logging
+import socket
+import uuid
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from polyreme import API_VERSION, rpc
+from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
+from polyreme.errors import UnavailableError
+from polyreme.log.run import Run
+from polyreme.log.store import connect
+from polyreme.registry import Lease, LeaseKeeper, Registry
+from polyreme_rollout import http
+from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.replica import Orders, Place
+from polyreme_rollout.requests import Limits
+from polyreme_rollout.service import Identity, RolloutService
+from polyreme_rollout.swap import Swapper
+from polyreme_rollout.weights_service import WeightsService
+
+DRAIN_SECONDS = 20.0
+WATCH_SECONDS = 0.5
+QUEUED_PER_RUNNING = 16  # slots taken per slot that can be decoded at once
+
+_SERVICES = [
+    rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
+    weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].full_name,
+]
+
+log = logging.getLogger(__name__)
+
+
+async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop: asyncio.Event) -> None:
+    """Serves an open engine until `stop`, then drains.
+
+    Raises:
+        StoreError, ConfigError: see their messages. UnavailableError: the engine is gone.
+    """
+    redis = await connect(redis_url)
+    metrics = Metrics()
+    replica_id = f"rollout-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    limits = Limits(engine.max_model_len, engine.vocab_size, QUEUED_PER_RUNNING * orders.config.rollout.max_num_seqs)
+    service = RolloutService(engine, Identity(orders.run_id, replica_id, orders.model_fingerprint), limits, metrics)
+    keeper: LeaseKeeper | None = None
+    swapper = Swapper(orders.run_id, engine, lambda: keeper.learner_term if keeper else 0, service.on_swap, service.on_lost)
+    service.bind(swapper)
+
+    async def announce() -> None:
+        metrics.version.set(-1 if swapper.version is None else swapper.version)
+        metrics.ready.set(service.ready)
+        await server.set_ready(service.ready)
+
+    def add(grpc_server: Any) -> None:
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, metrics, announce), grpc_server)
+
+    try:
+        async with AsyncExitStack() as servers:
+            server = await servers.enter_async_context(rpc.serve(place.host, place.port, add, _SERVICES))
+            host, http_address = _advertised(place.host, redis_url), ""
+            if place.http_port is not None:
+                app = http.make_app(
+                    lambda: not engine.dead, lambda: service.ready, metrics, lambda: engine.openai_app(orders.config.name)
+                )
+                bound = http.bind(place.host, place.http_port)
+                http_address = f"{host}:{await servers.enter_async_context(http.serve(app, bound))}"
+            lease = Lease(
+                "rollout", replica_id, f"{host}:{server.port}", http_address, API_VERSION,
+                {"model_fingerprint": orders.model_fingerprint, "max_model_len": engine.max_model_len,
+                 "tensor_parallel": orders.config.rollout.tensor_parallel, "engine": engine.name},
+            )  # fmt: skip
+            async with await Registry(Run(redis, orders.run_id)).register(lease) as keeper:
+                log.info(
+                    "%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address or "no port", engine.name
+                )
+                await _until_stopped(stop, engine)
+            service.draining = True
+            await announce()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(service.drained(), DRAIN_SECONDS)
+    finally:
+        await redis.aclose()
+
+
+async def _until_stopped(stop: asyncio.Event, engine: Any) -> None:
+    """Raises UnavailableError when the engine is gone."""
+    while not stop.is_set():
+        if engine.dead:
+            raise UnavailableError("the engine to run", "it is gone", "See the log above; start the replica again.")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), WATCH_SECONDS)
+
+
+def _advertised(host: str, redis_url: str) -> str:
+    """The address that others reach this replica at: of a wildcard, the interface that leads to Redis."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    redis = urlsplit(redis_url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((redis.hostname or "127.0.0.1", redis.port or 6379))  # of a datagram socket: sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,46 @@
+"""`python -m polyreme_trainer.simulation`: the trainer of a run that is there already, with the simulated learner.
+
+Kept here: supervision, records and orchestrator are those of `polyreme train`; only the learner's training is simulated.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyreme import logs
+from polyreme.lifecycle import exit_on_error
+from polyreme.log.run import Run
+from polyreme.log.store import connect
+from polyreme_trainer.supervisor import Trainer, trainer_units
+
+_ATTACH_SECONDS = 10.0
+
+
+def simulation(
+    log_dir: Annotated[Path, typer.Option(help="For the children's logs.")],
+    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
+    train_seconds: Annotated[float, typer.Option(min=0, help="What the training of an iteration takes.")] = 0.1,
+) -> None:
+    """Trains nothing: supervises the orchestrator and the simulated learner to the run's end."""
+    logs.setup("train")
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with exit_on_error("train"):
+        asyncio.run(_train(redis, run, log_dir, train_seconds))
+
+
+async def _train(redis_url: str, run_id: str | None, log_dir: Path, train_seconds: float) -> None:
+    redis = await connect(redis_url)
+    try:
+        run = await Run.attach(redis, run_id, _ATTACH_SECONDS)
+        config = await run.config()
+        learner = ("-m", "polyreme_trainer.learner.simulated", "--train-seconds", str(train_seconds))
+        await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir, learner)).run()
+    finally:
+        await redis.aclose()
+
+
+if __name__ == "__main__":
+    typer.run(simulation)

@@ -1,0 +1,84 @@
+"""A whole run as processes, without a model: real Redis, reward server, supervisor and orchestrator; simulated learner and replicas."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyreme.lifecycle import Child
+from polyreme.log.run import Run, RunState
+from polyreme.log.store import connect
+from support.simulated import ROWS, config_tree
+from support.tiny_tokenizer import model_files
+
+
+@dataclass
+class SimulatedRun:
+    """Its processes by name. `start` starts one, again after its end."""
+
+    redis_url: str
+    run: Run
+    folder: Path
+    commands: dict[str, tuple[str, ...]]
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        environment = {"POLYREME_REDIS": self.redis_url, "POLYREME_RUN": self.run.run_id, "OMP_NUM_THREADS": "1"}
+        command = (sys.executable, "-m", *self.commands[name])
+        self.children[name] = Child.spawn(name, command, environment, self.folder / f"{name}.log")
+
+    async def ended(self, seconds: float) -> tuple[RunState, str]:
+        """The run's last state and its reason, once the trainer has ended. Fails with what the logs say when it does not."""
+        try:
+            await asyncio.wait_for(self.children["train"].wait(), seconds)
+        except TimeoutError:
+            raise AssertionError(f"not done within {seconds} s\n{self.logs()}") from None
+        return await self.run.state()
+
+    def logs(self, lines: int = 25) -> str:
+        return "\n".join(f"--- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) for log in sorted(self.folder.glob("*.log")))  # fmt: skip
+
+    async def records(self, kind: str) -> list[dict[str, Any]]:
+        found, last = [], "0"
+        while batch := await self.run.records(last, 0):
+            last = batch[-1][0]
+            found += [record for _, record in batch if record["kind"] == kind]
+        return found
+
+
+@asynccontextmanager
+async def simulated_run(
+    redis_url: str,
+    run_id: str,
+    folder: Path,
+    *,
+    replica_processes: int = 1,
+    replicas: tuple[str, ...] = ("--step-seconds", "0.002"),
+    train_seconds: float = 0.05,
+    **sections: Any,
+) -> AsyncIterator[SimulatedRun]:
+    """All of it, started; ended and removed behind the block.
+
+    Args:
+        replica_processes: each with `replicas` as its options.
+        sections: of the configuration: see `config_tree`.
+    """
+    redis = await connect(redis_url)
+    config = config_tree(folder, ROWS, **sections)
+    run = await Run.create(redis, run_id, config, model_files())
+    commands = {f"rollout-{place}": ("polyreme_rollout.simulation", *replicas) for place in range(replica_processes)}
+    commands["reward"] = ("polyreme", "reward")
+    commands["train"] = (
+        "polyreme_trainer.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
+    )  # fmt: skip
+    started = SimulatedRun(redis_url, run, folder, commands)
+    try:
+        for name in commands:
+            started.start(name)
+        yield started
+    finally:
+        await asyncio.gather(*(child.stop(10.0) for child in started.children.values()))
+        await redis.aclose()
