@@ -13,9 +13,10 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis as redis_py
 from redis import exceptions
@@ -35,10 +36,12 @@ _NEEDED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "no
 _SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in _NEEDED.items())
 
 # Seconds. A socket may be silent for SOCKET_TIMEOUT, so blocking reads ask for less; a lost Redis has RIDE_OVER to come back;
-# at first contact it has FIRST_CONTACT, since then a wrong address is the likelier reason.
+# at first contact it has FIRST_CONTACT, since then a wrong address is the likelier reason. Our own may load its data for LOADING.
 SOCKET_TIMEOUT = 5.0
 RIDE_OVER = 60.0
 FIRST_CONTACT = 5.0
+LOADING = 300.0
+_REMINDER = 10.0
 
 
 class Store(Redis):
@@ -50,9 +53,9 @@ class Store(Redis):
     patience = RIDE_OVER
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """As in Redis. Raises StoreError when the server stays away for longer than `patience` seconds."""
-        deadline = time.monotonic() + self.patience
-        pause = 0.02
+        """As in Redis. Raises StoreError when the server stays away for longer than `patience` seconds, or loads for `LOADING`."""
+        began = time.monotonic()
+        pause, next_word = 0.02, 0.0
         task = asyncio.current_task()
         cancels = task.cancelling() if task else 0
         while True:
@@ -63,10 +66,13 @@ class Store(Redis):
                     raise asyncio.CancelledError
                 return reply
             except (*_LOST, exceptions.InvalidResponse) as error:
-                left = deadline - time.monotonic()
+                now = time.monotonic()
+                left = began + (LOADING if isinstance(error, exceptions.BusyLoadingError) else self.patience) - now
                 if isinstance(error, _REFUSED) or left <= 0:
                     raise unreachable(self, error) from error
-                log.warning("redis at %s: %s; trying for another %.0f s", address(self), _cause(error), left)
+                if now >= next_word:
+                    log.warning("redis at %s: %s; trying for another %.0f s", address(self), _cause(error), left)
+                    next_word = now + _REMINDER
                 await asyncio.sleep(min(left, pause * random.uniform(0.5, 1.5)))
                 pause = min(2 * pause, 2.0)
 
@@ -164,26 +170,32 @@ def _cause(error: BaseException | None) -> str:
 
 
 class EmbeddedServer:
-    """A Redis of our own: `redis-server` when it is installed, else the Valkey that comes with Polyreme.
+    """A Redis of our own: `redis-server` when it is installed, else the Valkey that comes with Polyreme. Get one by `start` or `open`.
 
     It listens on 127.0.0.1 only, keeps its append-only file in `data_dir`, leads a process group of its own and gets SIGTERM
-    when this process dies (on Linux), at which it writes out and ends.
+    when this process dies (on Linux), at which it writes out and ends. Start it from the main thread, for that reason.
     """
 
-    def __init__(self, process: "subprocess.Popen[bytes]", url: str, data_dir: Path) -> None:
-        self._process, self.url, self._data_dir = process, url, data_dir
+    def __init__(self, data_dir: Path, port: int) -> None:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        self._data_dir, self._given_port = data_dir, port
+        self._launch()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self._port}/0"
+
+    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     @classmethod
-    def start(cls, data_dir: Path, port: int = 0, timeout: float = 300.0) -> "EmbeddedServer":
-        """Starts the server and waits until it has loaded its data and answers. Call it from the main thread.
+    def start(cls, data_dir: Path, port: int = 0, timeout: float = LOADING) -> "EmbeddedServer":
+        """Starts the server and waits until it has loaded its data and answers.
 
         Args:
             data_dir: its folder, made when missing; data that lies there already is loaded.
@@ -193,45 +205,67 @@ class EmbeddedServer:
         Raises:
             StoreError: it ended or did not answer in time; the end of its log is in the message.
         """
-        data_dir.mkdir(parents=True, exist_ok=True)
-        for _ in range(5):  # another process may take the free port between our look and the server's bind
-            chosen = port or _free_port()
-            process = _spawn(data_dir, chosen)
-            server = cls(process, f"redis://127.0.0.1:{chosen}/0", data_dir)
-            try:
-                if server._answers(timeout):
-                    return server
-            except BaseException:
-                server.stop()
-                raise
-            server.stop()
-            tail = _tail(data_dir / "redis.log")
-            if port or "in use" not in tail:
-                break
-        raise StoreError(
-            f"our own Redis to start on port {chosen}",
-            tail or f"no answer within {timeout:g} s",
-            f"Free the port, or look into {data_dir / 'redis.log'}; with --redis URL a Redis of yours is used instead.",
-        )
+        server = cls(data_dir, port)
+        with server._stopped_on_error():
+            for pause in server._looks(timeout):
+                time.sleep(pause)
+        return server
 
-    def _answers(self, timeout: float) -> bool:
-        port = urlsplit(self.url).port or 0
-        deadline = time.monotonic() + timeout
-        while self._process.poll() is None and time.monotonic() < deadline:
-            try:
-                with redis_py.Redis(port=port, socket_timeout=1, retry=BlockingRetry(NoBackoff(), 0)) as probe:
-                    info = probe.info()
-                    # The answer must be this process's, not that of a stranger who holds the port.
-                    if info["process_id"] == self.pid and not info["loading"]:
-                        return True
-            except exceptions.RedisError:
-                pass
-            time.sleep(0.01)
+    @classmethod
+    async def open(cls, data_dir: Path) -> "EmbeddedServer":
+        """As `start`, on a free port; other tasks go on while it loads, and cancelling ends it."""
+        server = cls(data_dir, 0)
+        await server._loaded()
+        return server
+
+    async def restart(self) -> None:
+        """Starts it again after it has died, at the same address and with its data. Raises StoreError, as `start` does."""
+        self._given_port = self._port
+        self._launch()
+        await self._loaded()
+
+    async def _loaded(self) -> None:
+        with self._stopped_on_error():
+            for pause in self._looks(LOADING):
+                await asyncio.sleep(pause)
+
+    def _launch(self) -> None:
+        self._port = self._given_port or _free_port()
+        self._process = _spawn(self._data_dir, self._port)
+
+    def _looks(self, timeout: float) -> Iterator[float]:
+        """Looks until the server answers; yields the seconds to wait before the next look."""
+        deadline, pause, tries = time.monotonic() + timeout, 0.01, 5
+        while not self._answers():
+            if not self.alive or time.monotonic() > deadline:
+                tail = "" if self.alive else _tail(self._data_dir / "redis.log")
+                tries -= 1
+                if self._given_port or "in use" not in tail or not tries:
+                    raise StoreError(
+                        f"our own Redis to start on port {self._port}",
+                        tail or f"no answer within {timeout:g} s",
+                        f"Free the port, or look into {self._data_dir / 'redis.log'}; with --redis URL a Redis of yours is used instead.",
+                    )
+                self._launch()  # another process took the free port between our look and the server's bind
+            yield pause
+            pause = min(0.25, 1.5 * pause)
+
+    def _answers(self) -> bool:
+        with suppress(exceptions.RedisError), redis_py.Redis(
+            port=self._port, socket_timeout=0.2, retry=BlockingRetry(NoBackoff(), 0)
+        ) as probe:  # fmt: skip
+            info = probe.info()
+            # The answer must be this process's, not that of a stranger who holds the port.
+            return bool(info["process_id"] == self.pid and not info["loading"])
         return False
 
-    def restart(self) -> None:
-        """Starts it again after it has died, at the same address and with its data. Raises StoreError, as `start` does."""
-        self._process = EmbeddedServer.start(self._data_dir, urlsplit(self.url).port or 0)._process
+    @contextmanager
+    def _stopped_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self, timeout: float = 10.0) -> None:
         """Ends the server: TERM, `timeout` seconds, KILL. What it acknowledged is on disk. Twice is once."""
