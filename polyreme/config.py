@@ -177,7 +177,11 @@ class TrainerConfig(Section):
     save_interval: int = Field(0, ge=0, description="Iterations between checkpoints; 0: only the last. The last is always saved.")
     keep_checkpoints: int = Field(2, ge=1)
     straggler_timeout: float = Field(600.0, gt=0, description="Seconds after which a group's unfinished attempt expires.")
-    max_restarts: int = Field(3, ge=0, description="How often the supervisor restarts a dead child of this run.")
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="How often each process of a run is started again when it dies: every server, the run's own Redis, the trainer, its orchestrator, its learner (all ranks as one).",
+    )
 
 
 class RunConfig(Section):

@@ -7,7 +7,9 @@ children in order. The kernel signals a child whose owner died, so that a kill -
 import asyncio
 import atexit
 import ctypes
+import errno
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -19,7 +21,13 @@ from pathlib import Path
 
 from polyreme.errors import PolyremeError
 
+_log = logging.getLogger(__name__)
+
+REAP_SECONDS = 30.0
+"""How long a killed process may take to be gone; the kernel can hold one in a driver or a lost file system."""
 _PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 64 << 10
+_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -105,13 +113,24 @@ class Child:
         if self._popen.poll() is None:
             self._popen.send_signal(number)
 
-    async def stop(self, grace: float) -> int:
-        """TERM to the process, `grace` seconds, then KILL to all that is left of its group. Returns the exit status."""
-        self.signal(signal.SIGTERM)
+    async def gone(self, within: float) -> bool:
+        """Whether the process has ended within so many seconds."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.wait(), grace)
+            async with asyncio.timeout(within):
+                await self.wait()
+        return self._popen.poll() is not None
+
+    async def stop(self, grace: float) -> None:
+        """TERM to the process, `grace` seconds, then KILL to all that is left of its group."""
+        self.signal(signal.SIGTERM)
+        await self.gone(grace)
         self.kill()
-        return await self.wait()
+        await self.reap()
+
+    async def reap(self) -> None:
+        """Waits until the killed process is gone, or says that it stays."""
+        if not await self.gone(REAP_SECONDS):
+            _log.error("%s (pid %d) was killed and does not end", self.name, self.pid)
 
     def kill(self) -> None:
         """KILL to the whole group, also when its leader has ended."""
@@ -122,7 +141,9 @@ class Child:
         """The end of the child's log."""
         if self.log_path is None or not self.log_path.exists():
             return ""
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        with open(self.log_path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
 
 def stop_event() -> asyncio.Event:
@@ -138,6 +159,12 @@ def stop_event() -> asyncio.Event:
     return event
 
 
+def _no_room(error: OSError) -> PolyremeError:
+    return PolyremeError(
+        "files that can be written", str(error), "Make room where output_dir and TMPDIR are, then go on with --resume."
+    )
+
+
 @contextmanager
 def exit_on_error(program: str) -> Iterator[None]:
     """Ends a command on an error that its user can act on: one message, no traceback, the error's exit code."""
@@ -146,5 +173,10 @@ def exit_on_error(program: str) -> Iterator[None]:
     except PolyremeError as error:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in _NO_WRITING:
+            raise
+        print(f"{program}: error: {_no_room(error)}", file=sys.stderr, flush=True)
+        sys.exit(PolyremeError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

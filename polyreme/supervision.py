@@ -1,11 +1,12 @@
 """Keeps processes running, and ends them.
 
 Processes of one unit live and die together: when one dies, all are ended and started again. A child that says why it cannot go on
-(an exit code of a PolyremeError that a restart would meet again) is not restarted, and all restarts are counted against one limit.
+(an exit code of a PolyremeError that a restart would meet again) is not restarted, and each unit has so many restarts and no more.
 However supervision ends, nothing that it started is left running.
 """
 
 import asyncio
+import itertools
 import logging
 import random
 import re
@@ -59,10 +60,16 @@ class Unit:
         self._children: list[Child] = []
 
     def start(self) -> None:
-        self._children = [
-            Child.spawn(program.name, program.argv, program.env, self._log_dir / f"{program.name}.log", program.death_signal)
-            for program in self.programs()
-        ]
+        """Starts every process. Raises RunFailedError when the system lets one not start; those before it run."""
+        self._children = []
+        for program in self.programs():
+            log_path = self._log_dir / f"{program.name}.log"
+            try:
+                self._children.append(Child.spawn(program.name, program.argv, program.env, log_path, program.death_signal))
+            except OSError as error:
+                raise RunFailedError(
+                    f"{program.name} to start, its log in {log_path}", str(error), "Mend that, then go on with --resume."
+                ) from None
 
     async def ended(self) -> Child | None:
         """Waits for the unit's end. Returns the child that ended badly first, or None when all ended with status 0."""
@@ -98,7 +105,7 @@ class Unit:
 
     async def reap(self) -> None:
         """Waits until every killed process is gone."""
-        await asyncio.gather(*(child.wait() for child in self._children))
+        await asyncio.gather(*(child.reap() for child in self._children))
 
 
 class Supervisor:
@@ -106,13 +113,12 @@ class Supervisor:
 
     Args:
         units: started at once, supervised apart.
-        max_restarts: of all units together.
-        first_backoff: seconds before the first restart; doubles, with jitter, up to 30.
+        max_restarts: of each unit.
+        first_backoff: seconds before a unit's first restart; see `backoff`.
     """
 
     def __init__(self, units: Sequence[Unit], max_restarts: int, first_backoff: float = 1.0) -> None:
         self._units, self._max_restarts, self._first_backoff = units, max_restarts, first_backoff
-        self._restarts = 0
         self.draining = False
         """Set it when the run shall end: a child that dies now is not restarted."""
 
@@ -140,34 +146,36 @@ class Supervisor:
         await asyncio.gather(*(unit.stop(grace) for unit in self._units))
 
     async def _keep(self, unit: Unit) -> None:
-        while True:
+        for restart in itertools.count(1):
             unit.start()
             child = await unit.ended()
             if child is None:
                 return
             unit.kill()
             await unit.reap()
-            self._judge(child)
-            self._restarts += 1
-            pause = min(30.0, self._first_backoff * 2 ** (self._restarts - 1)) * random.uniform(0.75, 1.25)
-            _log.warning(
-                "%s; restart %d of %d in %.1f s", describe_end(child), self._restarts, self._max_restarts, pause
-            )  # fmt: skip
+            self._judge(child, restart - 1)
+            pause = backoff(restart, self._first_backoff)
+            _log.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
             await asyncio.sleep(pause)
 
-    def _judge(self, child: Child) -> None:
+    def _judge(self, child: Child, restarts: int) -> None:
         """Raises when the child's end is the run's end."""
         status = child.poll()
         said = last_error(child.log_tail(60))
         why = said or "its log says nothing"
         if status == StaleTermError.exit_code:
             raise StaleTermError(f"{child.name} to keep its role", why, "Let the other process go on, or stop it.")
-        if status not in FINAL_CODES and not self.draining and self._restarts < self._max_restarts:
+        if status not in FINAL_CODES and not self.draining and restarts < self._max_restarts:
             return
         if status in FINAL_CODES and said:
             raise ChildFailedError(child, said)
-        spent = "" if status in FINAL_CODES or self.draining else f" after {self._restarts} restarts"
+        spent = "" if status in FINAL_CODES or self.draining else f" after {restarts} restarts"
         raise ChildFailedError(child, f"{describe_end(child)}{spent}: {why}")
+
+
+def backoff(restart: int, first: float = 1.0) -> float:
+    """Seconds before the n-th restart (n from 1): doubling from `first`, at most 30, give or take a quarter."""
+    return min(30.0, first * 2.0 ** (restart - 1)) * random.uniform(0.75, 1.25)
 
 
 def describe_end(child: Child) -> str:

@@ -14,6 +14,8 @@ import pytest
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.supervision import ChildFailedError, Program, Supervisor, Unit, last_error
 
+pytestmark = pytest.mark.timeout(45)  # what supervision should have ended sleeps for longer
+
 
 def unit(folder: Path, *scripts: str, name: str = "work") -> Unit:
     """A unit of one Python process per script; `note(text)` in it appends a line to notes.txt."""
@@ -47,12 +49,24 @@ async def test_a_dead_child_is_started_again_until_it_ends_well(tmp_path: Path) 
     assert notes(tmp_path) == ["start"] * 3
 
 
-async def test_restarts_are_counted_over_all_units(tmp_path: Path) -> None:
+async def test_each_unit_has_its_own_restarts(tmp_path: Path) -> None:
     dying = "note('start'); raise ValueError('of no use')"
-    units = [unit(tmp_path, dying, name="a"), unit(tmp_path, dying, name="b")]
-    with pytest.raises(ChildFailedError, match=r"ended with status 1 after 3 restarts: ValueError: of no use"):
-        await Supervisor(units, max_restarts=3, first_backoff=0.01).run()
-    assert 4 <= len(notes(tmp_path)) <= 5
+    twice = f"note('twice'); sys.exit(0 if open({str(tmp_path / 'notes.txt')!r}).read().count('twice') > 2 else 1)"
+    units = [unit(tmp_path, twice, name="a"), unit(tmp_path, dying, name="b")]
+    with pytest.raises(ChildFailedError, match=r"b-0 ended with status 1 after 3 restarts: ValueError: of no use"):
+        await Supervisor(units, max_restarts=3, first_backoff=0.05).run()
+    assert notes(tmp_path).count("start") == 4
+    assert notes(tmp_path).count("twice") == 3
+
+
+async def test_what_cannot_be_started_is_told_and_the_others_are_ended(tmp_path: Path) -> None:
+    def programs() -> list[Program]:
+        started = Program("there", (sys.executable, "-c", "import time; time.sleep(90)", str(tmp_path)))
+        return [started, Program("missing", (str(tmp_path / "nothing"),))]
+
+    with pytest.raises(RunFailedError, match=r"missing to start, .* No such file"):
+        await Supervisor([Unit("work", programs, tmp_path)], max_restarts=3).run()
+    assert not [child for child in psutil.Process().children() if str(tmp_path) in child.cmdline()]
 
 
 async def test_a_death_by_signal_is_told_as_such(tmp_path: Path) -> None:
@@ -92,7 +106,7 @@ async def test_one_dead_rank_restarts_all_ranks(tmp_path: Path) -> None:
 async def test_nothing_is_left_of_a_group_when_its_leader_has_died(tmp_path: Path) -> None:
     script = (
         "child = os.fork()\n"
-        "if child == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN); note(os.getpid()); time.sleep(60)\n"
+        "if child == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN); note(os.getpid()); time.sleep(90)\n"
         f"while not os.path.exists({str(tmp_path / 'notes.txt')!r}): time.sleep(0.01)\n"
         "os._exit(1)"
     )
@@ -102,7 +116,7 @@ async def test_nothing_is_left_of_a_group_when_its_leader_has_died(tmp_path: Pat
 
 
 async def test_cancelling_supervision_ends_its_children(tmp_path: Path) -> None:
-    task = asyncio.create_task(Supervisor([unit(tmp_path, "note(os.getpid()); time.sleep(60)")], max_restarts=1).run())
+    task = asyncio.create_task(Supervisor([unit(tmp_path, "note(os.getpid()); time.sleep(90)")], max_restarts=1).run())
     await until(lambda: len(notes(tmp_path)) == 1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -111,8 +125,8 @@ async def test_cancelling_supervision_ends_its_children(tmp_path: Path) -> None:
 
 
 async def test_stop_terminates_gently_and_kills_what_does_not_listen(tmp_path: Path) -> None:
-    listens = "signal.signal(signal.SIGTERM, lambda *_: (note('saved'), sys.exit(0))); note('up'); time.sleep(60)"
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('up'); time.sleep(60)"
+    listens = "signal.signal(signal.SIGTERM, lambda *_: (note('saved'), sys.exit(0))); note('up'); time.sleep(90)"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('up'); time.sleep(90)"
     supervisor = Supervisor([unit(tmp_path, listens, name="a"), unit(tmp_path, deaf, name="b")], max_restarts=3)
     task = asyncio.create_task(supervisor.run())
     await until(lambda: notes(tmp_path).count("up") == 2)
@@ -157,7 +171,7 @@ def test_children_die_with_a_killed_owner(tmp_path: Path) -> None:
     owner = (
         "import asyncio, sys\nfrom pathlib import Path\nfrom polyreme.supervision import Program, Supervisor, Unit\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "argv = (sys.executable, '-c', f'import os, time; open({str(folder)!r} + \"/notes.txt\", \"a\").write(str(os.getpid()) + chr(10)); time.sleep(60)')\n"
+        "argv = (sys.executable, '-c', f'import os, time; open({str(folder)!r} + \"/notes.txt\", \"a\").write(str(os.getpid()) + chr(10)); time.sleep(90)')\n"
         "asyncio.run(Supervisor([Unit('a', lambda: [Program('a', argv)], folder)], 0).run())\n"
     )
     pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", owner])
