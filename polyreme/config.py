@@ -308,7 +308,11 @@ def _read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError(
             "a run configuration", f"no file {path}", "Give the path of a YAML file, such as one under examples/."
         ) from None
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise ConfigError(
+            "a run configuration", f"{path}: {error.strerror}", "Give the path of a YAML file, such as one under examples/."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"YAML in {path}", str(error).replace("\n", " "), "Mend the file.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"a mapping of keys in {path}", type(tree).__name__, "Start from a file under examples/.")
@@ -335,14 +339,16 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
         value = text
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+e[-+]?\d+", value):  # YAML 1.1 reads 1e-4 as text
         value = float(value)
-    node = tree
+    node: Any = tree
     *parents, last = key.split(".")
-    for parent in parents:
-        node = node.setdefault(parent, {}) if isinstance(node, dict) else node[int(parent)]
-    if isinstance(node, list):
-        node[int(last)] = value
-    else:
-        node[last] = value
+    try:
+        for parent in parents:
+            node = node.setdefault(parent, {}) if isinstance(node, dict) else node[int(parent)]
+        node[last if isinstance(node, dict) else int(last)] = value
+    except (IndexError, TypeError, ValueError):  # no such row, no number for one, or a value that has no parts
+        raise ConfigError(
+            f"a place for {key}", f"{node!r:.80} on the way to it", "Name a key of the schema, or replace the whole: a.b=[...]."
+        ) from None
     return tree
 
 
