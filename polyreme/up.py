@@ -33,9 +33,8 @@ from polyreme.rundir import (
     next_attempt,
     open_run,
     owned,
-    read_model_files,
 )
-from polyreme.supervision import FINAL_CODES, ChildFailedError, Program, Supervisor, Unit
+from polyreme.supervision import FINAL_CODES, ChildFailedError, Program, Supervisor, Unit, backoff
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 
 _GRACE_SECONDS = 15.0
@@ -56,8 +55,7 @@ def up(
     """Train: start every service of a run on this machine and watch it."""
     resolved = load_config(config, overrides or ())
     check_inputs(resolved)
-    read_model_files(resolved.model.path)
-    console = Console()
+    console = Console(markup=False, emoji=False, highlight=False)
     with owned(resolved.run_dir):
         existing = claim(resolved, resume, fork)
         status = asyncio.run(_up(resolved, redis, existing, console))
@@ -65,16 +63,15 @@ def up(
 
 
 async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
-    stops = _stop_signals()
     for line in plan_lines(config):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     async with _store(config, redis_url, existing) as (redis, url, own):
         run = await open_run(redis, config, existing, EMBEDDED if own else url)
         log_dir = next_attempt(config.run_dir)
-        console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", highlight=False, soft_wrap=True)
+        console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
         session = _Session(config, run, url, own, log_dir, console)
         try:
-            return await session.run(stops)
+            return await session.run(_stop_signals())
         finally:
             await _sweep(run.run_id)
 
@@ -87,6 +84,7 @@ class _Session:
     ) -> None:
         self._config, self._run, self._own_store, self._log_dir, self._console = config, run, own_store, log_dir, console
         self._progress = Progress(config.samples_per_iteration)
+        self._stopped_by = 0
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
@@ -113,18 +111,20 @@ class _Session:
         watching = asyncio.create_task(self._watch(ended))
         tasks = (training, serving, keeping, stopping, watching)
         try:
-            await asyncio.wait((training, serving, keeping, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if keeping.done():
-                keeping.result()  # raises why
-            if serving.done() and serving.exception():
-                await self._declare_failed(serving, training)
-            await asyncio.wait((training, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not training.done():
-                return 128 + stopping.result()
+            while not training.done():
+                going = [task for task in (training, serving, keeping, stopping) if not task.done()]
+                await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
+                if stopping.done():
+                    return 128 + stopping.result()
+                if keeping.done():
+                    keeping.result()  # raises why
+                if serving.done() and serving.exception():
+                    await self._declare_failed(serving, training)
             ended.set()
-            await watching
+            await asyncio.wait({watching})
             gentle = True
-            await self._judge(training)
+            status = await self._judge(training)
+            watching.result()
         finally:
             if gentle:
                 await self._serving.stop(_GRACE_SECONDS)
@@ -133,11 +133,11 @@ class _Session:
             await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill what is left
         for line in live.report(self._config, self._progress, self._config.run_dir):
             self._say(line)
-        return 0
+        return status
 
     async def _stop(self, stops: "asyncio.Queue[int]") -> int:
         """Drains the trainer at the first signal; returns the second."""
-        await stops.get()
+        self._stopped_by = await stops.get()
         self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
         self._training.draining = True
         self._trainer.signal(signal.SIGTERM)
@@ -159,7 +159,8 @@ class _Session:
                     f"See {self._config.run_dir / 'redis' / 'redis.log'}, then go on with --resume.",
                 )
             self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")
-            self._own_store.restart()
+            await asyncio.sleep(backoff(deaths, first=0.2))
+            await self._own_store.restart()
 
     async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
         """A service cannot be kept running: ends the run, and raises why."""
@@ -172,9 +173,13 @@ class _Session:
             self._point_at(error, error.child.log_path)
         raise error
 
-    async def _judge(self, training: "asyncio.Task[None]") -> None:
+    async def _judge(self, training: "asyncio.Task[None]") -> int:
+        """The exit status of a trainer that ended well. Raises why it did not."""
         error = training.exception()
         if isinstance(error, ChildFailedError):
+            if self._stopped_by and error.child.poll() == -signal.SIGTERM:  # so early that it did not listen yet
+                self._say("stopped before anything was trained")
+                return 128 + self._stopped_by
             self._point_at(error, self._log_dir)
             reason = ""
             with suppress(PolyremeError):
@@ -184,6 +189,7 @@ class _Session:
             ) from None
         if error is not None:
             raise error
+        return 0
 
     def _point_at(self, error: ChildFailedError, place: Path | None) -> None:
         """Says where to look, and shows the log's end of a child that did not itself say why it ended."""
@@ -192,7 +198,7 @@ class _Session:
         self._say(f"see {place}")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     async def _watch(self, ended: asyncio.Event) -> None:
         """Shows the run's records until the stream is read to its end after `ended`."""
@@ -228,7 +234,7 @@ async def _store(
     """The run's store: a client, its URL, and the server when it is our own, which ends with the block."""
     if url is None and existing is not None and existing.redis != EMBEDDED:
         url = existing.redis
-    server = EmbeddedServer.start(config.run_dir / "redis") if url is None else None
+    server = await EmbeddedServer.open(config.run_dir / "redis") if url is None else None
     try:
         address = server.url if server else str(url)
         redis = await connect(address)
