@@ -164,13 +164,7 @@ def read_model_files(model_dir: Path) -> dict[str, bytes]:
     Raises:
         ConfigError: the directory is not a Hugging Face model with a fast tokenizer.
     """
-    for name in ("config.json", "tokenizer.json"):
-        if not (model_dir / name).is_file():
-            raise ConfigError(
-                f"a Hugging Face model directory at model.path = {model_dir}",
-                f"no {name} in it" if model_dir.is_dir() else "no such directory",
-                "Set model.path; the demo's model is made by examples/running_total/prepare.py.",
-            )
+    _check_model_dir(model_dir)
     return {
         path.name: path.read_bytes()
         for path in sorted(model_dir.iterdir())
@@ -184,6 +178,7 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         ConfigError: for the first file that is missing; or samples could be longer than the model's context.
     """
+    _check_model_dir(config.model.path)
     if not list(config.model.path.glob("*.safetensors")):
         raise ConfigError(
             f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
@@ -202,12 +197,20 @@ def check_inputs(config: RunConfig) -> None:
             raise ConfigError(f"a file at {key} = {path}", "nothing there", f"Set {key}, or make the file.")
 
 
+def _check_model_dir(model_dir: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_dir / name).is_file():
+            raise ConfigError(
+                f"a Hugging Face model directory at model.path = {model_dir}",
+                f"no {name} in it" if model_dir.is_dir() else "no such directory",
+                "Set model.path; the demo's model is made by examples/running_total/prepare.py.",
+            )
+
+
 def _context(path: Path) -> int | None:
     """`max_position_embeddings` of a model's config.json; None when there is none, or when scaling stretches it."""
     try:
         model = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None  # the model directory's check tells
     except ValueError as error:
         raise ConfigError(f"JSON in {path}", str(error), "Save the model with save_pretrained.") from None
     scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
