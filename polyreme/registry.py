@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from polyreme.errors import PolyremeError, StoreError, UnavailableError
@@ -64,7 +64,7 @@ class Registry:
         texts = await self.run.redis.mget([self.run.key(f"lease:{kind}:{name}") for name in ids]) if ids else []
         for name in (name for name, text in zip(ids, texts, strict=True) if text is None):
             await _unlease(self.run, kind, name, alive_too=False)
-        return [Lease(**json.loads(text)) for text in texts if text is not None]
+        return [_read(text) for text in texts if text is not None]
 
     async def wait_for(
         self,
@@ -153,6 +153,12 @@ class LeaseKeeper:
                 await self.renew()
             except StoreError as error:
                 log.warning("lease %s could not be renewed: %s", self.lease.id, error)
+
+
+def _read(text: bytes) -> Lease:
+    """A lease as it was written, perhaps by another release: what that has beyond ours is left out."""
+    known = {field.name for field in fields(Lease)}
+    return Lease(**{name: value for name, value in json.loads(text).items() if name in known})
 
 
 async def _unlease(run: Run, kind: Kind, name: str, alive_too: bool) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import pytest
 
@@ -44,6 +45,15 @@ async def test_facts_can_change(run: Run) -> None:
     async with await registry.register(lease("a", version=1, engine="x")) as keeper:
         await keeper.update({"version": 2})
         assert await registry.leases("rollout") == [lease("a", version=2, engine="x")]
+
+
+async def test_a_lease_of_a_later_release_can_be_read(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("a")):
+        key = run.key("lease:rollout:a")
+        later = {**json.loads(await run.redis.get(key)), "api": 2, "region": "north"}
+        await run.redis.set(key, json.dumps(later))
+        assert [(found.id, found.api) for found in await registry.leases("rollout")] == [("a", 2)]
 
 
 async def test_waiting_ends_when_enough_have_come(run: Run) -> None:

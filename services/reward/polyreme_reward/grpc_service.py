@@ -4,11 +4,11 @@ from typing import Any, NoReturn
 
 import grpc
 
+from polyreme import API_VERSION
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 from polyreme_reward.items import Item
 from polyreme_reward.scorer import BadBatch, Refused, Scorer
 
-API = 1
 NAME: str = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
 
@@ -49,7 +49,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             reward_pb2.RewardInfo(name=r.name, weight=r.weight, version=r.version, description=r.description)
             for r in self._scorer.rewards
         ]
-        return reward_pb2.ListRewardsResponse(api=API, rewards=infos)
+        return reward_pb2.ListRewardsResponse(api=API_VERSION, rewards=infos)
 
 
 async def _abort(context: Any, code: grpc.StatusCode, error: Exception, metadata: tuple[tuple[str, str], ...] = ()) -> NoReturn:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
-from polyreme_reward.grpc_service import API
+from polyreme import API_VERSION
 from polyreme_reward.items import Item, Status, printable
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import BATCH_LIMIT, BadBatch, Refused, Scored, Scorer
@@ -117,7 +117,7 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
         special_tokens: texts taken out of the foreign wires' responses, which carry them, to get the clean response.
         ready: its only element is whether /ready says so.
     """
-    app = FastAPI(title="Polyreme reward service", version=str(API))
+    app = FastAPI(title="Polyreme reward service", version=str(API_VERSION))
 
     def clean(text: str) -> str:
         for token in special_tokens:
@@ -197,7 +197,7 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
     @app.get("/v1/rewards", response_model=RewardList, summary="The rewards behind every score")
     async def rewards() -> Any:
         return RewardList(
-            api=API,
+            api=API_VERSION,
             rewards=[
                 RewardDescription(name=r.name, weight=r.weight, version=r.version, description=r.description)
                 for r in scorer.rewards

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from polyreme import rpc
+from polyreme import API_VERSION, rpc
 from polyreme.config import RewardConfig
 from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
 from polyreme_reward.build import open_rewards
-from polyreme_reward.grpc_service import API, NAME, RewardServicer
+from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app
 from polyreme_reward.http_server import serve_http
 from polyreme_reward.metrics import Metrics
@@ -69,7 +69,12 @@ async def serve(
                 if run is not None:
                     facts = {"rewards": [{"name": r.name, "weight": r.weight, "version": r.version} for r in rewards]}
                     lease = Lease(
-                        "reward", f"reward-{os.getpid()}-{uuid.uuid4().hex[:6]}", addresses.grpc, addresses.http, API, facts
+                        "reward",
+                        f"reward-{os.getpid()}-{uuid.uuid4().hex[:6]}",
+                        addresses.grpc,
+                        addresses.http,
+                        API_VERSION,
+                        facts,
                     )
                     await registered.enter_async_context(await Registry(run).register(lease))
                 yield addresses
