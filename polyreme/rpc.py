@@ -87,7 +87,7 @@ async def serve(
         bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
     except RuntimeError as error:
         raise ConfigError(
-            f"a free port {port} on {host} for gRPC", str(error).split(";")[0], "Choose another port, or end its owner."
+            f"a free port {port} on {host} for gRPC", str(error).split(";")[0], "Choose another port or host, or end its owner."
         ) from None
     running = Server(bound, servicer, service_names)
     await running.set_ready(False)

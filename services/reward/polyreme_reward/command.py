@@ -24,8 +24,8 @@ def reward(
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with a `reward` section: serve it without a run.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind, gRPC and HTTP.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="gRPC port; 0: a free one.")] = 0,
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0: a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: a free one.")] = 0,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")] = 0,
 ) -> None:
     """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
     logs.setup("reward")

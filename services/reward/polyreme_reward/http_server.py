@@ -163,7 +163,7 @@ def _listen(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise ConfigError(
-            f"a free port {port} on {host} for HTTP", error.strerror or str(error), "Choose another port, or end its owner."
+            f"a free port {port} on {host} for HTTP", error.strerror or str(error), "Choose another port or host, or end its owner."
         ) from None
     listener.setblocking(False)
     return listener

@@ -73,7 +73,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         bound.close()
         raise ConfigError(
-            f"a free port {port} on {host} for HTTP", str(error), "Choose another port, or end its owner."
+            f"a free port {port} on {host}", error.strerror or str(error), "Choose another port or host, or end its owner."
         ) from None
     return bound
 
