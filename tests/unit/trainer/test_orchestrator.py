@@ -180,6 +180,31 @@ async def test_a_bad_row_costs_its_group_only(world):
         assert "bad" not in {group.label for groups in w.learner.trained.values() for group in groups}
 
 
+async def test_many_failed_groups_are_told_as_counts(world):
+    rows = [{**row, "answer": "bad"} if i % 2 else row for i, row in enumerate(ROWS)]
+    async with world(
+        rows=rows, plugin=True, iterations=5, reward={"start_timeout": 1.0, "attempts": 1}, max_attempts=1, max_failed_fraction=1.0
+    ) as w:  # fmt: skip
+        await asyncio.gather(orchestrate(w.run), w.train())
+        failed = (await w.log.audit()).counts["failed"]
+        told = [record["text"] for record in await w.records("notice") if "failed after 1 attempts" in record["text"]]
+        assert failed >= 8
+        assert len(told) == 4 + len([n for n in (8, 16, 32, 64) if n <= failed])
+        assert "8 groups have failed so far" in told[4] and "so far" not in told[3]
+
+
+async def test_an_evaluation_that_cannot_be_scored_is_told_and_training_goes_on(world):
+    bad = [{**row, "answer": "bad"} for row in ROWS[:3]]
+    async with world(
+        eval_rows=bad, plugin=True, iterations=1, reward={"start_timeout": 1.0, "attempts": 1}
+    ) as w:  # fmt: skip
+        await asyncio.gather(orchestrate(w.run), w.train())
+        assert sorted(w.learner.trained) == [1] and not await w.records("eval")
+        failed = await w.records("eval_failed")
+        assert [record["version"] for record in failed] == [0, 1]
+        assert all("cannot score this" in record["text"] for record in failed)
+
+
 async def test_a_replica_that_dies_midrun_is_survived(world):
     async with world({**FAST, "failures": Failures(die_after=40)}, FAST, iterations=3) as w:
         await asyncio.gather(orchestrate(w.run), self_healing(w))

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT = 2.0
 """Seconds after which everything is looked at, signal or not: a lease that expires gives none."""
+_TOLD_SINGLY = 4
+"""Failed groups that are told one by one."""
 _RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease"})
 
 
@@ -99,6 +101,7 @@ class Orchestrator:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._evaluation: asyncio.Task[None] | None = None
         self._evaluated: set[int] = set()
+        self._failed = 0
         self._signals: set[str] = set()
         self._wake = asyncio.Event()
 
@@ -180,7 +183,7 @@ class Orchestrator:
         _log.warning("group %d, attempt %d of %d: %s", failed.index, failed.attempt, limit, reason)
         if admission := await self._log.readmit(failed.index, failed.attempt, reason, limit):
             return admission
-        await _notice(self._run, f"group {failed.index} failed after {limit} attempts: {reason}")
+        await self._tell_failed(failed.index, reason)
         fraction = await self._log.failed_fraction()
         if fraction > self._config.max_failed_fraction:
             raise RunFailedError(
@@ -189,6 +192,13 @@ class Orchestrator:
                 "Mend the cause, then go on with --resume.",
             )
         return None
+
+    async def _tell_failed(self, index: int, reason: str) -> None:
+        """The first failed groups one by one, then at every doubling: a run of many has no room for all."""
+        self._failed += 1
+        if self._failed <= _TOLD_SINGLY or self._failed.bit_count() == 1:
+            count = f"; {self._failed} groups have failed so far" if self._failed > _TOLD_SINGLY else ""
+            await _notice(self._run, f"group {index} failed after {self._config.max_attempts} attempts: {reason}{count}")
 
     async def _replace_expired(self, group: asyncio.TaskGroup) -> None:
         """The learner's plan has let attempts expire: ends their tasks, and starts those of the attempts that came after."""
@@ -203,7 +213,8 @@ class Orchestrator:
         try:
             await evaluator.evaluate(version)
         except EvaluationError as error:
-            await _notice(self._run, str(error))
+            _log.warning("%s", error)
+            await self._run.emit({"kind": "eval_failed", "version": version, "text": str(error)})
         finally:
             self._evaluated.add(version)
             self._wake.set()
