@@ -166,20 +166,21 @@ class Arena:
         return slot
 
 
-def remove_stale(run_id: str) -> list[Path]:
-    """Removes the run's arenas whose owner is dead; returns their paths. Safe at any time, from any process."""
-    ours = re.compile(rf"polyreme-{re.escape(run_id)}-weights-\d+")
+def remove_stale(run_id: str | None = None) -> list[Path]:
+    """Removes the run's (None: any run's) arenas whose owner is dead; returns their paths. Safe at any time, from any process."""
+    ours = re.compile(rf"polyreme-{re.escape(run_id) if run_id else '.+'}-weights-\d+")
     removed = []
     for path in sorted(SHARED_MEMORY.glob("polyreme-*")):
         if not ours.fullmatch(path.name):
             continue
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _remove(path, _identity(os.fstat(descriptor))):
+            found = os.fstat(descriptor)
+            if (run_id or found.st_size) and _remove(path, _identity(found)):  # an empty one is just being made
                 removed.append(path)
         except BlockingIOError:
             pass  # its owner lives

@@ -40,6 +40,7 @@ class Trainer:
 
     async def run(self) -> None:
         """Returns when the run is done, or drained and saved. Raises what ended it otherwise, having told the run record."""
+        remove_stale()  # what trainers that were killed have left on this host
         ended = asyncio.Event()
         records = asyncio.create_task(self._write_records(ended))
         try:
@@ -102,6 +103,7 @@ class Trainer:
 
     async def _write_records(self, ended: asyncio.Event) -> None:
         """Keeps the run directory's records up to date until the stream is read to its end after `ended`."""
+        told = False
         while True:
             try:
                 with closing(Recorder(self._config, self._groups_of)) as recorder:
@@ -112,7 +114,12 @@ class Trainer:
                         if last and not batch:
                             return
             except (PolyremeError, OSError) as error:
-                _log.error("records are not being written: %s", error)
+                text = f"records are not being written to {self._config.run_dir}: {error}; tried again until they are"
+                _log.error("%s", text)
+                if not told:
+                    with suppress(PolyremeError):  # the store may be what is gone
+                        await self._run.emit({"kind": "notice", "service": "train", "text": text})
+                        told = True
                 if ended.is_set():
                     return
                 await asyncio.sleep(_RECORDS_RETRY_SECONDS)

@@ -12,6 +12,7 @@ from polyreme.config import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.log.run import Run, RunState
 from polyreme.supervision import ChildFailedError, Program, Unit
+from polyreme_trainer import supervisor
 from polyreme_trainer.supervisor import Trainer, trainer_units
 
 UNTIL_DRAINED = """
@@ -59,6 +60,25 @@ async def test_a_child_that_cannot_go_on_fails_the_run_with_its_reason(run: Run,
     state, reason = await run.state()
     assert state is RunState.FAILED
     assert "the replica answers otherwise" in reason
+
+
+async def test_records_that_cannot_be_written_are_told_and_written_later(
+    run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_RECORDS_RETRY_SECONDS", 0.2)
+    in_the_way = config.run_dir / "metrics.jsonl"
+    in_the_way.mkdir()
+    await run.emit({"kind": "done_learning"})
+    task = asyncio.create_task(trainer(config, run, redis_url, "import time\ntime.sleep(3)").run())
+
+    async def told() -> str | None:
+        notices = [record["text"] for _, record in await run.records("0", 0) if record["kind"] == "notice"]
+        return notices[0] if notices else None
+
+    assert "records are not being written" in str(await run.until(told, within=10))
+    in_the_way.rmdir()
+    await asyncio.wait_for(task, 20)
+    assert "done_learning" in in_the_way.read_text()
 
 
 async def test_a_run_that_another_process_declares_failed_ends_here(run: Run, config: RunConfig, redis_url: str) -> None:

@@ -179,6 +179,21 @@ def test_a_killed_owners_arena_is_removed_by_the_next(run_id: str) -> None:
     arena.close()
 
 
+def test_killed_owners_of_any_run_are_cleared_up_after(run_id: str) -> None:
+    stale, made, living = SHARED_MEMORY / f"polyreme-{run_id}-a-weights-0", SHARED_MEMORY / f"polyreme-{run_id}-b-weights-0", None
+    try:
+        living = Arena.create(f"{run_id}-c", 100)
+        stale.write_bytes(bytes(100))
+        made.touch()  # by a process that has not locked it yet
+        assert stale in remove_stale()
+        assert living.path.exists() and made.exists() and not stale.exists()
+    finally:
+        made.unlink(missing_ok=True)
+        if living is not None:
+            living.unlink()
+            living.close()
+
+
 def test_other_runs_are_left_alone(run_id: str) -> None:
     other = SHARED_MEMORY / f"polyreme-{run_id}-weights-9-weights-0"  # of the run "<run_id>-weights-9"
     other.touch()
