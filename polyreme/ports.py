@@ -1,0 +1,24 @@
+"""Ports for processes that bind them a moment later.
+
+Kept here: they lie below those that the kernel gives to outgoing connections, so that none of these takes one in between; not even a
+client of ours that goes on trying to reach it, which would be connected to itself.
+"""
+
+import random
+import socket
+from contextlib import suppress
+
+from polyreme.errors import ConfigError
+
+_FIRST, _LAST, _TRIES = 20_000, 29_999, 200
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens at now. Raises ConfigError: there is hardly one."""
+    draw = random.SystemRandom()  # processes with one seed must not all draw the same
+    for _ in range(_TRIES):
+        port = draw.randint(_FIRST, _LAST)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ConfigError(f"a free port between {_FIRST} and {_LAST} on 127.0.0.1", f"none in {_TRIES} tries", "End what holds them.")
