@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from io import TextIOWrapper
 from typing import Any
 
 import typer
@@ -58,6 +59,9 @@ def build_app(argv: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """Runs the command of this process's arguments. An error its user can act on is one message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show ends no run
     with exit_on_error("polyreme"):
         build_app(sys.argv[1:])(prog_name="polyreme")
 
