@@ -157,6 +157,8 @@ class Supervisor:
             pause = backoff(restart, self._first_backoff)
             _log.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
             await asyncio.sleep(pause)
+            if self.draining:
+                self._judge(child, restart - 1)  # raises: the end was asked for meanwhile
 
     def _judge(self, child: Child, restarts: int) -> None:
         """Raises when the child's end is the run's end."""

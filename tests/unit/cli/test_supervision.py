@@ -144,6 +144,17 @@ async def test_a_child_that_dies_while_draining_is_not_started_again(tmp_path: P
     assert notes(tmp_path) == ["start"]
 
 
+async def test_a_child_that_died_before_the_drain_is_not_started_again(tmp_path: Path) -> None:
+    supervisor = Supervisor([unit(tmp_path, "note('start'); sys.exit(1)")], max_restarts=3, first_backoff=0.5)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: "start" in notes(tmp_path))
+    await asyncio.sleep(0.2)
+    await supervisor.stop(grace=0.1)
+    with pytest.raises(ChildFailedError):
+        await task
+    assert notes(tmp_path) == ["start"]
+
+
 async def test_logs_are_kept_over_restarts(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError):
         await Supervisor([unit(tmp_path, "print('once'); sys.exit(1)")], max_restarts=1, first_backoff=0.01).run()
