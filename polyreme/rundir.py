@@ -23,6 +23,8 @@ from polyreme.errors import ConfigError
 from polyreme.log.run import Run
 
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_LARGEST_HEADER = 100_000_000
+"""Bytes; safetensors' own limit."""
 EMBEDDED = "embedded"
 
 
@@ -179,10 +181,13 @@ def check_inputs(config: RunConfig) -> None:
         ConfigError: for the first file that is missing; or samples could be longer than the model's context.
     """
     _check_model_dir(config.model.path)
-    if not list(config.model.path.glob("*.safetensors")):
+    weights = sorted(config.model.path.glob("*.safetensors"))
+    if not weights:
         raise ConfigError(
             f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
         )
+    for path in weights:
+        _check_whole(path)
     longest = _context(config.model.path / "config.json")
     if longest is not None and config.rollout.max_model_len > longest:
         raise ConfigError(
@@ -205,6 +210,24 @@ def _check_model_dir(model_dir: Path) -> None:
                 f"no {name} in it" if model_dir.is_dir() else "no such directory",
                 "Set model.path; the demo's model is made by examples/running_total/prepare.py.",
             )
+
+
+def _check_whole(path: Path) -> None:
+    """A download that was cut, or never begun, is found before anything starts. Reads the header only."""
+    with open(path, "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length)) if 8 + length <= min(size, _LARGEST_HEADER) else {}
+            end = (
+                8
+                + length
+                + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            )
+        except (ValueError, TypeError, LookupError, AttributeError):
+            end = -1
+    if end != size:
+        found = f"{size:,} bytes, which are not what its header says" if end >= 0 else "no safetensors header"
+        raise ConfigError(f"whole weights in {path}", found, "Download or save the file again (with Git LFS: `git lfs pull`).")
 
 
 def _context(path: Path) -> int | None:

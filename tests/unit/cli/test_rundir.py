@@ -1,7 +1,10 @@
 """Who may use a run directory, and what it says of itself."""
 
+import itertools
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,12 +29,24 @@ from polyreme.rundir import (
 from support.configs import run_config
 
 
+def weights(tensors: dict[str, int]) -> bytes:
+    """A safetensors file of so many bytes by name."""
+    ends = list(itertools.accumulate(tensors.values()))
+    header = {
+        name: {"dtype": "U8", "shape": [n], "data_offsets": [end - n, end]}
+        for (name, n), end in zip(tensors.items(), ends, strict=True)
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(sum(tensors.values()))
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Of a run whose model directory has the files a replica needs."""
     (tmp_path / "model").mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors.index.json", "model.safetensors", "chat_template.jinja"):
         (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(weights({}))
     config = run_config(tmp_path)
     config.run_dir.mkdir(parents=True)
     return config
@@ -128,6 +143,30 @@ def test_what_the_configuration_names_must_be_there(config: RunConfig, tmp_path:
         read_model_files(config.model.path)
     with pytest.raises(ConfigError, match="no such directory"):
         read_model_files(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda whole: whole[:-1], "not what its header says"),
+        (lambda whole: whole[:20], "not what its header says"),
+        (lambda whole: whole[:3], "not what its header says"),
+        (lambda whole: whole + b"x", "not what its header says"),
+        (lambda whole: whole.replace(b"data_offsets", b"date_offsets"), "no safetensors header"),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1", "not what its header says"),
+    ],
+)
+def test_weights_that_are_not_whole_are_told(
+    config: RunConfig, tmp_path: Path, damage: Callable[[bytes], bytes], found: str
+) -> None:
+    (tmp_path / "train.jsonl").touch()
+    whole = weights({"a": 100, "b": 0, "c": 28})
+    path = tmp_path / "model" / "model-00001-of-00002.safetensors"
+    path.write_bytes(whole)
+    check_inputs(config)
+    path.write_bytes(damage(whole))
+    with pytest.raises(ConfigError, match=f"whole weights in {path}; found .*{found}"):
+        check_inputs(config)
 
 
 def test_differences_are_dotted_keys(config: RunConfig) -> None:
