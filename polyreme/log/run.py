@@ -17,7 +17,7 @@ import xxhash
 from redis.asyncio import Redis
 
 from polyreme.config import RunConfig, parse_config
-from polyreme.errors import RunFailedError, UnavailableError
+from polyreme.errors import ConfigError, RunFailedError, UnavailableError
 from polyreme.log.scripts import Scripts, key
 
 T = TypeVar("T")
@@ -113,9 +113,12 @@ class Run:
     # -- what it is
 
     async def config(self) -> RunConfig:
-        """The resolved configuration."""
+        """The resolved configuration. Raises ConfigError: another release has written it."""
         text = await self.redis.get(self.key("config"))
-        return parse_config(json.loads(text or b"{}"), f"run {self.run_id}")
+        try:
+            return parse_config(json.loads(text or b"{}"), f"run {self.run_id}")
+        except ConfigError as error:  # it was valid where it was written
+            raise ConfigError(error.expected, error.found, "Install the same Polyreme version everywhere.") from None
 
     async def model_files(self) -> dict[str, bytes]:
         """Everything but weights that a replica or tokenizer needs, by file name."""

@@ -19,6 +19,13 @@ async def test_everything_given_can_be_read_elsewhere(redis: Redis, run: Run) ->
     assert len(await other.model_fingerprint()) == 16
 
 
+async def test_a_configuration_of_another_release_is_told_as_such(redis: Redis, run: Run) -> None:
+    written = (await run.config()).model_dump_json()
+    await redis.set(run.key("config"), written[:-1] + ',"warp":9}')
+    with pytest.raises(ConfigError, match=r"unknown key warp.* Install the same Polyreme version everywhere"):
+        await run.config()
+
+
 async def test_the_newest_run_is_found_without_an_id(redis: Redis, run: Run) -> None:
     await redis.set(CURRENT, run.run_id)
     assert (await Run.attach(redis, None, 0)).run_id == run.run_id

@@ -12,6 +12,8 @@ from polyreme.registry import Kind, Lease, Registry
 
 _log = logging.getLogger(__name__)
 
+_SAME_VERSION = "Install the same Polyreme version everywhere."
+
 
 class Servers:
     """The leases of a kind, as a client sees them."""
@@ -60,13 +62,15 @@ class Servers:
             raise UnavailableError(
                 f"{count} {self._kind} server{'s' if count > 1 else ''} within {setting} = {within:g} s",
                 f"{len(there)}" + (f": {names}" if names else ""),
-                f"See the {self._kind} servers' logs, start one with `polyreme {self._kind}`, or raise {setting}.",
+                _SAME_VERSION
+                if self._refused
+                else f"See the {self._kind} servers' logs, start one with `polyreme {self._kind}`, or raise {setting}.",
             )
 
     async def _refuse(self, lease: Lease) -> None:
         text = (
             f"{lease.kind} server {lease.id} at {lease.address} is not used: expected API {API_VERSION}, found {lease.api}. "
-            "Install the same Polyreme version everywhere."
+            + _SAME_VERSION
         )
         _log.error("%s", text)
         await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
