@@ -160,7 +160,11 @@ class _Session:
                 )
             self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")
             await asyncio.sleep(backoff(deaths, first=0.2))
-            await self._own_store.restart()
+            try:
+                await self._own_store.restart()
+            except StoreError:
+                if deaths == limit:
+                    raise
 
     async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
         """A service cannot be kept running: ends the run, and raises why."""
