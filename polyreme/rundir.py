@@ -186,8 +186,8 @@ def check_inputs(config: RunConfig) -> None:
         raise ConfigError(
             f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
         )
-    for path in weights:
-        _check_whole(path)
+    for shard in weights:
+        _check_whole(shard)
     longest = _context(config.model.path / "config.json")
     if longest is not None and config.rollout.max_model_len > longest:
         raise ConfigError(
