@@ -154,7 +154,9 @@ def save_model(folder: Path, seed: int) -> None:
     """A Qwen2 of 0.8M random parameters: four layers, four heads that share two key-value heads, tied embeddings."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.manual_seed(seed)
     ids: dict[str, Any] = {
         "pad_token_id": VOCABULARY["<pad>"],
