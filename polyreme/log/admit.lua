@@ -4,7 +4,7 @@
 -- ARGV: orchestrator's term, most. Returns {{index, attempt, version}, ...}; may be empty.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end
-local done = redis.call('GET', KEYS[9])
+local done = redis.call('GET', KEYS[10])
 if done then
   local first, count = string.match(done, '^(%d+) (%d+)$')
   local still = {}
@@ -26,5 +26,5 @@ for index = first, first + count - 1 do
   write(index, 'admitted', '1', int(version), now)
   admitted[#admitted + 1] = {index, 1, version}
 end
-if count > 0 then redis.call('SET', KEYS[9], int(first) .. ' ' .. int(count), 'EX', '600') end
+if count > 0 then redis.call('SET', KEYS[10], int(first) .. ' ' .. int(count), 'EX', '600') end
 return admitted

@@ -1,6 +1,6 @@
 #!lua
 -- append: admitted(attempt) -> appended, with its payload. The same attempt again changes nothing.
--- KEYS: common. Writes ledger, in_flight, appended, payloads.
+-- KEYS: common. Writes ledger, in_flight, appended, payloads, drafts.
 -- ARGV: orchestrator's term, index, attempt, oldest version, mean reward, payload. Returns 1, or 0 for a duplicate.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end
@@ -15,6 +15,7 @@ if tonumber(ARGV[4]) < r.third then
     .. ' and cannot hold tokens of version ' .. ARGV[4])
 end
 redis.call('ZREM', IN_FLIGHT, member(index))
+cut_draft(index, 0)
 redis.call('ZADD', APPENDED, tonumber(ARGV[4]), member(index))
 redis.call('HSET', PAYLOADS, int(index), ARGV[6])
 write(index, 'appended', int(attempt), ARGV[4], ARGV[5])

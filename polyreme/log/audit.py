@@ -59,11 +59,12 @@ class Snapshot:
     payloads: set[int]
     in_flight: dict[int, int]
     appended: dict[int, int]
+    drafts: dict[str, str]
 
     @classmethod
     async def take(cls, run: Run) -> "Snapshot":
-        """Reads it, at one instant. Payloads themselves are not read."""
-        meta, ledger, plans, payloads, in_flight, appended = await run.scripts.call("snapshot")
+        """Reads it, at one instant. Payloads and drafts themselves are not read."""
+        meta, ledger, plans, payloads, in_flight, appended, drafts = await run.scripts.call("snapshot")
         return cls(
             run.run_id,
             {name.decode(): value.decode() for name, value in _pairs(meta)},
@@ -72,6 +73,7 @@ class Snapshot:
             {int(index) for index in payloads},
             {int(member): int(score) for member, score in _pairs(in_flight)},
             {int(member): int(score) for member, score in _pairs(appended)},
+            {field.decode(): value.decode() for field, value in _pairs(drafts)},
         )
 
     def number(self, field_name: str, absent: int) -> int:
@@ -128,7 +130,23 @@ class Snapshot:
             for index, state in sorted(states.items())
             if index < low and state in ("admitted", "appended", "planned")
         ]
-        return found
+        return found + self._astray()
+
+    def _astray(self) -> list[str]:
+        """Drafts that no attempt in flight has, and parts that no draft has."""
+        found: list[str] = []
+        heads = {name: value for name, value in self.drafts.items() if ":" not in name}
+        parts = self.drafts.keys() - heads.keys()
+        for name, head in heads.items():
+            attempt, count = head.split(" ")
+            row = self.rows.get(int(name), ["none"])
+            if row[:2] != ["admitted", attempt]:
+                found.append(f"group {name} has a draft of attempt {attempt}, its row says {' '.join(row[:2])}")
+            own = {f"{name}:{number}" for number in range(int(count))}
+            if own - parts:
+                found.append(f"group {name} has a draft that lacks parts")
+            parts = parts - own
+        return found + [f"part {part} belongs to no draft" for part in sorted(parts)]
 
 
 def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:

@@ -1,6 +1,6 @@
 -- Prepended to every script. Every script gets the same keys of one run, in this order (scripts.py, KEYS):
 --   meta       hash   state, reason, limits (groups_per_iteration, max_staleness, max_attempts, iterations), base, version,
---                     released, low_water, orchestrator_since
+--                     released, evaluated, low_water, orchestrator_since
 --   terms      hash   role -> "counter token" of its holder
 --   ledger     hash   index -> row, one of
 --                       admitted ATTEMPT VERSION ADMITTED_MS | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
@@ -9,8 +9,9 @@
 --   appended   zset   padded index, by its oldest token's version: the rows `appended`
 --   plans      hash   iteration -> "INDEX INDEX ..."
 --   payloads   hash   index -> serialised group: the rows `appended`, and `planned` beyond `released`
+--   drafts     hash   what the rows `admitted` have generated so far: index -> "ATTEMPT PARTS", INDEX:PART -> serialised group
 --   events     stream wake-up signals, bounded; never the truth
-local META, TERMS, LEDGER, IN_FLIGHT, APPENDED, PLANS, PAYLOADS, EVENTS = unpack(KEYS, 1, 8)
+local META, TERMS, LEDGER, IN_FLIGHT, APPENDED, PLANS, PAYLOADS, DRAFTS, EVENTS = unpack(KEYS, 1, 9)
 
 local function now_ms()
   local t = redis.call('TIME')
@@ -58,9 +59,27 @@ local function refused(role, term)
   return redis.error_reply('STALETERM ' .. role .. ' is held by ' .. (holder or 'nobody'))
 end
 
+-- The draft of `index`: its attempt and how many parts it has; both 0 when there is none.
+local function draft(index)
+  local attempt, parts = string.match(redis.call('HGET', DRAFTS, int(index)) or '0 0', '^(%d+) (%d+)$')
+  return tonumber(attempt), tonumber(parts)
+end
+
+-- Deletes the parts of a draft from number `first` on; with 0 the draft is gone.
+local function cut_draft(index, first)
+  local attempt, parts = draft(index)
+  for number = first, parts - 1 do redis.call('HDEL', DRAFTS, int(index) .. ':' .. int(number)) end
+  if first == 0 then
+    redis.call('HDEL', DRAFTS, int(index))
+  elseif first < parts then
+    redis.call('HSET', DRAFTS, int(index), int(attempt) .. ' ' .. int(first))
+  end
+end
+
 -- admitted (row `r`) -> admitted with the next attempt, or failed after the last one. Returns the new attempt, or nil.
 -- The version is the current one, but never an older one than before, as it would be while a resumed learner catches up.
 local function next_attempt(index, r, reason, max_attempts)
+  cut_draft(index, 0)
   if r.attempt >= max_attempts then
     redis.call('ZREM', IN_FLIGHT, member(index))
     write(index, 'failed', int(r.attempt), reason)

@@ -6,8 +6,8 @@ local nonce, config, n = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local creator = redis.call('HGET', META, 'creator')
 if creator == nonce then return 0 end
 if creator then return redis.error_reply('RUNEXISTS ' .. META) end
-redis.call('SET', KEYS[9], config)
-for at = 4 + 2 * n, #ARGV, 2 do redis.call('HSET', KEYS[10], ARGV[at], ARGV[at + 1]) end
+redis.call('SET', KEYS[10], config)
+for at = 4 + 2 * n, #ARGV, 2 do redis.call('HSET', KEYS[11], ARGV[at], ARGV[at + 1]) end
 for at = 4, 3 + 2 * n, 2 do redis.call('HSET', META, ARGV[at], ARGV[at + 1]) end
 redis.call('HSET', META, 'creator', nonce, 'state', 'starting', 'reason', '', 'low_water', '0')
 signal('state', 'starting')

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- drop: admitted(attempt) -> dropped(mean reward, reason): scored, and of no use to training. The same again changes nothing.
--- KEYS: common. Writes ledger, in_flight.
+-- KEYS: common. Writes ledger, in_flight, drafts.
 -- ARGV: orchestrator's term, index, attempt, mean reward, reason. Returns 1, or 0 for a duplicate.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end
@@ -11,6 +11,7 @@ if not r then return redis.error_reply('ORDER group ' .. int(index) .. ' was nev
 if r.state == 'dropped' and r.attempt == attempt then return 0 end
 if r.state ~= 'admitted' or r.attempt ~= attempt then return redis.error_reply('STALEATTEMPT ' .. r.text) end
 redis.call('ZREM', IN_FLIGHT, member(index))
+cut_draft(index, 0)
 write(index, 'dropped', int(attempt), ARGV[4], ARGV[5])
 signal('drop', int(index))
 return 1

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -19,7 +20,7 @@ from polyreme.log.audit import Audit, Snapshot
 from polyreme.log.run import Run, RunState
 from polyreme.log.scripts import StaleAttemptError, TransitionError
 
-__all__ = ["Admission", "ExperienceLog", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
+__all__ = ["Admission", "DraftPart", "ExperienceLog", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
 
 COMMITS_BOUND = 10_000
 _READ_AT_ONCE = 64  # payloads per command: a long reply would hold up every other client
@@ -51,6 +52,16 @@ class Admission:
     index: int
     attempt: int
     version: int
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """What attempt `attempt` at group `index` has generated since its part `number` - 1."""
+
+    index: int
+    attempt: int
+    number: int
+    payload: bytes
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,17 @@ class ExperienceLog:
         reply = await self._change("readmit", index, attempt, _one_line(reason), max_attempts)
         return None if reply is None else _admission(reply)
 
+    async def draft(self, parts: Sequence[DraftPart]) -> None:
+        """Keeps what attempts in flight have so far, until they are appended, dropped or over. A part replaces those from its number on.
+
+        Attempts that are over meanwhile are passed over.
+
+        Raises:
+            TransitionError: a part's number is beyond the next one.
+        """
+        words: list[bytes | int] = [word for part in parts for word in (part.index, part.attempt, part.number, part.payload)]
+        await self._change("draft", *words)
+
     async def append(self, index: int, attempt: int, payload: bytes, oldest_version: int, mean_reward: float) -> bool:
         """Adds a scored group, for good.
 
@@ -128,6 +150,10 @@ class ExperienceLog:
         if not math.isfinite(mean_reward):
             raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")
         return bool(await self._change("drop", index, attempt, repr(float(mean_reward)), _one_line(reason)))
+
+    async def set_evaluated(self, version: int) -> None:
+        """Nobody waits for the evaluation of `version`, or of an older one, any more."""
+        await self._change("evaluated", version)
 
     # -- the learner's changes
 
@@ -191,6 +217,10 @@ class ExperienceLog:
         """The newest trained version; -1 before the learner has begun."""
         return int(await self.run.redis.hget(self.run.key("meta"), "version") or -1)
 
+    async def evaluated(self) -> int:
+        """The newest version whose evaluation nobody waits for any more; -1 at first."""
+        return int(await self.run.redis.hget(self.run.key("meta"), "evaluated") or -1)
+
     async def planned(self) -> int:
         """The newest iteration that has a plan; in a new log the version it began at."""
         base, count = await asyncio.gather(
@@ -208,6 +238,19 @@ class ExperienceLog:
         rows = await self.run.redis.hmget(self.run.key("ledger"), members) if members else []
         words = [(index, row.split()) for index, row in zip(members, rows, strict=True)]
         return [Admission(index, int(row[1]), int(row[2])) for index, row in words if row[0] == b"admitted"]
+
+    async def drafts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:
+        """The parts of what these attempts have generated, by index, for those that have any. For the orchestrator alone."""
+        redis, key = self.run.redis, self.run.key("drafts")
+        heads = await redis.hmget(key, [admission.index for admission in admissions]) if admissions else []
+        found: dict[int, list[bytes]] = {}
+        for admission, head in zip(admissions, heads, strict=True):
+            attempt, count = (int(word) for word in (head or b"0 0").split())
+            if count and attempt == admission.attempt:
+                parts = await redis.hmget(key, [f"{admission.index}:{number}" for number in range(count)])
+                if None not in parts:  # it expired between the two commands
+                    found[admission.index] = parts
+        return found
 
     async def find_plan(self, iteration: int) -> Plan | None:
         """The plan of `iteration` if there is one."""

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- plan: appended -> planned(iteration) for groups_per_iteration groups, those with the oldest tokens first, then by index.
 -- The plan that exists is answered again. While it waits, attempts in flight beyond the straggler timeout expire.
--- KEYS: common. Reads meta; writes ledger, in_flight (expiry), appended, plans.
+-- KEYS: common. Reads meta; writes ledger, in_flight and drafts (expiry), appended, plans.
 -- ARGV: learner's term, iteration, straggler timeout in ms. Returns "INDEX INDEX ...", or false: not yet.
 local stale = refused('learner', ARGV[1])
 if stale then return stale end

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- readmit: admitted(attempt) -> admitted(attempt + 1) at the current version (see next_attempt), or failed(reason) after the last attempt.
 -- The attempt that exists already is answered again: a retry, and an attempt that expired, look the same.
--- KEYS: common. Writes ledger, in_flight.
+-- KEYS: common. Writes ledger, in_flight, drafts.
 -- ARGV: orchestrator's term, index, attempt, reason, max_attempts. Returns {index, attempt, version}, or false when failed.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end

@@ -167,7 +167,7 @@ class Run:
     async def watch(self, after_id: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
         """Waits up to `block_ms` for signals behind `after_id` ("$": from now). Returns the new id and (kind, value) pairs.
 
-        Kinds: append, fail, drop, expire, plan, version, commit, state, lease, term, record. They may be lost: look at the truth.
+        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, record. They may be lost: look at the truth.
         """
         entries = await self._read("events", after_id, block_ms, 1000)
         signals = [(fields[b"kind"].decode(), fields[b"value"].decode()) for _, fields in entries]

@@ -15,7 +15,7 @@ from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError,
 
 from polyreme.errors import ConfigError, PolyremeError, StaleTermError, StoreError, UnavailableError
 
-KEYS = ("meta", "terms", "ledger", "in_flight", "appended", "plans", "payloads", "events")
+KEYS = ("meta", "terms", "ledger", "in_flight", "appended", "plans", "payloads", "drafts", "events")
 
 
 class StaleAttemptError(PolyremeError, RuntimeError):

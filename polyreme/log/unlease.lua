@@ -2,8 +2,8 @@
 -- unlease: a server leaves, or its lease has expired and its id goes.
 -- KEYS: common, then lease (string that expires), leases (set of ids). Writes both.
 -- ARGV: id, event value, '1' to end a lease that is alive.
-if ARGV[3] ~= '1' and redis.call('EXISTS', KEYS[9]) == 1 then return 0 end
-redis.call('DEL', KEYS[9])
-if redis.call('SREM', KEYS[10], ARGV[1]) == 0 then return 0 end
+if ARGV[3] ~= '1' and redis.call('EXISTS', KEYS[10]) == 1 then return 0 end
+redis.call('DEL', KEYS[10])
+if redis.call('SREM', KEYS[11], ARGV[1]) == 0 then return 0 end
 signal('lease', ARGV[2])
 return 1

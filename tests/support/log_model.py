@@ -31,6 +31,7 @@ class LogModel:
     low_water: int = 0
     groups: list[Group] = field(default_factory=list)
     plans: dict[int, list[int]] = field(default_factory=dict)
+    drafts: dict[int, list[bytes]] = field(default_factory=dict)
 
     @property
     def planned(self) -> int:
@@ -60,8 +61,15 @@ class LogModel:
         if group.state != "admitted" or group.attempt not in (attempt, attempt + 1):
             raise Stale
         if group.attempt == attempt:
-            self._next_attempt(group)
+            self._next_attempt(index)
         return None if group.state == "failed" else (index, group.attempt, group.version)
+
+    def draft(self, index: int, attempt: int, number: int, part: bytes) -> None:
+        if index < len(self.groups) and (self.groups[index].state, self.groups[index].attempt) == ("admitted", attempt):
+            parts = self.drafts.get(index, [])
+            if number > len(parts):
+                raise Illegal
+            self.drafts[index] = [*parts[:number], part]
 
     def append(self, index: int, attempt: int, oldest_version: int) -> bool:
         group = self._group(index)
@@ -72,6 +80,7 @@ class LogModel:
         if oldest_version < group.version:
             raise Illegal
         group.state, group.version = "appended", oldest_version
+        self.drafts.pop(index, None)
         return True
 
     def drop(self, index: int, attempt: int) -> bool:
@@ -81,6 +90,7 @@ class LogModel:
         if group.state != "admitted" or group.attempt != attempt:
             raise Stale
         group.state = "dropped"
+        self.drafts.pop(index, None)
         return True
 
     def _group(self, index: int) -> Group:
@@ -88,7 +98,9 @@ class LogModel:
             raise Illegal
         return self.groups[index]
 
-    def _next_attempt(self, group: Group) -> None:
+    def _next_attempt(self, index: int) -> None:
+        group = self.groups[index]
+        self.drafts.pop(index, None)
         if group.attempt >= self.max_attempts:
             group.state = "failed"
         else:
@@ -120,7 +132,7 @@ class LogModel:
         stragglers = self._stragglers(iteration, len(chosen), rest)
         if stragglers is not None:
             for index in stragglers if all_expired else []:
-                self._next_attempt(self.groups[index])
+                self._next_attempt(index)
             return None
         for index in chosen:
             self.groups[index].state, self.groups[index].iteration = "planned", iteration

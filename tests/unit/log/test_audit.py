@@ -28,6 +28,7 @@ def whole() -> Snapshot:
         payloads={3, 4, 6},
         in_flight={7: 2},
         appended={6: 2},
+        drafts={"7": "1 2", "7:0": "", "7:1": ""},
     )
 
 
@@ -59,6 +60,22 @@ DAMAGE: dict[str, tuple[Callable[[Snapshot], object], str, object]] = {
         lambda s: s.rows.update({3: ["planned", "1", "1", "1"]}),
         "contradictions",
         ["group 3: plan 2 holds it, its row says 1"],
+    ),
+    "a draft of a group that is appended": (
+        lambda s: s.drafts.update({"6": "1 0"}),
+        "contradictions",
+        ["group 6 has a draft of attempt 1, its row says appended 1"],
+    ),
+    "a draft of an attempt that is over": (
+        lambda s: s.rows.update({7: ["admitted", "2", "2", "1"]}),
+        "contradictions",
+        ["group 7 has a draft of attempt 1, its row says admitted 2"],
+    ),
+    "a draft with a hole": (lambda s: s.drafts.pop("7:0"), "contradictions", ["group 7 has a draft that lacks parts"]),
+    "parts of nobody": (
+        lambda s: s.drafts.pop("7"),
+        "contradictions",
+        ["part 7:0 belongs to no draft", "part 7:1 belongs to no draft"],
     ),
     "below the low water": (
         lambda s: s.meta.update(low_water="4"),

@@ -281,6 +281,17 @@ async def test_waiting_for_a_plan_wakes_up_at_once_and_ends_with_the_run(opened:
     assert await waiting is None
 
 
+async def test_what_has_been_evaluated_never_goes_back(opened: Opener) -> None:
+    orchestrator, learner = await opened()
+    assert await learner.evaluated() == -1
+    for version, newest in [(0, 0), (8, 8), (3, 8), (8, 8)]:
+        await orchestrator.set_evaluated(version)
+        assert await learner.evaluated() == newest
+    await ExperienceLog(orchestrator.run).take(Role.ORCHESTRATOR)
+    with pytest.raises(StaleTermError):
+        await orchestrator.set_evaluated(9)
+
+
 async def test_concurrent_admissions_are_all_different(opened: Opener) -> None:
     orchestrator, _ = await opened(groups_per_iteration=20)
     found = await asyncio.gather(*(orchestrator.admit(most) for most in (1, 2, 3) * 6))

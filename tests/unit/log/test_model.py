@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polyreme.errors import StaleTermError
 from polyreme.log.audit import Snapshot
-from polyreme.log.ledger import ExperienceLog, Plan, Role, StaleAttemptError, TransitionError
+from polyreme.log.ledger import Admission, DraftPart, ExperienceLog, Plan, Role, StaleAttemptError, TransitionError
 from polyreme.log.run import Run
 from polyreme.log.scripts import Scripts
 from polyreme.log.store import connect
@@ -92,6 +92,7 @@ class LogMachine(RuleBasedStateMachine):
         flying = {(a.index, a.attempt, a.version) for a in self.do(self.orchestrator.in_flight())}
         groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
+        assert self.do(self.orchestrator.drafts([Admission(*words) for words in flying])) == self.model.drafts
 
     @rule(most=st.integers(1, 12))
     def admit(self, most: int) -> None:
@@ -141,6 +142,16 @@ class LogMachine(RuleBasedStateMachine):
             self.drop_one(index, attempt)
         else:
             self.fail_one(index, attempt)
+
+    @rule(data=st.data(), ahead=st.sampled_from([0, 0, 0, 1, -1, -2]), size=st.integers(1, 3))
+    def groups_get_longer(self, data: st.DataObject, ahead: int, size: int) -> None:
+        index, attempt = self.pick(data)
+        number = max(0, len(self.model.drafts.get(index, [])) + ahead)
+        part = b"%d" % size
+        self.both(
+            lambda: self.orchestrator.draft([DraftPart(index, attempt, number, part)]),
+            lambda: self.model.draft(index, attempt, number, part),
+        )
 
     @rule(newest_first=st.booleans(), leave=st.integers(0, 2))
     def most_groups_end(self, newest_first: bool, leave: int) -> None:
@@ -222,6 +233,7 @@ class LogMachine(RuleBasedStateMachine):
                 orchestrator.admit,
                 lambda: orchestrator.append(index, attempt, b"zombie", version, 0.0),
                 lambda: orchestrator.drop(index, attempt, "zombie", 0.0),
+                lambda: orchestrator.draft([DraftPart(index, attempt, 0, b"zombie")]),
                 lambda: orchestrator.readmit(index, attempt, "zombie", 1),
             ]
         if learner:
@@ -249,6 +261,9 @@ class LogMachine(RuleBasedStateMachine):
                 assert int(row[2]) == group.version
         assert log.plans == model.plans
         assert log.payloads == model.payloads()
+        assert {name: int(head.split()[1]) for name, head in log.drafts.items() if ":" not in name} == {
+            str(index): len(parts) for index, parts in model.drafts.items()
+        }
         assert log.number("version", -1) == model.version
         assert log.number("low_water", 0) == model.low_water
         audit = log.audit()

@@ -1,0 +1,23 @@
+#!lua
+-- draft: further parts of what attempts in flight have generated. A part takes the place of those with its number and above, so that
+-- one that is sent again changes nothing. What is no attempt in flight (any more) is passed over.
+-- KEYS: common. Writes drafts.
+-- ARGV: orchestrator's term, then (index, attempt, number, bytes) of each part. Returns how many were kept.
+local stale = refused('orchestrator', ARGV[1])
+if stale then return stale end
+local kept = 0
+for at = 2, #ARGV, 4 do
+  local index, attempt, number = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
+  local r = row(index)
+  if r and r.state == 'admitted' and r.attempt == attempt then
+    local _, parts = draft(index)
+    if number > parts then
+      return redis.error_reply('ORDER part ' .. int(number) .. ' of group ' .. int(index) .. ' cannot follow ' .. int(parts) .. ' parts')
+    end
+    cut_draft(index, number)
+    redis.call('HSET', DRAFTS, int(index) .. ':' .. int(number), ARGV[at + 3])
+    redis.call('HSET', DRAFTS, int(index), int(attempt) .. ' ' .. int(number + 1))
+    kept = kept + 1
+  end
+end
+return kept
