@@ -14,6 +14,13 @@ from polyreme.api.v1 import experience_pb2, rollout_pb2
 Span = tuple[int, int, int]  # version, start, end
 
 
+Mark = tuple[int, int]  # tokens and finish reason that a draft had
+
+
+class BadDraftError(Exception):
+    """What was kept of drafts does not fit what is wanted now."""
+
+
 class BadStreamError(Exception):
     """A replica answered something that its contract rules out."""
 
@@ -67,6 +74,14 @@ class Drafts:
         """The most tokens that can still come."""
         return sum(self.max_new - draft.length for draft in self.unfinished())
 
+    def tokens(self) -> int:
+        """How many have come."""
+        return sum(draft.length for draft in self.drafts)
+
+    def marks(self) -> list[Mark]:
+        """How far each draft is."""
+        return [(draft.length, draft.finish_reason) for draft in self.drafts]
+
     def start_call(self) -> list[Draft]:
         """What a new call has to be asked for. A sample whose last token arrived but whose end was lost with its replica is ended here."""
         for draft in self.unfinished():
@@ -119,6 +134,43 @@ class Drafts:
             raise BadStreamError(f"expected slot {end.slot} to end by stop or length, found finish reason {end.finish_reason}")
         draft.spans = merged([*cut(draft.spans, draft.call_start), *exact])
         draft.finish_reason = end.finish_reason
+
+
+def part_since(marks: Sequence[Mark], drafts: Drafts, prompt_ids: np.ndarray) -> bytes:
+    """A serialised Group with what came since `marks`: ids and logprobs behind them, and all spans of the drafts that changed."""
+    part = experience_pb2.Group(prompt_ids=prompt_ids.astype("<i4").tobytes())
+    for draft, mark in zip(drafts.drafts, marks, strict=True):
+        sample = part.samples.add()
+        if mark != (draft.length, draft.finish_reason):
+            sample.token_ids, sample.logprobs = bytes(draft.ids[4 * mark[0] :]), bytes(draft.logprobs[4 * mark[0] :])
+            sample.finish_reason = draft.finish_reason
+            for version, start, end in draft.spans:
+                sample.spans.add(version=version, start=start, end=end)
+    return part.SerializeToString()
+
+
+def joined(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: Drafts) -> Drafts:
+    """The drafts that the parts make up, in the place of `blank`, which says how many and how long they may be.
+
+    Raises:
+        BadDraftError: they are of another prompt, of another number of samples, or too long; or the parts do not make whole drafts.
+    """
+    prompt, drafts = prompt_ids.astype("<i4").tobytes(), [Draft(draft.index) for draft in blank.drafts]
+    for payload in parts:
+        part = experience_pb2.Group.FromString(payload)
+        if part.prompt_ids != prompt or len(part.samples) != len(drafts):
+            raise BadDraftError("expected drafts of this prompt's samples")
+        for draft, sample in zip(drafts, part.samples, strict=True):
+            if sample.token_ids or sample.finish_reason:
+                draft.ids += sample.token_ids
+                draft.logprobs += sample.logprobs
+                draft.spans = [(span.version, span.start, span.end) for span in sample.spans]
+                draft.finish_reason = sample.finish_reason
+    for draft in drafts:
+        if draft.length > blank.max_new or len(draft.ids) != len(draft.logprobs) or not _covers(draft.spans, 0, draft.length):
+            raise BadDraftError(f"expected at most {blank.max_new} tokens with log-probabilities and spans")
+    blank.drafts = drafts
+    return blank
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

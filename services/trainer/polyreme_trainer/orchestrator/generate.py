@@ -49,11 +49,18 @@ class Generation:
     seed: Callable[[int, int], int]
     min_version: int
 
+    def blank(self) -> Drafts:
+        """No token of any sample."""
+        return Drafts(self.count, self.max_new, self.stop_ids)
 
-async def generate(fleet: Fleet, wanted: Generation, *, silence: float, patience: float) -> list[Draft]:
+
+async def generate(
+    fleet: Fleet, wanted: Generation, *, silence: float, patience: float, begun: Drafts | None = None
+) -> list[Draft]:
     """All samples, finished, in the order of their indices.
 
     Args:
+        begun: what there is of them already; it grows. None: nothing.
         silence: seconds a running call may bring nothing.
         patience: seconds without a new token, over all calls, after which the attempt fails.
 
@@ -61,7 +68,7 @@ async def generate(fleet: Fleet, wanted: Generation, *, silence: float, patience
         GenerateError: the attempt failed: too many broken calls, no progress, or a request that no replica takes.
         UnavailableError: there is no usable replica.
     """
-    drafts = Drafts(wanted.count, wanted.max_new, wanted.stop_ids)
+    drafts = begun or wanted.blank()
     broken: list[str] = []
     avoid: set[str] = set()
     last_progress, tokens = time.monotonic(), drafts.missing_tokens()

@@ -11,11 +11,12 @@ from polyreme.config import RunConfig
 from polyreme.experience import GroupRecord, RewardPart, SampleRecord
 from polyreme.log.ledger import Admission
 from polyreme_trainer.data import Prompt
-from polyreme_trainer.orchestrator.drafts import Draft
+from polyreme_trainer.orchestrator.drafts import Draft, Drafts
 from polyreme_trainer.orchestrator.fleet import Fleet
 from polyreme_trainer.orchestrator.generate import Generation, generate
 from polyreme_trainer.orchestrator.order import row_of, slot_seed
 from polyreme_trainer.orchestrator.score import Question, Rewards
+from polyreme_trainer.orchestrator.snapshots import Snapshots
 from polyreme_trainer.template import Template
 
 
@@ -23,10 +24,17 @@ class GroupMaker:
     """Makes groups from admissions. The prompt, the seeds and so (on one replica) the tokens follow from index and attempt."""
 
     def __init__(
-        self, run_id: str, config: RunConfig, template: Template, prompts: Sequence[Prompt], fleet: Fleet, rewards: Rewards
+        self,
+        run_id: str,
+        config: RunConfig,
+        template: Template,
+        prompts: Sequence[Prompt],
+        fleet: Fleet,
+        rewards: Rewards,
+        snapshots: Snapshots,
     ) -> None:
         self._run_id, self._config, self._template, self._prompts = run_id, config, template, prompts
-        self._fleet, self._rewards = fleet, rewards
+        self._fleet, self._rewards, self.snapshots = fleet, rewards, snapshots
 
     async def make(self, admission: Admission) -> GroupRecord:
         """One attempt.
@@ -36,13 +44,14 @@ class GroupMaker:
             UnavailableError: there is no replica or no reward server.
         """
         prompt = self._prompts[row_of(self._config.seed, admission.index, len(self._prompts))]
+        wanted = self._generation(admission, prompt)
+        with self.snapshots.of(admission, prompt.ids, wanted.blank()) as drafts:
+            return await self._make(admission, prompt, wanted, drafts)
+
+    async def _make(self, admission: Admission, prompt: Prompt, wanted: Generation, begun: Drafts) -> GroupRecord:
         begin = time.monotonic()
-        drafts = await generate(
-            self._fleet,
-            self._generation(admission, prompt),
-            silence=self._config.rollout.chunk_timeout,
-            patience=self._config.rollout.start_timeout,
-        )
+        rollout = self._config.rollout
+        drafts = await generate(self._fleet, wanted, silence=rollout.chunk_timeout, patience=rollout.start_timeout, begun=begun)
         generated = time.monotonic()
         ids = [draft.token_ids().tolist() for draft in drafts]
         texts = self._template.decode(ids, special=False)

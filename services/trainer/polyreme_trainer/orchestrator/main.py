@@ -20,6 +20,7 @@ from polyreme_trainer.orchestrator.fleet import Fleet
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
 from polyreme_trainer.orchestrator.score import Rewards, ScoreError
+from polyreme_trainer.orchestrator.snapshots import Snapshots
 from polyreme_trainer.orchestrator.tasks import task_group, together
 from polyreme_trainer.template import Template
 
@@ -62,7 +63,7 @@ async def _orchestrate(run: Run) -> None:
     await together([fleet.wait_for(config.rollout.replicas), rewards.wait_for(1)])
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    maker = GroupMaker(run.run_id, config, template, train.prompts, fleet, rewards)
+    maker = GroupMaker(run.run_id, config, template, train.prompts, fleet, rewards, Snapshots(log))
     evaluator = Evaluator(run, config, template, held_out.prompts, fleet, rewards) if held_out else None
     settle()
     try:
@@ -109,8 +110,10 @@ class Orchestrator:
         """Until the run drains, is done, or has nothing left to generate and evaluate."""
         self._evaluated = await self._evaluated_before()
         async with task_group() as group:
-            watcher = group.create_task(self._watch())
-            for admission in await self._log.in_flight():
+            helpers = [group.create_task(self._watch()), group.create_task(self._maker.snapshots.keep())]
+            in_flight = await self._log.in_flight()
+            await self._maker.snapshots.load(in_flight)
+            for admission in in_flight:
                 self._start(group, admission)
             if self._tasks:
                 await _notice(self._run, f"took over {len(self._tasks)} groups in flight")
@@ -124,7 +127,7 @@ class Orchestrator:
                 if await self._advance(group):
                     break
                 signals = await self._next_signals()
-            for task in (watcher, self._evaluation, *self._tasks.values()):
+            for task in (*helpers, self._evaluation, *self._tasks.values()):
                 if task is not None:
                     task.cancel()
 
