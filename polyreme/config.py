@@ -154,6 +154,11 @@ class AlgorithmConfig(Section):
     normalize_std: bool = Field(True, description="Divide a group's advantages by their standard deviation (GRPO); no: Dr.GRPO.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over an iteration's samples.")
     epochs: int = Field(1, ge=1)
+    importance_sampling: Literal["auto", "token", "none"] = Field(
+        "auto",
+        description="Correction for samples of other policies: truncated weights per token; auto: where max_staleness > 0.",
+    )
+    importance_cap: float = Field(2.0, ge=1, description="Largest importance weight.")
 
 
 class SftPhase(Section):
@@ -201,6 +206,9 @@ class RunConfig(Section):
         0, ge=0, description="Iterations between evaluations; 0: only before the first and after the last."
     )
     eval_samples: int = Field(500, ge=1, description="Held-out prompts per evaluation.")
+    eval_hold: float = Field(
+        300.0, gt=0, description="Seconds for which an evaluation may keep replicas from newer versions, where max_staleness > 0."
+    )
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -231,6 +239,27 @@ class RunConfig(Section):
     def run_dir(self) -> Path:
         return self.output_dir / self.name
 
+    def evaluates(self, version: int) -> bool:
+        """Whether the schedule asks for an evaluation of `version`; the first version there is gets one in any case."""
+        scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
+        return self.data.eval is not None and scheduled
+
+    @property
+    def holds_versions(self) -> bool:
+        """Whether training could leave a version that is being evaluated; on-policy it gets no samples to do so."""
+        return self.data.eval is not None and self.max_staleness > 0
+
+    def holds(self, version: int) -> bool:
+        """Whether replicas are kept at `version` until it is evaluated."""
+        return self.holds_versions and self.evaluates(version)
+
+    @property
+    def importance_cap(self) -> float | None:
+        """The largest importance weight of a token in training; None: samples are taken for the trained policy's own."""
+        algorithm, stale = self.algorithm, self.max_staleness > 0
+        corrects = algorithm.importance_sampling == "token" or (algorithm.importance_sampling == "auto" and stale)
+        return algorithm.importance_cap if corrects else None
+
     @property
     def samples_per_iteration(self) -> int:
         return self.groups_per_iteration * self.group_size
@@ -254,7 +283,7 @@ class RunConfig(Section):
 
 
 _NOT_TRAINED_ON = (
-    *("name", "output_dir", "iterations", "eval_interval", "eval_samples", "data.eval"),
+    *("name", "output_dir", "iterations", "eval_interval", "eval_samples", "eval_hold", "data.eval"),
     *(
         "rollout.replicas",
         "rollout.start_timeout",

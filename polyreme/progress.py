@@ -6,11 +6,12 @@ they repeat, so a record seen twice counts once.
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 Record = dict[str, Any]
 
-SPLIT = {"waiting for samples": "time/wait", "training": "time/train", "writing weights": "time/write"}
+SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "writing weights": "time/write"}
 """Where an iteration's wall time goes, by the record key that measures it; what these leave is overhead."""
 
 
@@ -26,6 +27,10 @@ class Progress:
     samples_per_iteration: int
     iterations: dict[int, Record] = field(default_factory=dict)
     evaluations: dict[int, Record] = field(default_factory=dict)
+    rollout_waits: dict[int, float] = field(default_factory=dict)
+    """Seconds in which replicas had nothing to do, by iteration (see orchestrator/idle.py)."""
+    failed_evaluations: dict[int, str] = field(default_factory=dict)
+    """Why a version has no evaluation."""
     replicas: dict[str, int] = field(default_factory=dict)
     alarms: deque[str] = field(default_factory=lambda: deque(maxlen=5))
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=5))
@@ -40,8 +45,13 @@ class Progress:
         match record.get("kind"):
             case "iteration":
                 self.iterations[record["iteration"]] = record
+            case "rollout":
+                self.rollout_waits[record["iteration"]] = record["time/rollout_wait"]
             case "eval":
                 self.evaluations[record["version"]] = record
+                self.failed_evaluations.pop(record["version"], None)
+            case "eval_failed":
+                self.failed_evaluations[record["version"]] = record["text"]
             case "commit":
                 self.replicas[record["replica"]] = record["version"]
             case "sft":
@@ -71,6 +81,11 @@ class Progress:
         version = (min if first else max)(self.evaluations)
         return float(self.evaluations[version]["accuracy"])
 
+    def accuracy_after(self) -> float | None:
+        """Mean score of the trained version; None when nobody evaluated it: an older version's says nothing of it."""
+        trained = self.evaluations.get(max(self.iterations)) if self.iterations else None
+        return float(trained["accuracy"]) if trained else None
+
     def rl_seconds(self) -> float:
         """Wall time of all iterations. The first begins when the evaluation before it has ended."""
         seconds = sum(self._seconds(number) for number in self.iterations)
@@ -82,24 +97,31 @@ class Progress:
         for number, record in self.iterations.items():
             excess = record["time/iteration"] - self._seconds(number)
             for name, key in SPLIT.items():
-                split[name] += record.get(key, 0.0) - (excess if key == "time/wait" else 0.0)
+                split[name] += record.get(key, 0.0) - (excess if key == "time/learner_wait" else 0.0)
         split["other"] = max(0.0, self.rl_seconds() - sum(split.values()))
         return split
+
+    def staleness(self) -> list[int]:
+        """Trained samples of staleness 0, 1, ... over all iterations."""
+        histograms = [record.get("staleness/samples", ()) for record in self.iterations.values()]
+        return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
     def summary(self) -> Record:
         """The numbers of summary.json."""
         seconds = self.rl_seconds()
-        trained = self.evaluations.get(max(self.iterations)) if self.iterations else None  # not an older version's
         return {
             "accuracy_before": self.accuracy(first=True),
-            "accuracy_after": trained and trained["accuracy"],
+            "accuracy_after": self.accuracy_after(),
             "sft_seconds": round(self.sft_seconds, 2),
             "rl_seconds": round(seconds, 2),
             "iterations": len(self.iterations),
             "samples_per_second": round(len(self.iterations) * self.samples_per_iteration / seconds, 2) if seconds else None,
             "time_split": {name: round(value, 2) for name, value in self.time_split().items()},
-            "mismatch_kl_max": max((record.get("mismatch_kl", 0.0) for record in self.iterations.values()), default=None),
+            "rollout_wait_seconds": round(sum(self.rollout_waits.values()), 2),
+            "staleness": self.staleness(),
+            "mismatch_kl_max": max((record.get("mismatch_kl") or 0.0 for record in self.iterations.values()), default=None),
             "evaluations": {str(version): record["accuracy"] for version, record in sorted(self.evaluations.items())},
+            "failed_evaluations": {str(version): text for version, text in sorted(self.failed_evaluations.items())},
             "checkpoint": self.saved and self.saved["path"],
             "hf_path": self.saved and self.saved["hf_path"],
             "alarms": list(self.alarms),

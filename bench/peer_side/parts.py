@@ -126,7 +126,7 @@ def measure(engine: Any, config: Any, iterations: int, after: str) -> dict[str, 
 
         began = time.perf_counter()
         scores = np.array([[record.score for record in group.samples] for group in groups])
-        sequences = collect(groups, group_advantages(scores, True))
+        sequences = collect(groups, group_advantages(scores, True), turn - 1)
         train_iteration(
             policy,
             None,

@@ -30,7 +30,7 @@ ADAM = Adam(eps=1e-6)
 
 
 def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4) -> list[GroupRecord]:
-    """Random tokens of uneven lengths, every third group with equal scores, some tokens masked."""
+    """Random tokens of uneven lengths, every third group with equal scores, some tokens masked, some of an older version."""
     random = np.random.default_rng(iteration)
     result = []
     for index in range(groups):
@@ -43,7 +43,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
                     logprobs=-random.random(length, dtype=np.float32) * 4,
                     loss_mask=(random.random(length) < 0.9).astype(np.uint8),
                     finish_reason=FINISH_REASON_STOP,
-                    spans=[(iteration - 1, 0, length)],
+                    spans=[(iteration - 1 - (index + sample) % 2, 0, length)],
                     score=0.5 if index % 3 == 2 else float(sample % 2) + 0.1 * sample,
                 )
             )
@@ -52,9 +52,9 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
     return result
 
 
-def sequences_of(config: RunConfig, groups: list[GroupRecord]) -> Sequences:
+def sequences_of(config: RunConfig, groups: list[GroupRecord], version: int) -> Sequences:
     scores = np.array([[sample.score for sample in group.samples] for group in groups])
-    return collect(groups, group_advantages(scores, config.algorithm.normalize_std))
+    return collect(groups, group_advantages(scores, config.algorithm.normalize_std), version)
 
 
 class Rank:
@@ -75,12 +75,13 @@ class Rank:
             self.reference,
             self.optimizer,
             self.layout,
-            sequences_of(self.config, groups),
+            sequences_of(self.config, groups, iteration - 1),
             len(groups[0].samples),
             self.config.algorithm,
             self.config.rollout.temperature,
             LR,
             (self.config.seed, iteration),
+            self.config.importance_cap,
         )
 
     def write(self, path: Path, results: dict[str, object]) -> None:

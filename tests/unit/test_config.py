@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.config import RunConfig, known_keys, load_config, parse_config
+from polyreme.config import AlgorithmConfig, RunConfig, known_keys, load_config, parse_config
 from polyreme.errors import ConfigError
 from support.configs import run_config
 
@@ -128,6 +128,12 @@ def test_no_unknown_key_is_taken(key: str) -> None:
         return
     with pytest.raises(ConfigError, match="unknown key"):
         parse_config(tree | {key: 1}, "the test")
+
+
+def test_samples_of_other_policies_are_corrected_for_where_there_may_be_some(tmp_path: Path) -> None:
+    for staleness, choice, cap in [(0, "auto", None), (1, "auto", 2.0), (0, "token", 2.0), (4, "none", None)]:
+        algorithm = AlgorithmConfig(importance_sampling=choice)
+        assert run_config(tmp_path, max_staleness=staleness, algorithm=algorithm).importance_cap == cap
 
 
 def test_every_key_is_described_somewhere() -> None:

@@ -106,6 +106,10 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
             for key, value in line.items():
                 if key not in ("iteration", "time") and _is_number(value):
                     yield key, float(value), step
+                elif key == "staleness/samples":
+                    yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
+        case "rollout":
+            yield "time/rollout_wait", line["time/rollout_wait"], line["iteration"]
         case "eval":
             yield "accuracy", line["accuracy"], line["version"]
         case "sft":

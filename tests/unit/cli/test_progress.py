@@ -21,7 +21,7 @@ def iteration(number: int, time: float, seconds: float = 2.0, wait: float = 1.0,
         "response/length_mean": 9.5,
         "tokens_per_second": 5000.0,
         "time/iteration": seconds,
-        "time/wait": wait,
+        "time/learner_wait": wait,
         "time/train": 0.5,
         "time/write": 0.1,
         "mismatch_kl": 1e-6,
@@ -83,6 +83,25 @@ def test_one_line_per_iteration(tmp_path: Path) -> None:
         "iteration  3/24  reward 0.750  accuracy 0.300  length 9.5  tokens/s 5,000  2.00 s (wait 50% train 25% write 5%)  r0@2"
         "  ALARM"
     )
+
+
+def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: Path) -> None:
+    stale = {"staleness/samples": [100, 150, 6], "mismatch_kl": None}
+    progress = told(
+        {"kind": "rollout", "time": 9.0, "iteration": 3, "time/rollout_wait": 0.5},
+        iteration(2, time=8.0, **{"staleness/samples": [250, 6]}),
+        record := iteration(3, time=10.0, **stale),
+    )
+    line = live.plain_line(record, progress, iterations=24)
+    assert line is not None
+    assert "(wait 50% train 25% write 5% rollouts wait 25%)  staleness 100/150/6" in line
+    summary = progress.summary()
+    assert summary["staleness"] == [350, 156, 6]
+    assert (summary["rollout_wait_seconds"], summary["mismatch_kl_max"]) == (0.5, 1e-6)
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        console.print(live.render(run_config(tmp_path), progress, "running"))
+        assert "100/150/6" in console.export_text()
 
 
 def test_an_alarm_is_told_once() -> None:

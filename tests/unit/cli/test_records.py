@@ -51,7 +51,7 @@ async def no_groups(iteration: int) -> list[bytes]:
 
 
 def iteration(number: int, **fields: Any) -> dict[str, Any]:
-    times = {"time/iteration": 2.0, "time/wait": 1.0, "time/train": 0.5, "time/write": 0.1}
+    times = {"time/iteration": 2.0, "time/learner_wait": 1.0, "time/train": 0.5, "time/write": 0.1}
     return {"kind": "iteration", "iteration": number, "reward/mean": 0.5, **times, **fields}
 
 
@@ -143,6 +143,12 @@ async def test_tensorboard_has_the_events(config: RunConfig) -> None:
     assert b"reward/mean" in events.read_bytes()
 
 
+def test_staleness_and_waits_are_plotted() -> None:
+    line = {"time": 1.0, **iteration(3, **{"staleness/samples": [5, 3]})}
+    assert {("staleness/samples_0", 5.0, 3), ("staleness/samples_1", 3.0, 3)} <= set(scalars(line))
+    assert list(scalars({"kind": "rollout", "iteration": 3, "time/rollout_wait": 0.5})) == [("time/rollout_wait", 0.5, 3)]
+
+
 def test_only_finite_numbers_are_plotted() -> None:
     line = {"time": 1.0, **iteration(3, alarms=["constant reward"], entropy=None, lr=1e-4)}
     assert ("lr", 1e-4, 3) in list(scalars(line))
@@ -150,7 +156,7 @@ def test_only_finite_numbers_are_plotted() -> None:
         "lr",
         "reward/mean",
         "time/iteration",
-        "time/wait",
+        "time/learner_wait",
         "time/train",
         "time/write",
     }

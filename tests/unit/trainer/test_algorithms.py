@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyreme_trainer.algorithms.grpo import STD_FLOOR, group_advantages
-from polyreme_trainer.algorithms.losses import clipped_surrogate, k3, mismatch_kl
+from polyreme_trainer.algorithms.losses import clipped_surrogate, importance_weights, k3, mismatch_kl
 
 
 def test_advantages_of_a_worked_group() -> None:
@@ -79,6 +79,39 @@ def test_a_far_off_ratio_stays_finite() -> None:
     assert torch.isfinite(loss).all()
     assert new.grad is not None
     assert torch.isfinite(new.grad).all()
+
+
+logprob_pairs = st.lists(st.tuples(st.floats(-15, 0, width=32), st.floats(-15, 0, width=32)), min_size=1, max_size=20)
+
+
+@given(logprob_pairs, st.floats(1, 10))
+def test_importance_weights_are_the_ratio_up_to_the_cap(pairs: list[tuple[float, float]], cap: float) -> None:
+    old, behaviour = (torch.tensor(x, dtype=torch.float32) for x in zip(*pairs, strict=True))
+    weights = importance_weights(old, behaviour, cap)
+    expected = [min(math.exp(p - mu), cap) for p, mu in pairs]
+    torch.testing.assert_close(weights, torch.tensor(expected), rtol=1e-5, atol=0)
+    assert (importance_weights(behaviour, behaviour, cap) == 1).all()
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000))
+def test_uncapped_weights_make_stale_tokens_an_unbiased_sample(seed: int) -> None:
+    """Over the behaviour policy's tokens, the weighted gradient is that over tokens of the policy before the step."""
+    generator = torch.Generator().manual_seed(seed)
+    old, behaviour, new = torch.randn(3, 11, generator=generator, dtype=torch.float64).log_softmax(-1)
+    advantages = torch.randn(11, generator=generator, dtype=torch.float64)
+    new.requires_grad_(True)
+    surrogate = clipped_surrogate(new, old, advantages, 0.2, 0.2)
+    (wanted,) = torch.autograd.grad((old.exp() * surrogate).sum(), new, retain_graph=True)
+    weights = importance_weights(old, behaviour, math.inf)
+    (found,) = torch.autograd.grad((behaviour.exp() * weights * surrogate).sum(), new)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_importance_weights_carry_no_gradient_and_stay_finite() -> None:
+    old = torch.tensor([500.0, -500.0], requires_grad=True)
+    weights = importance_weights(old, torch.zeros(2, requires_grad=True), math.inf)
+    assert torch.isfinite(weights).all() and not weights.requires_grad
 
 
 @given(st.lists(st.tuples(st.floats(-15, 0), st.floats(-15, 0)), min_size=1, max_size=20))

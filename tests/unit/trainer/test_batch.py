@@ -1,6 +1,7 @@
 """The planner keeps every sequence, the budget and the weights of tokens, whatever the lengths and the layout."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from polyreme_trainer.learner.batch import (
     IGNORE,
     Sequences,
     collect,
+    freshly_sampled,
     pad,
     plan_micro_batches,
     share,
@@ -109,7 +111,7 @@ def group(index: int, prompt: list[int], responses: list[list[int]], first_maske
 
 def test_padding_puts_every_token_over_its_prediction() -> None:
     groups = [group(0, [5, 6, 7], [[8, 9], [8]]), group(1, [3], [[4, 4, 4, 4], [2, 1]])]
-    sequences = collect(groups, np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32))
+    sequences = collect(groups, np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32), 0)
     assert sequences.lengths.tolist() == [5, 4, 5, 3]
     assert sequences.tokens.tolist() == [2, 1, 4, 2]
     batch = pad(sequences, np.array([0, 3]), torch.device("cpu"))
@@ -122,8 +124,17 @@ def test_padding_puts_every_token_over_its_prediction() -> None:
     assert batch.reference is None
 
 
+def test_a_sample_is_fresh_when_the_trained_version_wrote_all_of_it() -> None:
+    made = group(0, [5, 6], [[8, 9], [8, 1], [7]])
+    spans = [[(3, 0, 2)], [(2, 0, 1), (3, 1, 2)], [(2, 0, 1)]]
+    made = replace(made, samples=[replace(sample, spans=span) for sample, span in zip(made.samples, spans, strict=True)])
+    sequences = collect([made], np.zeros((1, 3), dtype=np.float32), version=3)
+    assert freshly_sampled(sequences).tolist() == [0]
+    assert pad(sequences, np.array([1, 0]), torch.device("cpu")).fresh.tolist() == [[0.0], [1.0]]
+
+
 def test_masked_tokens_do_not_count() -> None:
-    sequences = collect([group(0, [5, 6], [[8, 9, 1], [8, 1]], first_masked=True)], np.zeros((1, 2), dtype=np.float32))
+    sequences = collect([group(0, [5, 6], [[8, 9, 1], [8, 1]], first_masked=True)], np.zeros((1, 2), dtype=np.float32), 0)
     assert sequences.tokens.tolist() == [2, 1]
     assert [m.tolist() for m in sequences.mask] == [[0, 0, 1, 1], [0, 0, 1]]
 

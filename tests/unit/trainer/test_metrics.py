@@ -1,6 +1,7 @@
 """The iteration's record and observation, from made-up groups."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +14,18 @@ from polyreme_trainer.learner.metrics import iteration_record, observe
 from polyreme_trainer.learner.ranks import join, split
 from polyreme_trainer.learner.step import Trained
 
-TRAINED = Trained(policy_loss=-0.1, kl=0.0, clip_fraction=0.0, mismatch_kl=1e-9, grad_norm=0.5, trained_samples=2)
-SECONDS = {"iteration": 2.0, "wait": 1.0, "train": 0.5, "write": 0.1}
+TRAINED = Trained(
+    policy_loss=-0.1,
+    kl=0.0,
+    clip_fraction=0.0,
+    mismatch_kl=1e-9,
+    off_policy_kl=1e-3,
+    importance_weight=1.01,
+    truncated_fraction=0.125,
+    grad_norm=0.5,
+    trained_samples=2,
+)
+SECONDS = {"iteration": 2.0, "learner_wait": 1.0, "train": 0.5, "write": 0.1}
 
 
 def sample(length: int, score: float, reason: int = FINISH_REASON_STOP, version: int = 4) -> SampleRecord:
@@ -45,9 +56,21 @@ def test_the_record() -> None:
     assert (record["response/length_mean"], record["response/length_max"]) == (10.0, 20)
     assert record["stop/length_fraction"] == 0.25
     assert record["entropy"] == pytest.approx(0.5)
-    assert (record["staleness/mean"], record["staleness/max"]) == (0.25, 1)
+    assert (record["staleness/mean"], record["staleness/max"], record["staleness/samples"]) == (0.25, 1, [3, 1])
+    assert record["staleness/mixed_fraction"] == 0.0
+    assert (record["off_policy_kl"], record["importance/weight_mean"], record["importance/truncated_fraction"]) == (
+        1e-3,
+        1.01,
+        0.125,
+    )
     assert (record["time/generate"], record["time/score"], record["time/train"]) == (0.7, 0.1, 0.5)
     assert (record["tokens/generated"], record["tokens_per_second"], record["samples_per_second"]) == (40, 20.0, 2.0)
+
+
+def test_a_sample_is_as_stale_as_its_oldest_token() -> None:
+    mixed = replace(sample(6, 1.0), spans=[(2, 0, 3), (4, 3, 6)])
+    record = iteration_record(5, [replace(GROUPS[0], samples=[mixed, sample(4, 0.0)])], TRAINED, 1e-4, SECONDS, now=100.0)
+    assert (record["staleness/samples"], record["staleness/max"], record["staleness/mixed_fraction"]) == ([1, 0, 1], 2, 0.5)
 
 
 def test_the_observation() -> None:

@@ -26,6 +26,24 @@ def clipped_surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor
     return -torch.minimum(ratio * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages)
 
 
+def importance_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:
+    """The factor `min(e^(old - behaviour), cap)` by which the surrogate of each token is corrected for who sampled it.
+
+    The surrogate takes its expectation over tokens of the policy before the step (old), while the tokens come from the behaviour
+    policies: older versions, and the replica's engine. Weighted by their ratio it is the decoupled objective of Hilton et al. 2021
+    (arXiv 2110.00641), whose clipping is still measured from the policy before the step. The cap bounds the variance at
+    the price of a bias: truncated importance sampling, Ionides 2008 (J. Comput. Graph. Stat. 17), per token as in Yao et al. 2025,
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Same shape as the arguments; carries no gradient.
+
+    Args:
+        old_logprobs: of the sampled tokens under the learner's policy before this iteration's first optimizer step.
+        behaviour_logprobs: under the policy that sampled each token, as the replica reported them.
+        cap: at least 1; a policy that was its own behaviour has weights of 1.
+    """
+    log_ratio = (old_logprobs - behaviour_logprobs).detach()
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clamp(max=cap)
+
+
 def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """The k3 estimate of KL(policy || reference) at each sampled token: `e^d - d - 1` with d = reference - policy.
 

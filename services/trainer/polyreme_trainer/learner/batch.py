@@ -40,6 +40,8 @@ class Sequences:
     old: list[FloatArray] | None = None
     """Under the policy before the iteration's first step; None: the policy itself, when there is but one step."""
     reference: list[FloatArray] | None = None
+    fresh: NDArray[np.bool_] | None = None
+    """[sequences]: whether every token was sampled by the policy that is trained; None: all."""
     lengths: IntArray = field(init=False)
     tokens: FloatArray = field(init=False)
     """Trained tokens of each sequence."""
@@ -68,12 +70,19 @@ class MicroBatch:
     """float32 [b, 1]."""
     behaviour: Tensor
     """float32 [b, w]."""
+    fresh: Tensor
+    """float32 [b, 1]: 1 where the policy that is trained sampled every token."""
     old: Tensor | None
     reference: Tensor | None
 
 
-def collect(groups: Sequence[GroupRecord], advantages: FloatArray) -> Sequences:
-    """The samples of `groups`, in order, each as prompt + response. `advantages`: float32 [groups, samples]."""
+def collect(groups: Sequence[GroupRecord], advantages: FloatArray, version: int) -> Sequences:
+    """The samples of `groups`, in order, each as prompt + response.
+
+    Args:
+        advantages: float32 [groups, samples].
+        version: of the policy that will be trained.
+    """
     ids, mask, behaviour = [], [], []
     for group in groups:
         prompt = group.prompt_ids.astype(np.int64)
@@ -82,7 +91,17 @@ def collect(groups: Sequence[GroupRecord], advantages: FloatArray) -> Sequences:
             ids.append(np.concatenate([prompt, sample.token_ids.astype(np.int64)]))
             mask.append(np.concatenate([blank, sample.loss_mask.astype(np.float32)]))
             behaviour.append(np.concatenate([blank, sample.logprobs]))
-    return Sequences(ids, mask, advantages.reshape(-1), behaviour)
+    fresh = [all(span[0] == version for span in sample.spans) for group in groups for sample in group.samples]
+    return Sequences(ids, mask, advantages.reshape(-1), behaviour, fresh=np.array(fresh))
+
+
+def freshly_sampled(sequences: Sequences) -> IntArray:
+    """Indices of the sequences that tell how far replica and learner are apart: the same policy should have said the same."""
+    return np.flatnonzero(_fresh(sequences))
+
+
+def _fresh(sequences: Sequences) -> NDArray[np.bool_]:
+    return np.ones(len(sequences), dtype=bool) if sequences.fresh is None else sequences.fresh
 
 
 def with_gradient(sequences: Sequences, kl_coef: float) -> IntArray:
@@ -172,6 +191,7 @@ def pad(sequences: Sequences, indices: IntArray, device: torch.device) -> MicroB
         mask=mask,
         advantages=torch.from_numpy(sequences.advantages[indices][:, None]).to(device),
         behaviour=matrix(sequences.behaviour),
+        fresh=torch.from_numpy(_fresh(sequences)[indices][:, None].astype(np.float32)).to(device),
         old=None if sequences.old is None else matrix(sequences.old),
         reference=None if sequences.reference is None else matrix(sequences.reference),
     )

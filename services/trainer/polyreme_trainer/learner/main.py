@@ -153,7 +153,7 @@ class Learner:
         waited = time.perf_counter()
 
         scores = np.array([[sample.score for sample in group.samples] for group in groups])
-        sequences = collect(groups, group_advantages(scores, config.algorithm.normalize_std))
+        sequences = collect(groups, group_advantages(scores, config.algorithm.normalize_std), iteration - 1)
         lr = learning_rate(config.trainer.optimizer, iteration, config.iterations)
         trained = train_iteration(
             self.policy,
@@ -166,13 +166,14 @@ class Learner:
             config.rollout.temperature,
             lr,
             (config.seed, iteration),
+            config.importance_cap,
         )
         self.device.synchronize()
         after_training = time.perf_counter()
 
         before = self.writer.last
         slot, sealed, generation, write_seconds = self.write(iteration)
-        seconds = {"wait": waited - began, "train": after_training - waited, "write": write_seconds}
+        seconds = {"learner_wait": waited - began, "train": after_training - waited, "write": write_seconds}
 
         async def hand_over() -> None:
             await self.desk.experience.set_version(iteration)

@@ -17,14 +17,15 @@ def iteration_record(
     """The `iteration` record of the run's metrics.
 
     Args:
-        seconds: iteration, wait, train, write: wall-clock parts of this iteration on rank 0.
+        seconds: iteration, learner_wait (for a plan), train, write: wall-clock parts of this iteration on rank 0.
         now: Unix time.
     """
     samples = [sample for group in groups for sample in group.samples]
     scores = np.array([sample.score for sample in samples])
     lengths = np.array([len(sample.token_ids) for sample in samples])
     behaviour = np.concatenate([sample.logprobs for sample in samples])
-    staleness = [iteration - 1 - min(span[0] for span in sample.spans) for sample in samples if sample.spans] or [0]
+    versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
+    staleness = np.array([iteration - 1 - min(written_by) for written_by in versions])
     parts: dict[str, list[float]] = {}
     for sample in samples:
         for part in sample.parts:
@@ -47,8 +48,13 @@ def iteration_record(
         "lr": lr,
         "entropy": float(-behaviour.mean()),  # of the sampling policy: the mean of -log p over its own tokens is unbiased
         "mismatch_kl": trained.mismatch_kl,
-        "staleness/mean": float(np.mean(staleness)),
-        "staleness/max": int(max(staleness)),
+        "off_policy_kl": trained.off_policy_kl,
+        "importance/weight_mean": trained.importance_weight,
+        "importance/truncated_fraction": trained.truncated_fraction,
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": int(staleness.max()),
+        "staleness/samples": np.bincount(staleness).tolist(),  # how many there are of staleness 0, 1, ...
+        "staleness/mixed_fraction": float(np.mean([len(set(written_by)) > 1 for written_by in versions])),
         "trained_samples": trained.trained_samples,
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/generate": max(group.generate_seconds for group in groups),

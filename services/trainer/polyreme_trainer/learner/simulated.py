@@ -126,7 +126,7 @@ class SimulatedLearner:
         await self._experience.set_version(weights.version)
         self._publisher.publish(*written)
         seconds = {
-            "wait": waited - began,
+            "learner_wait": waited - began,
             "train": trained - waited,
             "write": wrote - trained,
             "iteration": time.perf_counter() - began,

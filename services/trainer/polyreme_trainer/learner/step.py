@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from polyreme.config import AlgorithmConfig
-from polyreme_trainer.algorithms.losses import clipped_surrogate, k3, mismatch_kl
+from polyreme_trainer.algorithms.losses import clipped_surrogate, importance_weights, k3, mismatch_kl
 from polyreme_trainer.learner.batch import (
     OVERHEAD_FLOPS,
     FloatArray,
     IntArray,
     MicroBatch,
     Sequences,
+    freshly_sampled,
     pad,
     plan_micro_batches,
     share,
@@ -72,8 +73,14 @@ class Trained:
     """k3 to the reference per token; 0 without one."""
     clip_fraction: float
     """Of the tokens that were run through the model."""
-    mismatch_kl: float
-    """Per token, over the tokens that were run through the model."""
+    mismatch_kl: float | None
+    """Per token, over the tokens that were run through the model and that its own version sampled; None: there were none."""
+    off_policy_kl: float
+    """KL(behaviour || policy before the step) per token, over all tokens that were run: the mismatch, and staleness."""
+    importance_weight: float | None
+    """Mean over the tokens that were run, after truncation; None: without correction."""
+    truncated_fraction: float | None
+    """Of the tokens that were run: those whose importance weight was cut to the cap."""
     grad_norm: float
     """Mean over the optimizer steps, before clipping."""
     trained_samples: int
@@ -83,28 +90,34 @@ class Trained:
 class PolicyLoss:
     """The clipped surrogate, plus `kl_coef` times k3, as this micro-batch's part of a step's token mean.
 
-    Adds up per-token sums of what it sees in `sums`, float64: surrogate, KL, clipped tokens, mismatch, tokens.
+    With an `importance_cap` the surrogate of each token has its truncated importance weight as a factor. Adds up per-token sums of
+    what it sees in `sums`, float64, in the order of `SUMS`.
     """
 
-    def __init__(self, algorithm: AlgorithmConfig, device: torch.device) -> None:
-        self._algorithm = algorithm
-        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+    SUMS = ("surrogate", "kl", "clipped", "off_policy", "weights", "truncated", "tokens", "mismatch", "fresh_tokens")
+
+    def __init__(self, algorithm: AlgorithmConfig, device: torch.device, importance_cap: float | None = None) -> None:
+        self._algorithm, self._cap = algorithm, importance_cap
+        self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
 
     def __call__(self, batch: MicroBatch, logprobs: Tensor, tokens: float) -> Tensor:
         algorithm, mask = self._algorithm, batch.mask
         first = logprobs.detach()
         old = first if batch.old is None else batch.old
         surrogate = clipped_surrogate(logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high)
-        loss = surrogate = (surrogate * mask).sum()
+        weights = torch.ones_like(first) if self._cap is None else importance_weights(old, batch.behaviour, self._cap)
+        loss = surrogate = (surrogate * weights * mask).sum()
         kl = torch.zeros_like(surrogate)
         if batch.reference is not None:
             kl = (k3(logprobs, batch.reference) * mask).sum()
             loss = loss + algorithm.kl_coef * kl
         with torch.no_grad():
             ratio = torch.exp(first - old)
-            clipped = ((ratio < 1 - algorithm.clip_low) | (ratio > 1 + algorithm.clip_high)) * mask
-            mismatch = mismatch_kl(old, batch.behaviour) * mask
-            self.sums += torch.stack([surrogate.detach(), kl.detach(), clipped.sum(), mismatch.sum(), mask.sum()])
+            clipped = (ratio < 1 - algorithm.clip_low) | (ratio > 1 + algorithm.clip_high)
+            distance, fresh = mismatch_kl(old, batch.behaviour), batch.fresh * mask
+            truncated = weights >= (torch.inf if self._cap is None else self._cap)
+            tokenwise = [(x * mask).sum() for x in (clipped, distance, weights, truncated)]
+            self.sums += torch.stack([surrogate, kl, *tokenwise, mask.sum(), (distance * fresh).sum(), fresh.sum()])
         return loss / tokens
 
 
@@ -145,12 +158,16 @@ def train_iteration(
     temperature: float,
     lr: float,
     seed: tuple[int, int],
+    importance_cap: float | None = None,
 ) -> Trained:
     """Every optimizer step of one iteration: epochs x minibatches of them.
 
     With a single step the policy that is trained is the policy of the old log-probabilities, so they are taken from its own
     forward pass; with more they are computed first. Sequences without gradient are not run at all (see `with_gradient`), except
     that an iteration in which none has one runs a few to measure the mismatch. The optimizer steps in any case: its moments decay.
+
+    Args:
+        importance_cap: of the tokens' importance weights; None: no correction for who sampled them.
     """
     steps = split_steps(len(sequences) // group_size, group_size, algorithm.minibatches, algorithm.epochs, seed)
     moving = with_gradient(sequences, algorithm.kl_coef)
@@ -159,23 +176,28 @@ def train_iteration(
         sequences = replace(sequences, old=_logprobs(policy, layout, sequences, parts, temperature))
     if reference is not None:
         sequences = replace(sequences, reference=_logprobs(reference, layout, sequences, parts, temperature))
-    loss = PolicyLoss(algorithm, layout.device)
+    loss = PolicyLoss(algorithm, layout.device, importance_cap)
     norms = []
     for step, part in zip(steps, parts, strict=True):
         tokens = max(1.0, float(sequences.tokens[step].sum()))
         norms.append(optimize(policy, optimizer, layout, sequences, part, partial(loss, tokens=tokens), temperature, lr))
     if len(moving) == 0:
         with torch.no_grad():
-            for batch in layout.micro_batches(sequences, np.arange(min(len(sequences), PROBE))):
+            probed = replace(sequences, old=None)  # those of a sequence that is not trained on were not computed
+            for batch in layout.micro_batches(probed, freshly_sampled(sequences)[:PROBE]):
                 loss(batch, policy.logprobs(batch.ids, batch.targets, temperature).tokens, tokens=1.0)
     layout.sum_over_data(loss.sums)
-    surrogate, kl, clipped, mismatch, run = loss.sums.tolist()
+    sums = dict(zip(PolicyLoss.SUMS, loss.sums.tolist(), strict=True))
+    run, corrected = max(1.0, sums["tokens"]), importance_cap is not None
     tokens = max(1.0, algorithm.epochs * float(sequences.tokens.sum()))
     return Trained(
-        policy_loss=surrogate / tokens,
-        kl=kl / tokens,
-        clip_fraction=clipped / max(1.0, run),
-        mismatch_kl=mismatch / max(1.0, run),
+        policy_loss=sums["surrogate"] / tokens,
+        kl=sums["kl"] / tokens,
+        clip_fraction=sums["clipped"] / run,
+        mismatch_kl=sums["mismatch"] / sums["fresh_tokens"] if sums["fresh_tokens"] else None,
+        off_policy_kl=sums["off_policy"] / run,
+        importance_weight=sums["weights"] / run if corrected else None,
+        truncated_fraction=sums["truncated"] / run if corrected else None,
         grad_norm=float(np.mean(norms)),
         trained_samples=len(with_gradient(sequences, kl_coef=0.0)),
     )
