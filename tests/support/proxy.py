@@ -1,49 +1,90 @@
-"""A bad network: a TCP proxy that loses answers on command, the way a dying connection does."""
+"""A bad network: a TCP proxy that loses answers, holds everything back, or breaks connections, on command."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+
+CHUNK = 1 << 16
 
 
 class Proxy:
-    """Stands in front of a server. While `lose` is above 0, the next answers never arrive and their connections break."""
+    """Stands in front of a server.
+
+    Attributes:
+        lose: while above 0, the next answers never arrive and their connections break.
+        listener: awaited with what a client has sent, before that goes on.
+        port: where it listens.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
         self.lose = 0
+        self.listener: Callable[[bytes], Awaitable[None]] | None = None
         self.port = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._refuses = False
+
+    def hold(self) -> None:
+        """Nothing goes through until `heal`, in neither direction; then all that was sent meanwhile arrives."""
+        self._flows.clear()
+
+    def refuse(self) -> None:
+        """Connections break, and new ones too, until `heal`."""
+        self._refuses = True
+        for task in self._tasks:
+            task.cancel()
+
+    def heal(self) -> None:
+        self._refuses = False
+        self._flows.set()
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        try:
+            with suppress(ConnectionError, asyncio.CancelledError):
+                if not self._refuses:
+                    await self._connect(reader, writer)
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server_reader, server_writer = await asyncio.open_connection(*self._target)
-        forth = asyncio.create_task(self._copy(reader, server_writer))
+        forth = asyncio.create_task(self._requests(reader, server_writer))
         try:
             await self._answers(server_reader, writer)
         finally:
-            forth.cancel()
-            for end in (writer, server_writer):
-                end.close()
-            with suppress(asyncio.CancelledError):
-                await forth
-            self._tasks.discard(task)
+            if self._flows.is_set():
+                forth.cancel()
+            with suppress(asyncio.CancelledError, ConnectionError):
+                await forth  # what was held back arrives, though nobody waits for the answer
+            server_writer.close()
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
+    async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(CHUNK):
+            if self.listener is not None:
+                await self.listener(data)
+            await self._flows.wait()
             writer.write(data)
             await writer.drain()
+        await self._flows.wait()
+        writer.write_eof()
 
     async def _answers(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
+        while data := await reader.read(CHUNK):
             if self.lose:  # the server has done it, and nobody will hear of it
                 self.lose -= 1
                 return
+            await self._flows.wait()
             writer.write(data)
             await writer.drain()
 
     async def close(self) -> None:
+        self.heal()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

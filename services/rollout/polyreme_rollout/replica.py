@@ -90,5 +90,6 @@ def _check_ports(place: Place) -> None:
     """A taken port is found before the engine's start, not after. Raises ConfigError."""
     from polyreme_rollout import http
 
-    for port in {place.port, place.http_port} - {0, None}:
-        http.bind(place.host, port).close()
+    for port in (place.port, place.http_port):
+        if port:
+            http.bind(place.host, port).close()

@@ -1,0 +1,80 @@
+"""Random faults over a whole simulated run: whatever is killed, stopped or cut off, the run is done, and its log is whole.
+
+Each test prints its seed and schedule; POLYREME_FAULT_SEED=N repeats one.
+"""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.faults import MODULES, Storm, schedule, storm, table, verdict
+from support.nursery import Nursery
+
+DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
+TRAIN_SECONDS = 0.03
+
+
+def seed_of(default: int) -> int:
+    return int(os.environ.get("POLYREME_FAULT_SEED", default))
+
+
+async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervised: bool, pace: float, **kind: Any) -> Storm:
+    """A run under `count` faults, fewer when it is done before, and then in peace to its end."""
+    iterations = max(8, int(0.4 * count))
+    victims = (*DIRECT, "supervisor") if supervised else DIRECT
+    faults = schedule(seed, count, 3, victims, pace)
+    print(f"seed {seed}:", *faults, sep="\n  ")
+    async with storm(
+        nursery, folder, seed, iterations=iterations, supervised=supervised, train_seconds=TRAIN_SECONDS, **kind
+    ) as s:
+        await s.rage(faults)
+        await s.calm()
+        if not supervised:
+            await s.end("orchestrator")
+            await s.end("learner")
+            await s.start_supervisor(TRAIN_SECONDS)
+        wrong = await verdict(s, await s.wait(180.0), iterations)
+        assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
+    return s
+
+
+async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervised: bool, pace: float = 0.1, **kind: Any) -> None:
+    """Runs with seeds of their own until there were `count` faults."""
+    storms: list[Storm] = []
+    nursery = await Nursery.open(MODULES)
+    try:
+        while (left := count - sum(sum(s.done.values()) for s in storms)) > 0:
+            number = len(storms)
+            own = seed if number == 0 else random.Random(f"{seed} {number}").randrange(1 << 31)
+            storms.append(await endure(nursery, folder / str(number), own, min(per_run, left), supervised, pace, **kind))
+    finally:
+        await nursery.close()
+        print(table(storms))
+
+
+async def test_faults_in_every_phase(tmp_path: Path) -> None:
+    await endure_all(tmp_path, seed_of(random.randrange(1 << 31)), 40, 40, supervised=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("default", range(6))
+async def test_a_storm_of_faults(tmp_path: Path, default: int) -> None:
+    await endure_all(tmp_path, seed_of(default), 150, 150, supervised=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_a_storm_of_faults_around_a_supervisor(tmp_path: Path, staleness: int) -> None:
+    await endure_all(tmp_path, seed_of(100 + staleness), 60, 60, supervised=True, max_staleness=staleness)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
+    """Groups take seconds, so that takeovers go on from drafts."""
+    await endure_all(tmp_path, seed_of(200), 60, 60, supervised=False, pace=0.6, step_seconds=0.1, max_staleness=1)

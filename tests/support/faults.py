@@ -1,0 +1,571 @@
+"""A storm of faults over a whole simulated run, repeatable from its seed.
+
+A fault is a phase of the run to wait for, a moment in it, a process, and what happens to that process. Phases are seen in what the
+trainer's processes send to Redis, through proxies that let the driver act before a command arrives, after its answer is lost, or a
+little later. What is wrong with the run at the end is for the caller to find out; the driver only breaks things and mends them.
+"""
+
+import asyncio
+import hashlib
+import os
+import random
+import re
+import signal
+import socket
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from polyreme.errors import StaleTermError
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run, RunState
+from polyreme.log.scripts import _text
+from polyreme.log.store import EmbeddedServer, connect
+from polyreme.supervision import last_error
+from polyreme_trainer.learner.simulated import after_plan, newest
+from support.nursery import Born, Nursery
+from support.proxy import Proxy, bad_network
+from support.simulated import ROWS, config_tree
+from support.tiny_tokenizer import model_files
+
+MODULES = (
+    "polyreme.cli",
+    "polyreme_reward.command",
+    "polyreme_reward.server",
+    "polyreme_rollout.simulation",
+    "polyreme_trainer.learner.simulated",
+    "polyreme_trainer.orchestrator.main",
+    "polyreme_trainer.simulation",
+)
+PATIENCE = 3.0
+"""Seconds to wait for a phase, or for a process that is down."""
+STALL = 120.0
+"""Seconds without a new sample after which the run counts as stuck."""
+
+REWARD = '''
+import os, socket, time
+
+def reward(response, label):
+    """1 for the right answer; it tells the driver that scoring goes on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
+        try:
+            wire.sendto(b"score", {path!r})
+        except OSError:
+            pass  # the driver has ended
+    time.sleep(0.005)
+    return float(label in response)
+'''
+
+
+def _sha(script: str) -> bytes:
+    return hashlib.sha1(_text(script).encode()).hexdigest().encode()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What to wait for: a process sends something that matches; then up to `spread` seconds more."""
+
+    sender: str
+    pattern: re.Pattern[bytes]
+    moments: tuple[str, ...] = ("before", "lost", "after")
+    spread: tuple[float, float] = (0.0, 0.003)
+
+
+def _script(sender: str, script: str, *moments: str, spread: tuple[float, float] = (0.0, 0.003)) -> Phase:
+    return Phase(sender, re.compile(re.escape(_sha(script))), moments or Phase.moments, spread)
+
+
+PHASES = {
+    "admit": _script("orchestrator", "admit"),
+    "generate": _script("orchestrator", "admit", "after", spread=(0.0, 0.02)),
+    "chunk": _script("orchestrator", "admit", "after", spread=(0.02, 0.12)),
+    "score": Phase("reward", re.compile(b"score"), ("after",), (0.0, 0.01)),
+    "append": _script("orchestrator", "append"),
+    "plan": _script("learner", "plan"),
+    "train": Phase("learner", re.compile(rb"HMGET\r\n[^:]*:payloads|HMGET.*:payloads", re.S), ("after",), (0.0, 0.04)),
+    "write arena": _script("learner", "version", "before"),
+    "stage": _script("learner", "version", "after", spread=(0.0, 0.003)),
+    "swap": _script("learner", "version", "after", spread=(0.002, 0.012)),
+    "ack": _script("learner", "commit"),
+    "checkpoint": Phase("learner", re.compile(rb'"kind": "iteration"'), ("after",), (0.0, 0.004)),
+    "release": _script("learner", "release"),
+}
+ACTIONS: Mapping[str, Mapping[str, float]] = {
+    "redis": {"kill": 2, "stop": 1},
+    "orchestrator": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
+    "learner": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
+    "rollout": {"kill": 4, "stop": 2, "cut": 1},
+    "reward": {"kill": 2, "stop": 1},
+    "supervisor": {"kill": 1},
+}
+WEIGHTS = {"redis": 3, "orchestrator": 6, "learner": 6, "rollout": 6, "reward": 2, "supervisor": 2}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, and when. `seconds`: how long the process is away. `gap`: until the next fault is waited for."""
+
+    phase: str
+    moment: str
+    delay: float
+    victim: str
+    action: str
+    seconds: float
+    gap: float
+
+    def __str__(self) -> str:
+        at = f"{self.moment} {self.phase}" + (f" + {self.delay * 1e3:.0f} ms" if self.moment == "after" else "")
+        return f"{at}: {self.action} {self.victim} for {self.seconds:.2f} s, next after {self.gap:.2f} s"
+
+
+def schedule(seed: int, count: int, replicas: int, victims: Sequence[str], pace: float) -> list[Fault]:
+    """The faults that a seed stands for. `pace`: mean seconds between two."""
+    rng = random.Random(seed)
+    faults = []
+    for _ in range(count):
+        phase = rng.choice(list(PHASES))
+        victim = rng.choices(victims, [WEIGHTS[name] for name in victims])[0]
+        actions = ACTIONS[victim]
+        action = rng.choices(list(actions), list(actions.values()))[0]
+        seconds = rng.uniform(0.0, 0.3) if action == "kill" else rng.choice([rng.uniform(0.1, 0.6), rng.uniform(0.5, 2.0)])
+        if victim == "rollout":
+            victim = f"rollout-{rng.randrange(replicas)}"
+            if action == "stop" and rng.random() < 0.1:
+                seconds = 12.0  # its lease ends meanwhile
+        kind = PHASES[phase]
+        faults.append(
+            Fault(phase, rng.choice(kind.moments), rng.uniform(*kind.spread), victim, action, seconds, rng.expovariate(1 / pace))
+        )
+    return faults
+
+
+@dataclass
+class Part:
+    """One process of the run, with a way to Redis of its own. It is started again when it ends."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    proxy: Proxy
+    log: Path
+    born: Born | None = None
+    pause: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)
+
+
+class Storm:
+    """A run and what is done to it. Make it with `storm`.
+
+    Attributes:
+        done: faults by (victim, phase), where a victim's number is left out.
+        recoveries: by (victim, action), seconds from the fault to the next append.
+        problems: what must not happen, in words.
+    """
+
+    def __init__(
+        self, run: Run, folder: Path, nursery: Nursery, server: EmbeddedServer, rng: random.Random, proxies: AsyncExitStack
+    ) -> None:
+        self.run, self.folder, self._nursery, self._server, self._rng = run, folder, nursery, server, rng
+        self._proxies = proxies
+        self.parts: dict[str, Part] = {}
+        self.done: Counter[tuple[str, str]] = Counter()
+        self.unseen = 0
+        self.recoveries: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self._waiting: list[tuple[str, str, float]] = []
+        self._armed: tuple[Fault, asyncio.Event] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._append = re.compile(re.escape(_sha("append")))
+        self.appends = 0
+        self.last_append = time.monotonic()
+        self._redis_busy = asyncio.Lock()
+        self._began = time.monotonic()
+
+    # -- processes
+
+    async def start(self, name: str, module: str, *arguments: str) -> None:
+        """Starts `python -m module arguments`, and again whenever it ends badly."""
+        proxy = await self._proxies.enter_async_context(bad_network("127.0.0.1", urlsplit(self._server.url).port or 0))
+        proxy.listener = lambda data: self._heard(name, data)
+        part = self.parts[name] = Part(name, module, arguments, proxy, self.folder / f"{name}.log")
+        part.born = await self._spawn(part)
+        self._keepers[name] = asyncio.create_task(self._keep(part))
+
+    async def end(self, name: str) -> None:
+        """Ends a process for good, with -9."""
+        keeper = self._keepers.pop(name)
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+        part = self.parts.pop(name)
+        assert part.born is not None
+        part.born.signal(signal.SIGKILL)
+        await part.born.over.wait()
+
+    async def start_supervisor(self, train_seconds: float) -> None:
+        training = ("--log-dir", str(self.folder), "--train-seconds", str(train_seconds))
+        await self.start("supervisor", "polyreme_trainer.simulation", *training)
+
+    async def _spawn(self, part: Part) -> Born:
+        url = f"redis://127.0.0.1:{part.proxy.port}/0"
+        environment = {"POLYREME_REDIS": url, "POLYREME_RUN": self.run.run_id}
+        return await self._nursery.spawn(part.module, part.arguments, environment, part.log)
+
+    async def _keep(self, part: Part) -> None:
+        while True:
+            born = part.born
+            assert born is not None
+            await born.over.wait()
+            if part.born is not born:
+                continue
+            if born.status == 0:
+                return
+            if born.status != -signal.SIGKILL:
+                self._note(f"{part.name} ended with {born.status}: {self._last_words(part)}")
+                part.ends[f"{born.status}"] += 1
+            await asyncio.sleep(part.pause or 0.05)
+            part.pause = 0.0
+            part.born = await self._spawn(part)
+
+    def _last_words(self, part: Part) -> str:
+        with open(part.log, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            return last_error(log.read().decode(errors="replace"))[:300]
+
+    def _note(self, text: str) -> None:
+        self.notes.append(f"{time.monotonic() - self._began:7.2f} {text}")
+
+    # -- what is seen
+
+    async def _heard(self, sender: str, data: bytes) -> None:
+        if self._append.search(data):
+            now = time.monotonic()
+            if now - self.last_append > 4.0:
+                self._note(f"there was no new sample for {now - self.last_append:.1f} s")
+            self.appends, self.last_append = self.appends + 1, now
+            for victim, action, since in self._waiting:
+                self.recoveries[victim, action].append(now - since)
+            self._waiting.clear()
+        armed = self._armed
+        if armed is None:
+            return
+        fault, fired = armed
+        phase = PHASES[fault.phase]
+        if sender not in (phase.sender, "supervisor") or not phase.pattern.search(data):
+            return
+        self._armed = None
+        if fault.moment == "before":
+            await self._strike(fault)
+        elif fault.moment == "lost":
+            self.parts[sender].proxy.lose += 1
+            self._later(0.002, fault)
+        else:
+            self._later(fault.delay, fault)
+        fired.set()
+
+    def scored(self) -> None:
+        armed = self._armed
+        if armed and PHASES[armed[0].phase].sender == "reward":
+            self._armed = None
+            self._later(armed[0].delay, armed[0])
+            armed[1].set()
+
+    def _later(self, delay: float, fault: Fault) -> None:
+        async def strike() -> None:
+            await asyncio.sleep(delay)
+            await self._strike(fault)
+
+        self._spawn_task(strike())
+
+    def _spawn_task(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.problems.append(f"the driver failed: {error!r}")
+
+    # -- what is done
+
+    async def rage(self, faults: Sequence[Fault]) -> int:
+        """Lets the faults happen, one after the other, until they are all done or the run is. Returns how many there were."""
+        left, number = deque(faults), 0
+        while left:
+            fault = left.popleft()
+            await asyncio.sleep(fault.gap)
+            if not await self._victim_is_up(fault.victim):
+                if self._run_is_over():
+                    return number
+                self._note(f"{fault.victim} is down: its {fault.action} comes later")
+                left.append(fault)
+                continue
+            number += 1
+            self._armed = fault, asyncio.Event()
+            fired = self._armed[1]
+            try:
+                await asyncio.wait_for(fired.wait(), PATIENCE)
+            except TimeoutError:
+                if self._run_is_over():
+                    return number
+                self._armed = None
+                self.unseen += 1
+                await self._strike(fault, phase="(none seen)")
+            if time.monotonic() - self.last_append > STALL:
+                self.problems.append(f"no new sample in {STALL:.0f} s")
+                return number
+        return number
+
+    def _run_is_over(self) -> bool:
+        names = ("supervisor",) if "supervisor" in self.parts else ("learner", "orchestrator")
+        return all(self.parts[name].born.status == 0 for name in names)  # type: ignore[union-attr]
+
+    async def _victim_is_up(self, victim: str) -> bool:
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if victim == "redis" and not self._redis_busy.locked() and self._server.alive:
+                return True
+            if victim != "redis" and self._pid(victim) is not None:
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    def _pid(self, victim: str) -> int | None:
+        if victim in self.parts:
+            born = self.parts[victim].born
+            return born.pid if born is not None and born.status is None else None
+        supervisor = self.parts["supervisor"].born
+        if supervisor is None or supervisor.status is not None:
+            return None
+        with suppress(psutil.Error):
+            for child in psutil.Process(supervisor.pid).children():
+                if any(f".{victim}" in word for word in child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                    return child.pid
+        return None
+
+    async def _strike(self, fault: Fault, phase: str = "") -> None:
+        kind = fault.victim.rstrip("-0123456789")
+        self._note(str(fault))
+        self.done[kind, phase or fault.phase] += 1
+        self._waiting.append((kind, fault.action, time.monotonic()))
+        if fault.victim == "redis":
+            self._spawn_task(self._strike_redis(fault))
+            if fault.action == "kill":
+                os.kill(self._server.pid, signal.SIGKILL)
+            return
+        pid, part = self._pid(fault.victim), self.parts.get(fault.victim) or self.parts["supervisor"]
+        if pid is None:
+            self._note(f"{fault.victim} has just ended by itself")
+            return
+        match fault.action:
+            case "kill":
+                part.pause = fault.seconds
+                os.kill(pid, signal.SIGKILL)
+            case "stop":
+                os.kill(pid, signal.SIGSTOP)
+                self._spawn_task(self._continue(pid, fault.seconds))
+            case "cut":
+                part.proxy.hold() if self._rng.random() < 0.5 else part.proxy.refuse()
+                self._spawn_task(self._heal(part, fault.seconds))
+            case "usurp":
+                self._spawn_task(self._usurp(part, fault.seconds))
+
+    async def _strike_redis(self, fault: Fault) -> None:
+        async with self._redis_busy:
+            if fault.action == "stop":
+                os.kill(self._server.pid, signal.SIGSTOP)
+                await asyncio.sleep(fault.seconds)
+                os.kill(self._server.pid, signal.SIGCONT)
+            else:
+                await asyncio.sleep(fault.seconds)
+                await self.restart_redis()
+
+    async def restart_redis(self) -> None:
+        """Starts the killed server again on its append-only file."""
+        while self._server.alive:  # noqa: ASYNC110 (a process gives no event)
+            await asyncio.sleep(0.005)
+        await self._server.restart()
+
+    async def _continue(self, pid: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    async def _heal(self, part: Part, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        part.proxy.heal()
+
+    async def _usurp(self, part: Part, seconds: float) -> None:
+        """A second process takes the role over from one that stands still, which must then end by itself."""
+        old = part.born
+        assert old is not None
+        old.signal(signal.SIGSTOP)
+        part.born = await self._spawn(part)
+        await asyncio.sleep(seconds)
+        old.signal(signal.SIGCONT)
+        try:
+            await asyncio.wait_for(old.over.wait(), 90.0)
+        except TimeoutError:
+            old.signal(signal.SIGKILL)
+            self.problems.append(f"{part.name} went on for 90 s after it was taken over")
+        else:
+            part.ends[f"usurped: {old.status}"] += 1
+            if old.status not in (StaleTermError.exit_code, -signal.SIGKILL, 0):
+                self._note(f"{part.name}, taken over, ended with {old.status}: {self._last_words(part)}")
+
+    async def calm(self) -> None:
+        """Everything that was broken is whole again; processes that were killed come back."""
+        while self._background:
+            await asyncio.wait(set(self._background))
+        self._armed = None
+        for part in self.parts.values():
+            part.proxy.heal()
+
+    async def wait(self, seconds: float) -> RunState:
+        """Until the supervisor has ended the run. Returns its state."""
+        keeper = self._keepers["supervisor"]
+        done, _ = await asyncio.wait({keeper}, timeout=seconds)
+        state, reason = await self.run.state()
+        if not done:
+            self.problems.append(f"the run is {state} after {seconds:.0f} s of calm")
+        if reason:
+            self.problems.append(f"the run is {state}: {reason}")
+        return state
+
+    async def close(self) -> None:
+        for task in (*self._background, *self._keepers.values()):
+            task.cancel()
+        await asyncio.gather(*self._background, *self._keepers.values(), return_exceptions=True)
+
+
+def _prepare(folder: Path) -> str:
+    """Makes the run's folder and its reward. Returns the path that the reward tells its calls to."""
+    folder.mkdir(parents=True)
+    wire = str(folder / "wire")
+    (folder / "telling.py").write_text(REWARD.format(path=wire))
+    return wire
+
+
+@asynccontextmanager
+async def storm(
+    nursery: Nursery,
+    folder: Path,
+    seed: int,
+    *,
+    iterations: int,
+    supervised: bool,
+    replicas: int = 3,
+    step_seconds: float = 0.003,
+    train_seconds: float = 0.03,
+    **sections: Any,
+) -> AsyncIterator[Storm]:
+    """A simulated run under way.
+
+    Args:
+        supervised: whether a supervisor keeps orchestrator and learner, or the driver itself.
+    """
+    wire_path = _prepare(folder)
+    sections = {
+        "iterations": iterations,
+        "rollout": {"start_timeout": 90.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
+        "reward": {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 60.0},
+        **sections,
+        "trainer": {"save_interval": 3, "max_restarts": 1000, **sections.get("trainer", {})},
+    }
+    config = config_tree(folder, ROWS, **sections)
+    rng = random.Random(seed)
+    async with AsyncExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer.start(folder / "redis"))
+        redis = await connect(server.url)
+        stack.push_async_callback(redis.aclose)
+        run = await Run.create(redis, f"storm-{seed}-{os.urandom(3).hex()}", config, model_files())
+        storm = Storm(run, folder, nursery, server, rng, stack)
+        stack.push_async_callback(storm.close)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
+            wire.bind(wire_path)
+            wire.setblocking(False)
+            loop = asyncio.get_running_loop()
+
+            def scored() -> None:
+                with suppress(BlockingIOError):
+                    while wire.recv(16):
+                        storm.scored()
+
+            loop.add_reader(wire, scored)
+            stack.callback(loop.remove_reader, wire)
+
+            for place in range(replicas):
+                await storm.start(f"rollout-{place}", "polyreme_rollout.simulation", "--step-seconds", str(step_seconds))
+            await storm.start("reward", "polyreme", "reward")
+            if supervised:
+                await storm.start_supervisor(train_seconds)
+            else:
+                await storm.start("learner", "polyreme_trainer.learner.simulated", "--train-seconds", str(train_seconds))
+                await storm.start("orchestrator", "polyreme_trainer.orchestrator")
+            try:
+                yield storm
+            finally:
+                await storm.close()
+                for each in storm.parts.values():
+                    if each.born is not None:
+                        each.born.end_group()
+
+
+async def verdict(storm: Storm, state: RunState, iterations: int) -> list[str]:
+    """What is wrong with a run that has ended: nothing may be."""
+    wrong, log = list(storm.problems), ExperienceLog(storm.run)
+    if state is not RunState.DONE:
+        wrong.append(f"the run is {state}")
+    audit = await log.audit()
+    if not audit.clean:
+        wrong.append(f"the log is not whole: {audit}")
+    chain = bytes(32)
+    for iteration in range(1, iterations + 1):
+        plan = await log.find_plan(iteration)
+        if plan is None:
+            return [*wrong, f"there is no plan {iteration}"]
+        chain = after_plan(chain, plan)
+    last = newest(storm.folder / "run" / "checkpoints")
+    if last is None or (last.version, last.plans) != (iterations, chain):
+        wrong.append(f"the last checkpoint was not trained on plans 1 to {iterations}, each once and in order: {last}")
+    weights: dict[int, set[str]] = defaultdict(set)
+    seen = "0"
+    while batch := await storm.run.records(seen, 0):
+        seen = batch[-1][0]
+        for record in (record for _, record in batch if record["kind"] == "iteration"):
+            weights[record["iteration"]].add(record["weights"])
+    wrong += [f"iteration {i} was trained to different weights" for i, digests in weights.items() if len(digests) > 1]
+    if last is not None and weights[iterations] != {(last.plans + last.payloads).hex()}:
+        wrong.append("the last checkpoint does not hold the last iteration's weights")
+    if audit.counts["failed"]:
+        wrong.append(f"{audit.counts['failed']} groups failed")
+    return wrong
+
+
+def table(storms: Sequence[Storm]) -> str:
+    """Faults by process and phase, and the seconds to the next sample by process and action."""
+    done: Counter[tuple[str, str]] = Counter()
+    recoveries: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in storms:
+        done += each.done
+        for key, values in each.recoveries.items():
+            recoveries[key] += values
+    victims, phases = sorted({victim for victim, _ in done}), [*PHASES, "(none seen)"]
+    lines = [f"{sum(done.values())} faults", f"{'':14}" + "".join(f"{victim:>13}" for victim in victims)]
+    lines += [f"{phase:14}" + "".join(f"{done[victim, phase]:13}" for victim in victims) for phase in phases]
+    lines += ["", f"{'to the next sample, s':28}{'n':>6}{'median':>9}{'95%':>9}{'max':>9}"]
+    for (victim, action), values in sorted(recoveries.items()):
+        ordered = sorted(values)
+        median, late = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        lines.append(f"{victim + ' ' + action:28}{len(ordered):6}{median:9.2f}{late:9.2f}{ordered[-1]:9.2f}")
+    return "\n".join(lines)

@@ -1,0 +1,152 @@
+"""Processes that start in milliseconds: one process has imported everything, and every other is its fork.
+
+A fork runs its module as `python -m` does, with an environment, arguments and a log of its own, and as the leader of its own session.
+On this side a `Nursery` starts them and tells when they have ended; the other side is this file run as a program.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Born:
+    """A process of the nursery."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.status: int | None = None
+        self.over = asyncio.Event()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process alone, when it has not ended."""
+        if self.status is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def end_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Nursery:
+    """Start it with `open`; at `close` everything that it started is killed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._born: dict[int, Born] = {}
+        self._asked: asyncio.Queue[int] = asyncio.Queue()
+        self._lock = asyncio.Lock()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(cls, modules: Sequence[str]) -> "Nursery":
+        """A nursery that has imported `modules`."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, *modules, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        nursery = cls(process)
+        await asyncio.wait_for(nursery._asked.get(), 60)
+        return nursery
+
+    async def spawn(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Born:
+        """Runs `python -m module arguments`; what it writes is appended to `log`."""
+        order = {"module": module, "arguments": list(arguments), "environment": dict(environment), "log": str(log)}
+        assert self._process.stdin is not None
+        async with self._lock:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            pid = await asyncio.wait_for(self._asked.get(), 30)
+        return self._born[pid]
+
+    async def close(self) -> None:
+        for born in self._born.values():
+            born.end_group()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+        self._reader.cancel()
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            word, pid, status = (int(part) for part in line.split())
+            if word == 1:
+                self._born[pid] = Born(pid)
+                self._asked.put_nowait(pid)
+            elif word == 0:
+                self._asked.put_nowait(0)
+            else:
+                self._born[pid].status = status
+                self._born[pid].over.set()
+
+
+def _say(word: int, pid: int, status: int) -> None:
+    os.write(1, f"{word} {pid} {status}\n".encode())
+
+
+def _child(order: dict, parent: int) -> int:
+    """What the fork does. Returns its exit status."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return 1
+    log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.update(order["environment"])
+    sys.argv = [order["module"], *order["arguments"]]
+    warnings.simplefilter("ignore", RuntimeWarning)  # runpy: the module is imported already
+    try:
+        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _main() -> None:
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"a fork takes one thread along, this process has {threads}"
+    parent = os.getpid()
+    _say(0, 0, 0)
+    pending = b""
+    while True:
+        if select.select([0], [], [], 0.02)[0]:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return
+            *orders, pending = (pending + data).split(b"\n")
+            for order in orders:
+                pid = os.fork()
+                if pid == 0:
+                    sys.exit(_child(json.loads(order), parent))
+                _say(1, pid, 0)
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                _say(2, pid, os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    _main()
