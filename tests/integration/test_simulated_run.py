@@ -1,9 +1,11 @@
 """The simulated learner and replicas as processes, in a run whose other parts are real."""
 
+import json
 from pathlib import Path
 
 from polyreme.log.ledger import ExperienceLog
 from polyreme_trainer.learner.simulated import LAYOUT, after_plan, newest
+from support.simulated import ROWS
 from support.simulated_run import simulated_run
 
 
@@ -23,3 +25,31 @@ async def test_it_trains_every_planned_group_once_and_in_order(redis_url: str, r
         assert (last.version, last.plans) == (4, plans)
         assert [record["iteration"] for record in await started.records("iteration")] == [1, 2, 3, 4]
         assert len(bytes.fromhex((await started.records("iteration"))[-1]["weights"])) == LAYOUT.nbytes
+
+
+async def test_an_evaluation_keeps_its_version_while_training_goes_on(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("\n".join(json.dumps(row) for row in ROWS))
+    async with simulated_run(
+        redis_url,
+        run_id,
+        tmp_path,
+        replica_processes=2,
+        replicas=("--step-seconds", "0.005"),
+        iterations=10,
+        max_staleness=2,
+        eval_interval=4,
+        data={"eval": str(held_out)},
+    ) as started:
+        state, reason = await started.ended(60)
+        assert (state, reason) == ("done", ""), started.logs()
+        assert (await ExperienceLog(started.run).audit()).clean
+        records = [record for _, record in await started.run.records("0", 0, 10_000)]
+        told = [(record["kind"], record.get("version", record.get("iteration"))) for record in records]
+        assert [version for kind, version in told if kind == "eval"] == [0, 4, 8, 10]
+        assert not [version for kind, version in told if kind == "eval_failed"]
+        for version in (4, 8):
+            before = told[: told.index(("eval", version))]
+            assert {v for kind, v in before if kind == "commit" and v > version} == set(), "a replica left it too early"
+            assert [i for kind, i in before if kind == "iteration" and i > version], "training stood still"
+        assert max(record["staleness/max"] for record in records if record["kind"] == "iteration") <= 2

@@ -16,9 +16,9 @@ from polyreme.log.run import RunState
 from polyreme_reward.server import serve
 from polyreme_rollout.engine.base import Sampling
 from polyreme_rollout.engine.simulated import Failures, Lengths, sample
-from polyreme_trainer.orchestrator.evaluate import due
 from polyreme_trainer.orchestrator.main import orchestrate
 from polyreme_trainer.orchestrator.order import row_of, slot_seed
+from polyreme_trainer.orchestrator.schedule import pending
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import CHAT_TEMPLATE
 
@@ -305,11 +305,46 @@ async def test_the_process_ends_well_on_a_signal(world):
         assert (await w.run.state())[0] is RunState.RUNNING and await w.log.in_flight()
 
 
+async def test_generation_overlaps_training_within_the_bound(world):
+    """Two replicas of different speed, weights swapped under way: nothing is thrown away, nothing is older than allowed."""
+    slow, fast = ({"step_seconds": seconds, "lengths": Lengths(40, spread=1.0)} for seconds in (0.004, 0.001))
+    async with world(slow, fast, iterations=8, max_staleness=2) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        audit = await w.log.audit()
+        assert audit.clean and sorted(w.learner.trained) == list(range(1, 9))
+        lags, mixed = [], 0
+        for iteration, groups in w.learner.trained.items():
+            for sample in (sample for group in groups for sample in group.samples):
+                versions = [span[0] for span in sample.spans]
+                lags.append(iteration - 1 - min(versions))
+                mixed += len(set(versions)) > 1
+                assert [start for _, start, _ in sample.spans[1:]] == [end for _, _, end in sample.spans[:-1]]
+        assert 0 < max(lags) <= 2 and min(lags) >= 0
+        assert mixed, "no sample went on over a swap"
+        assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}
+        waits = await w.records("rollout")
+        assert [record["iteration"] for record in waits] == sorted({record["iteration"] for record in waits})
+        assert waits[-1]["iteration"] == 8 and all(record["time/rollout_wait"] >= 0 for record in waits)
+
+
+async def test_an_evaluation_that_replicas_run_away_from_is_told(world):
+    """This learner holds nothing back."""
+    slow = {"step_seconds": 0.002, "lengths": Lengths(40)}
+    async with world(slow, eval_rows=ROWS, iterations=6, max_staleness=3, eval_interval=1) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        failed = await w.records("eval_failed")
+        evaluated = [record["version"] for record in await w.records("eval")]
+        assert failed and {0, 6} <= set(evaluated)
+        assert sorted([*evaluated, *(record["version"] for record in failed)]) == list(range(7))
+        assert await w.log.evaluated() == 6
+        assert (await w.log.audit()).clean
+
+
 def test_which_versions_are_evaluated():
     done: set[int] = set()
     for version in range(8):
-        if due(version, done, last=7, interval=3):
-            done.add(version)
+        done.update(pending(version, done, lambda v: v in (3, 6, 7)))
     assert done == {0, 3, 6, 7}
-    assert not due(6, done, last=7, interval=3)
-    assert due(4, set(), last=7, interval=0) and not due(4, {0}, last=7, interval=0)
+    assert list(pending(6, done, lambda _: True)) == []
+    assert list(pending(4, set(), lambda _: False)) == [4] and not list(pending(4, {0}, lambda _: False))
+    assert list(pending(9, {0, 3}, lambda v: v % 3 == 0)) == [6, 9]

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from polyreme_trainer.learner.slots import Slots
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["write", "try", "commit", "leave"]), st.sampled_from(["a", "b", "c", "d"])), max_size=60
+    st.tuples(st.sampled_from(["write", "keep", "try", "commit", "leave"]), st.sampled_from(["a", "b", "c", "d"])), max_size=60
 )
 
 
-@given(st.integers(2, 5), steps)
+@given(st.integers(3, 5), steps)
 def test_slots_against_a_model_of_who_reads_what(count: int, script: list[tuple[str, str]]) -> None:
     slots = Slots(count)
     newest: int | None = None
@@ -28,12 +28,15 @@ def test_slots_against_a_model_of_who_reads_what(count: int, script: list[tuple[
                     moving.pop(name, None)
                 slot = slots.free()
             assert slot is not None
-            assert slot != newest
+            assert slot not in (newest, slots.kept)
             assert slot not in {*serving.values(), *moving.values()}
             slots.newest = newest = slot
+        elif step == "keep":
+            slots.kept = None if slots.kept is not None else newest
         elif step == "try" and newest is not None:
-            slots.trying(replica, newest)
-            moving[replica] = newest
+            target = newest if slots.kept is None else slots.kept
+            slots.trying(replica, target)
+            moving[replica] = target
         elif step == "commit" and replica in moving:
             slots.served(replica, moving[replica])
             serving[replica] = moving.pop(replica)

@@ -108,7 +108,8 @@ class Desk:
         Raises:
             UnavailableError, DrainError, RunFailedError
         """
-        wait = publisher.wait_committed(version, config.rollout.replicas, config.rollout.start_timeout)
+        seconds = config.rollout.start_timeout + (config.eval_hold if config.holds_versions else 0.0)
+        wait = publisher.wait_committed(version, config.rollout.replicas, seconds)
         return await self.heed(wait, f"replicas at version {version}")
 
     async def replica_answers(

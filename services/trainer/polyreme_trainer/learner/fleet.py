@@ -1,7 +1,8 @@
 """Every live replica follows the newest version, each at its own pace.
 
 Kept here:
-- Newest wins: a replica is moved to the newest version there is when its turn comes; versions in between are skipped.
+- Newest wins: a replica is moved to the newest version there is when its turn comes; versions in between are skipped. While a
+  version is held for its evaluation, it takes the newest one's place.
 - A slot that a replica may still read is not handed out for writing, until that replica has moved on, lost its lease, or made
   training wait beyond the deadline.
 - A replica is given up after a bounded number of failures in a row, which is reported once, and then left alone.
@@ -10,6 +11,7 @@ Kept here:
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +22,7 @@ from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
 from polyreme.weights.arena import Arena
+from polyreme_trainer.learner.hold import Hold
 from polyreme_trainer.learner.push import CannotMapError, Link, SwapError, UnreachableError, Version
 from polyreme_trainer.learner.slots import Slots
 
@@ -64,11 +67,14 @@ class Fleet:
         arena: where versions are.
         term: the learner's term.
         wanted: how many replicas the run waits for.
+        hold: which versions replicas are kept at.
     """
 
-    def __init__(self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int, wanted: int) -> None:
+    def __init__(
+        self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int, wanted: int, hold: Hold
+    ) -> None:
         self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
-        self._wanted = wanted
+        self._wanted, self._hold = wanted, hold
         self._slots = Slots(arena.slots)
         self._newest: Version | None = None
         self._replicas: dict[str, _Replica] = {}
@@ -90,6 +96,7 @@ class Fleet:
                 leases = [lease for lease in await self._registry.leases("rollout") if lease.api == API_VERSION]
                 await self._match({lease.id: lease for lease in leases})
                 self._check_hope()
+                await self._let_go()
                 await self._until(lambda: self._stopping or self._ended() or None, LEASES_SECONDS)
         finally:
             for replica in self._replicas.values():
@@ -103,7 +110,22 @@ class Fleet:
     def publish(self, version: Version) -> None:
         """Makes `version` the newest."""
         self._newest, self._slots.newest = version, version.slot
+        self._hold.published(version, time.monotonic())
+        self._keep()
+
+    async def _let_go(self) -> None:
+        """Of what is held, when it has been evaluated or had its time."""
+        if self._hold.version is not None and self._newest is not None:
+            self._hold.look(await self._experience.evaluated(), self._newest, time.monotonic())
+            self._keep()
+
+    def _keep(self) -> None:
+        self._slots.kept = self._hold.version.slot if self._hold.version else None
         self._notify()
+
+    def _target(self) -> Version | None:
+        """What replicas shall serve."""
+        return self._hold.version or self._newest
 
     async def acquire_slot(self, seconds: float) -> int:
         """A slot that no replica may be reading. Past the deadline the replicas in the way are quarantined."""
@@ -158,9 +180,9 @@ class Fleet:
         await self._notice(f"replica {name} at {replica.lease.address} left")
 
     async def _serve(self, replica: _Replica) -> None:
-        """Moves one replica to whatever is newest, again and again."""
+        """Moves one replica to whatever it shall serve, again and again."""
         while True:
-            version = await self._until(lambda: self._newest if self._newest is not replica.at else None)
+            version = await self._until(lambda: None if (target := self._target()) is replica.at else target)
             assert version is not None
             self._slots.trying(replica.lease.id, version.slot)
             try:

@@ -22,6 +22,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.learner.fleet import Commit, Fleet
+from polyreme_trainer.learner.hold import Hold
 from polyreme_trainer.learner.push import Version
 
 START_SECONDS = 30.0
@@ -145,8 +146,10 @@ class Publisher:
                 self._life.set_exception(error)
 
     async def _follow(self, run: Run) -> None:
-        wanted = (await run.config()).rollout.replicas
-        fleet = Fleet(run, ExperienceLog(run, self._term), Registry(run), self._arena, self._term.counter, wanted)
+        config = await run.config()
+        hold = Hold(config.holds, config.eval_hold)
+        log, wanted = ExperienceLog(run, self._term), config.rollout.replicas
+        fleet = Fleet(run, log, Registry(run), self._arena, self._term.counter, wanted, hold)
         self._life.set_result(_Life(asyncio.get_running_loop(), fleet))
         try:
             await fleet.follow()

@@ -1,7 +1,7 @@
 """Which arena slots may be written. Pure bookkeeping.
 
-Kept here: a slot is free unless it holds the newest version (late joiners read it), or a replica serves from it (its way back
-when the next swap fails) or is being moved to it. What a replica tries next replaces what it tried before.
+Kept here: a slot is free unless it holds the newest version (late joiners read it) or one that is kept, or a replica serves
+from it (its way back when the next swap fails) or is being moved to it. What a replica tries next replaces what it tried before.
 """
 
 from dataclasses import dataclass, field
@@ -15,15 +15,16 @@ class _Held:
 
 @dataclass
 class Slots:
-    """The slots 0..count-1 of one arena; `count` is at least 2."""
+    """The slots 0..count-1 of one arena; `count` is at least 2, and at least 3 where a version besides the newest may be kept."""
 
     count: int
     newest: int | None = None
+    kept: int | None = None
     _held: dict[str, _Held] = field(default_factory=dict)
 
     def free(self) -> int | None:
         """The lowest slot that may be written now."""
-        return next((slot for slot in range(self.count) if slot != self.newest and not self.holders(slot)), None)
+        return next((slot for slot in self._others() if not self.holders(slot)), None)
 
     def holders(self, slot: int) -> list[str]:
         """The replicas that may be reading the slot."""
@@ -43,4 +44,7 @@ class Slots:
 
     def laggards(self) -> list[str]:
         """The fewest replicas whose dropping frees a slot."""
-        return min((self.holders(slot) for slot in range(self.count) if slot != self.newest), key=len)
+        return min((self.holders(slot) for slot in self._others()), key=len)
+
+    def _others(self) -> list[int]:
+        return [slot for slot in range(self.count) if slot not in (self.newest, self.kept)]

@@ -5,7 +5,7 @@ Invariant: a result is of exactly one version, and its samples never reach the l
 
 import asyncio
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from polyreme.config import RunConfig
 from polyreme.log.run import Run
@@ -23,11 +23,6 @@ _SCORED_AT_ONCE = 64
 
 class EvaluationError(Exception):
     """This version could not be evaluated; training does not depend on it."""
-
-
-def due(version: int, done: Set[int], *, last: int, interval: int) -> bool:
-    """Whether to evaluate a version: the first that there is, the run's last, and every `interval` (0: no others); each once."""
-    return version not in done and (not done or version == last or (interval > 0 and version % interval == 0))
 
 
 class Evaluator:

@@ -18,6 +18,7 @@ from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.errors import UnavailableError
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run
+from polyreme_trainer.orchestrator.idle import Idleness
 from polyreme_trainer.orchestrator.router import Target, choose, rest_after
 from polyreme_trainer.orchestrator.servers import Servers
 
@@ -54,6 +55,10 @@ class Fleet:
 
     Args:
         patience: seconds without a usable replica after which the run cannot go on.
+
+    Attributes:
+        held: the version that replicas are kept at for its evaluation; None: they follow the newest.
+        idleness: of the replicas.
     """
 
     def __init__(self, run: Run, log: ExperienceLog, patience: float) -> None:
@@ -67,6 +72,8 @@ class Fleet:
         self._term, self._published = 0, -1
         self._last_commit = "0"
         self._changed = asyncio.Condition()
+        self.held: int | None = None
+        self.idleness = Idleness(time.monotonic())
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -89,6 +96,7 @@ class Fleet:
             await self._remove(gone)
         for new in leases.keys() - self._targets.keys():
             self._targets[new] = Target(new)
+            self.idleness.joined(new, time.monotonic())
             self._channels[new] = rpc.connect(leases[new].address)
             self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
             _log.info("replica %s at %s joined", new, leases[new].address)
@@ -111,11 +119,18 @@ class Fleet:
         claim = Claim(target, self._stubs[target.id], tokens)
         target.outstanding += tokens
         self._claims.add(claim)
+        self.idleness.began(target.id, time.monotonic())
         try:
             yield claim
         finally:
+            self.idleness.ended(target.id, time.monotonic())
             self._claims.discard(claim)
             target.outstanding -= claim.tokens
+
+    def passed(self, version: int) -> bool:
+        """Whether a replica that may be used serves a newer version than this one."""
+        there = [target for target in self._targets.values() if target.version is not None and target.term >= self._term]
+        return any(target.version is not None and target.version > version for target in there)
 
     async def close(self) -> None:
         for replica in list(self._targets):
@@ -125,7 +140,8 @@ class Fleet:
         end = time.monotonic() + self._patience
         while True:
             now = time.monotonic()
-            if self._published < min_version:  # a restarted learner is on its way back to it: no replica can have it yet
+            # No replica can have it yet: a restarted learner is on its way back to it, or an evaluation keeps an older version.
+            if self._published < min_version or (self.held is not None and self.held < min_version):
                 end = now + self._patience
             if target := choose(self._targets.values(), min_version=min_version, term=self._term, now=now, avoid=avoid):
                 return target
@@ -147,6 +163,7 @@ class Fleet:
 
     async def _remove(self, replica: str) -> None:
         target = self._targets.pop(replica)
+        self.idleness.left(replica, time.monotonic())
         loop = asyncio.get_running_loop()
         for claim in self._claims:
             if claim.target is target and claim.deadline is not None and not claim.deadline.expired():

@@ -6,6 +6,7 @@ Every group in flight has exactly one task here, working on the attempt that the
 
 import asyncio
 import logging
+import time
 from contextlib import suppress
 
 from polyreme.config import RunConfig
@@ -15,10 +16,11 @@ from polyreme.lifecycle import settle
 from polyreme.log.ledger import Admission, ExperienceLog, Role, StaleAttemptError, TransitionError
 from polyreme.log.run import Run, RunState
 from polyreme_trainer.data import load_prompts
-from polyreme_trainer.orchestrator.evaluate import EvaluationError, Evaluator, due
+from polyreme_trainer.orchestrator.evaluate import Evaluator
 from polyreme_trainer.orchestrator.fleet import Fleet
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
+from polyreme_trainer.orchestrator.schedule import Schedule
 from polyreme_trainer.orchestrator.score import Rewards, ScoreError
 from polyreme_trainer.orchestrator.snapshots import Snapshots
 from polyreme_trainer.orchestrator.tasks import task_group, together
@@ -97,18 +99,19 @@ class Orchestrator:
         evaluator: Evaluator | None,
     ) -> None:
         self._run, self._config, self._log = run, config, log
-        self._fleet, self._rewards, self._maker, self._evaluator = fleet, rewards, maker, evaluator
+        self._fleet, self._rewards, self._maker = fleet, rewards, maker
+        self._schedule = Schedule(run, config, log, fleet, evaluator, ended=lambda: self._wake.set())
         self._attempts: dict[int, int] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._evaluation: asyncio.Task[None] | None = None
-        self._evaluated: set[int] = set()
+        self._planned = 0
         self._failed = 0
         self._signals: set[str] = set()
         self._wake = asyncio.Event()
 
     async def work(self) -> None:
         """Until the run drains, is done, or has nothing left to generate and evaluate."""
-        self._evaluated = await self._evaluated_before()
+        await self._schedule.recall()
+        self._planned = await self._log.planned()
         async with task_group() as group:
             helpers = [group.create_task(self._watch()), group.create_task(self._maker.snapshots.keep())]
             in_flight = await self._log.in_flight()
@@ -124,29 +127,36 @@ class Orchestrator:
                     await self._rewards.refresh()
                 if not signals or "expire" in signals:
                     await self._replace_expired(group)
+                if not signals or "plan" in signals:
+                    await self._tell_wait()
                 if await self._advance(group):
+                    await self._tell_wait()
                     break
                 signals = await self._next_signals()
-            for task in (*helpers, self._evaluation, *self._tasks.values()):
+            for task in (*helpers, self._schedule.task, *self._tasks.values()):
                 if task is not None:
                     task.cancel()
 
     async def _advance(self, group: asyncio.TaskGroup) -> bool:
-        """Evaluates the version if that is due, else admits what may be. Returns whether nothing is left to do."""
+        """Starts the evaluation that is due, and admits what may be. Returns whether nothing is left to do."""
         version = await self._log.version()
-        if self._evaluation is not None and not self._evaluation.done():
+        await self._schedule.start_next(version, group)
+        if version >= self._config.iterations:
+            return not self._schedule.running
+        if not self._schedule.admits(version):
             return False
-        last, interval = self._config.iterations, self._config.eval_interval
-        if self._evaluator and due(version, self._evaluated, last=last, interval=interval):
-            # Groups that start now would let training leave this version; what is in flight may still do so.
-            self._evaluation = group.create_task(self._evaluate(self._evaluator, version))
-            return False
-        if version >= last:
-            return True
         while not self._rewards.paused and (admissions := await self._log.admit(self._config.groups_per_iteration)):
             for admission in admissions:
                 self._start(group, admission)
         return False
+
+    async def _tell_wait(self) -> None:
+        """Of each iteration whose plan is new: for how long replicas had nothing to do since the plan before it."""
+        planned = await self._log.planned()
+        if planned > self._planned:
+            seconds = self._fleet.idleness.take(time.monotonic())
+            await self._run.emit({"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds})
+            self._planned = planned
 
     def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:
         index = admission.index
@@ -211,23 +221,6 @@ class Orchestrator:
                 _log.warning("group %d: attempt %d expired", admission.index, self._attempts[admission.index])
                 task.cancel()
                 self._start(group, admission)
-
-    async def _evaluate(self, evaluator: Evaluator, version: int) -> None:
-        try:
-            await evaluator.evaluate(version)
-        except EvaluationError as error:
-            _log.warning("%s", error)
-            await self._run.emit({"kind": "eval_failed", "version": version, "text": str(error)})
-        finally:
-            self._evaluated.add(version)
-            self._wake.set()
-
-    async def _evaluated_before(self) -> set[int]:
-        versions, last = set(), "0"
-        while records := await self._run.records(last, 0):
-            last = records[-1][0]
-            versions |= {record["version"] for _, record in records if record.get("kind") == "eval"}
-        return versions
 
     async def _watch(self) -> None:
         last = await self._run.last_event()

@@ -1,0 +1,102 @@
+"""Which version is evaluated when: each that is due once, one at a time, in their order.
+
+Invariant: a version whose evaluation has ended, or is given up, is told to the log, so that no replica is kept at it for nothing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Set
+
+from polyreme.config import RunConfig
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run
+from polyreme_trainer.orchestrator.evaluate import EvaluationError, Evaluator
+from polyreme_trainer.orchestrator.fleet import Fleet
+
+_log = logging.getLogger(__name__)
+
+
+def pending(version: int, done: Set[int], evaluates: Callable[[int], bool]) -> Iterable[int]:
+    """Which of the versions up to `version` are to be evaluated, in order: the first that there is, then what the schedule asks for."""
+    if not done:
+        return [version]
+    return filter(evaluates, range(max(done) + 1, version + 1))
+
+
+class Schedule:
+    """Runs the evaluations of a run, and says what they leave room for.
+
+    Args:
+        ended: called when one has ended.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        log: ExperienceLog,
+        fleet: Fleet,
+        evaluator: Evaluator | None,
+        ended: Callable[[], None],
+    ) -> None:
+        self._run, self._config, self._log, self._fleet = run, config, log, fleet
+        self._evaluator, self._ended = evaluator, ended
+        self._done: set[int] = set()
+        self._reached: int | None = None
+        self._alone = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    async def recall(self) -> None:
+        """Reads off the run's records what was evaluated before."""
+        last = "0"
+        while records := await self._run.records(last, 0):
+            last = records[-1][0]
+            self._done |= {record["version"] for _, record in records if record.get("kind") == "eval"}
+        if self._done:
+            await self._log.set_evaluated(max(self._done))
+
+    async def start_next(self, version: int, group: asyncio.TaskGroup) -> None:
+        """Starts what is due at the learner's `version`, unless an evaluation is under way. What replicas have left is given up."""
+        if self._evaluator is None or self.running or version < 0:
+            return
+        if self._reached is None:
+            self._reached = version
+        for wanted in pending(version, self._done, self._config.evaluates):
+            if self._fleet.passed(wanted):
+                text = f"version {wanted} was not evaluated: replicas serve newer ones already"
+                await self._settle(wanted, text if wanted >= self._reached else None)
+                continue
+            # The run's first accuracy is that of the policy it starts from: nothing else keeps the replicas busy meanwhile.
+            self._alone = not self._done or not self._config.holds(wanted)
+            self._fleet.held = wanted
+            self.task = group.create_task(self._evaluate(self._evaluator, wanted))
+            return
+
+    def admits(self, version: int) -> bool:
+        """Whether groups may be admitted at the learner's `version`. Admitted at a newer one than is held, they would only wait."""
+        return not self.running or (not self._alone and self._fleet.held is not None and version <= self._fleet.held)
+
+    async def _evaluate(self, evaluator: Evaluator, version: int) -> None:
+        limit = None if self._alone else self._config.eval_hold
+        failure = None
+        try:
+            async with asyncio.timeout(limit):
+                await evaluator.evaluate(version)
+        except EvaluationError as error:
+            failure = str(error)
+        except TimeoutError:
+            failure = f"the evaluation of version {version} took longer than eval_hold = {limit:g} s"
+        await self._settle(version, failure)
+        self._fleet.held = None
+        self._ended()
+
+    async def _settle(self, version: int, failure: str | None) -> None:
+        if failure is not None:
+            _log.warning("%s", failure)
+            await self._run.emit({"kind": "eval_failed", "version": version, "text": failure})
+        self._done.add(version)
+        await self._log.set_evaluated(version)
