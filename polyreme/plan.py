@@ -21,6 +21,10 @@ def plan_lines(config: RunConfig) -> list[str]:
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
     ]
+    if config.max_staleness:
+        cap = config.importance_cap
+        corrected = "not corrected for" if cap is None else f"with importance weights up to {cap:g}"
+        lines.insert(1, f"asynchrony     samples up to {config.max_staleness} iterations behind, {corrected}")
     for number, phase in enumerate(trainer.sft, start=1):
         lines.insert(
             number - 1,

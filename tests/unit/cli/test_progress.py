@@ -152,6 +152,10 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
     assert "500 held-out prompts before iteration 1 and after iteration 8, 16, 24" in text
     assert "saves          after iteration 24" in text
     assert "constant 0.001" in text
+    assert "asynchrony" not in text
+    assert "up to 2 iterations behind, with importance weights up to 2" in "\n".join(
+        plan_lines(config.model_copy(update={"max_staleness": 2}))
+    )
 
 
 def test_redis_must_hold_what_the_oldest_kept_checkpoint_may_replay(tmp_path: Path) -> None:
