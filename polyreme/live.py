@@ -132,6 +132,9 @@ def render(config: RunConfig, progress: Progress, status: str, size: tuple[int, 
     width, height = size[0] - 4, size[1] - 3  # borders; the cursor's own line
     done = max(progress.iterations, default=0)
     head = Text.assemble((config.name, "bold"), f"  {status}  ", (f"iteration {done}/{config.iterations}", "cyan"))
+    if progress.evaluations:
+        version = max(progress.evaluations)
+        head.append(f"  accuracy {progress.evaluations[version]['accuracy']:.3f} at version {version}", "cyan")
     if progress.sft:
         sft = progress.sft
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
