@@ -9,20 +9,23 @@ import random
 import time
 from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 
 from polyreme import rpc
-from polyreme.api.v1 import rollout_pb2_grpc
+from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc
 from polyreme.errors import UnavailableError
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run
 from polyreme_trainer.orchestrator.idle import Idleness
-from polyreme_trainer.orchestrator.router import Target, choose, rest_after
+from polyreme_trainer.orchestrator.pace import Pace, laggards
+from polyreme_trainer.orchestrator.router import Target, choose, quarantine_for, rest_after
 from polyreme_trainer.orchestrator.servers import Servers
 
 _log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.5
 
 
 @dataclass(eq=False)
@@ -30,19 +33,41 @@ class Claim:
     """The right to call one replica, and the tokens promised to it by that.
 
     Attributes:
-        deadline: of the running call; it is brought forward when the replica's lease ends.
+        slots: samples that have not ended there.
+        pace: of the replica.
+        since: when it was made, monotonic seconds.
+        deadline: of the running call; it is brought forward when the replica's lease ends, or it falls behind.
     """
 
     target: Target
     stub: rollout_pb2_grpc.RolloutServiceStub
     tokens: int
+    slots: int
+    pace: Pace
+    since: float
     deadline: asyncio.Timeout | None = None
+    _chunk_at: dict[int, float] = field(default_factory=dict)
 
-    def arrived(self, tokens: int) -> None:
-        """Takes tokens that came off the promise."""
+    def arrived(self, tokens: int, response: rollout_pb2.GenerateResponse, now: float) -> None:
+        """Takes tokens that came with a response off the promise."""
         self.tokens -= tokens
         self.target.outstanding -= tokens
         self.target.failures = 0
+        self.pace.came(tokens, now)
+        if not self._chunk_at:
+            self.pace.first_after(now - self.since)
+        for chunk in response.chunks:
+            if (before := self._chunk_at.get(chunk.slot)) is not None:
+                self.pace.chunk_after(now - before)
+            self._chunk_at[chunk.slot] = now
+        if response.ends:
+            self.slots -= len(response.ends)
+            self.pace.change(-len(response.ends), now)
+
+    def cut(self) -> None:
+        """Ends the running call."""
+        if self.deadline is not None and not self.deadline.expired():
+            self.deadline.reschedule(asyncio.get_running_loop().time())
 
     def failed(self) -> None:
         """Leaves the replica alone for a while."""
@@ -62,13 +87,15 @@ class Fleet:
     """
 
     def __init__(self, run: Run, log: ExperienceLog, patience: float) -> None:
-        self._log, self._patience = log, patience
+        self._run, self._log, self._patience = run, log, patience
         self._servers = Servers(run, "rollout")
         self._targets: dict[str, Target] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stubs: dict[str, rollout_pb2_grpc.RolloutServiceStub] = {}
+        self._paces: dict[str, Pace] = {}
         self._claims: set[Claim] = set()
         self._served: dict[str, tuple[int, int]] = {}
+        self._stalls: dict[str, float] = {}
         self._term, self._published = 0, -1
         self._last_commit = "0"
         self._changed = asyncio.Condition()
@@ -91,16 +118,18 @@ class Fleet:
                 self._last_commit = entry
                 self._served[commit["replica"]] = (commit["version"], commit["term"])
                 self._term = max(self._term, commit["term"])
+                self._stalls[commit["replica"]] = commit["stall_seconds"]
         for gone in self._targets.keys() - leases.keys():
             _log.warning("replica %s left", gone)
             await self._remove(gone)
         for new in leases.keys() - self._targets.keys():
-            self._targets[new] = Target(new)
+            self._targets[new], self._paces[new] = Target(new), Pace()
             self.idleness.joined(new, time.monotonic())
             self._channels[new] = rpc.connect(leases[new].address)
             self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
             _log.info("replica %s at %s joined", new, leases[new].address)
         for target in self._targets.values():
+            self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
             served = self._served.get(target.id, (target.version, target.term))
             if served != (target.version, target.term):
                 target.version, target.term = served
@@ -109,23 +138,41 @@ class Fleet:
             self._changed.notify_all()
 
     @asynccontextmanager
-    async def claim(self, tokens: int, min_version: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Claim]:
-        """Waits for the least loaded replica that serves `min_version` or a newer one.
+    async def claim(self, tokens: int, slots: int, min_version: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Claim]:
+        """Waits for the least loaded replica that serves `min_version` or a newer one, for `slots` samples of `tokens` together.
 
         Raises:
             UnavailableError: there was none for as long as the fleet's patience; says which there are.
         """
         target = await self._wait_for_target(min_version, avoid)
-        claim = Claim(target, self._stubs[target.id], tokens)
+        now = time.monotonic()
+        claim = Claim(target, self._stubs[target.id], tokens, slots, self._paces[target.id], now)
         target.outstanding += tokens
+        claim.pace.change(slots, now)
         self._claims.add(claim)
-        self.idleness.began(target.id, time.monotonic())
+        self.idleness.began(target.id, now)
         try:
             yield claim
         finally:
             self.idleness.ended(target.id, time.monotonic())
             self._claims.discard(claim)
             target.outstanding -= claim.tokens
+            claim.pace.change(-claim.slots, time.monotonic())
+
+    async def watch(self) -> None:
+        """Quarantines replicas that do not keep pace with their peers (see pace.py), for ever. Their calls end, and go on elsewhere."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            if now - looked > 3 * WATCH_SECONDS:  # this process stood still: that nothing was heard meanwhile says nothing
+                for pace in self._paces.values():
+                    pace.forgive(now)
+            looked = now
+            free = {name: pace for name, pace in self._paces.items() if self._targets[name].quarantined_until <= now}
+            for name, reason in laggards(free, now).items():
+                if target := self._targets.get(name):  # it may have left while another's quarantine was told
+                    await self._quarantine(target, reason, now)
 
     def passed(self, version: int) -> bool:
         """Whether a replica that may be used serves a newer version than this one."""
@@ -151,7 +198,7 @@ class Fleet:
                     self._describe(now),
                     "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
                 )
-            rests = [t.resting_until - now for t in self._targets.values() if t.resting_until > now]
+            rests = [t.free_at() - now for t in self._targets.values() if t.free_at() > now]
             await self._wait_for_change(min([*rests, end - now]))
 
     async def _wait_for_change(self, seconds: float) -> None:
@@ -164,18 +211,29 @@ class Fleet:
     async def _remove(self, replica: str) -> None:
         target = self._targets.pop(replica)
         self.idleness.left(replica, time.monotonic())
-        loop = asyncio.get_running_loop()
-        for claim in self._claims:
-            if claim.target is target and claim.deadline is not None and not claim.deadline.expired():
-                claim.deadline.reschedule(loop.time())
-        del self._stubs[replica]
+        self._cut_calls(target)
+        del self._stubs[replica], self._paces[replica]
         # Calls end by their deadline, at once: a channel closed under them would look like their task's own cancellation.
         await self._channels.pop(replica).close(grace=1.0)
+
+    def _cut_calls(self, target: Target) -> None:
+        for claim in self._claims:
+            if claim.target is target:
+                claim.cut()
+
+    async def _quarantine(self, target: Target, reason: str, now: float) -> None:
+        target.quarantines += 1
+        seconds = quarantine_for(target.quarantines)
+        target.quarantined_until = now + seconds
+        self._cut_calls(target)
+        text = f"replica {target.id} is quarantined for {seconds:.0f} s: {reason}"
+        _log.warning("%s", text)
+        await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})
 
     def _describe(self, now: float) -> str:
         there = [
             f"{t.id} ({'no version yet' if t.version is None else f'version {t.version}'}"
-            + (f", failing, asked again in {t.resting_until - now:.0f} s" if t.resting_until > now else "")
+            + (f", failing or too slow, asked again in {t.free_at() - now:.0f} s" if t.free_at() > now else "")
             + ")"
             for t in self._targets.values()
         ]

@@ -73,7 +73,7 @@ async def generate(
     avoid: set[str] = set()
     last_progress, tokens = time.monotonic(), drafts.missing_tokens()
     while asked := drafts.start_call():
-        async with fleet.claim(drafts.missing_tokens(), wanted.min_version, avoid) as claim:
+        async with fleet.claim(drafts.missing_tokens(), len(asked), wanted.min_version, avoid) as claim:
             try:
                 await _call(claim, drafts, _request(wanted, asked), silence)
                 continue
@@ -102,7 +102,7 @@ async def _call(claim: Claim, drafts: Drafts, request: rollout_pb2.GenerateReque
         async with asyncio.timeout(silence) as deadline:
             claim.deadline = deadline
             async for response in call:
-                claim.arrived(drafts.add(response))
+                claim.arrived(drafts.add(response), response, time.monotonic())
                 deadline.reschedule(loop.time() + silence)
         if left := drafts.unfinished():
             raise BadStreamError(f"expected every asked slot to end, found {len(left)} of them open at the stream's end")
@@ -134,7 +134,7 @@ def _request(wanted: Generation, asked: list[Draft]) -> rollout_pb2.GenerateRequ
 def _judge(error: grpc.aio.AioRpcError | TimeoutError, claim: Claim, silence: float) -> tuple[str, bool]:
     """What happened, and whether the replica only had no room or not the version: that is no fault of the call."""
     if isinstance(error, TimeoutError):
-        return f"replica {claim.target.id} left, or was silent for {silence:.0f} s", False
+        return f"replica {claim.target.id} left, fell behind, or was silent for {silence:.0f} s", False
     what = f"replica {claim.target.id} answered {error.code().name}: {error.details()}"
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         raise GenerateError(what) from error

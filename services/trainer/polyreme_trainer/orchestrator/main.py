@@ -113,7 +113,11 @@ class Orchestrator:
         await self._schedule.recall()
         self._planned = await self._log.planned()
         async with task_group() as group:
-            helpers = [group.create_task(self._watch()), group.create_task(self._maker.snapshots.keep())]
+            helpers = [
+                group.create_task(self._watch()),
+                group.create_task(self._maker.snapshots.keep()),
+                group.create_task(self._fleet.watch()),
+            ]
             in_flight = await self._log.in_flight()
             await self._maker.snapshots.load(in_flight)
             for admission in in_flight:

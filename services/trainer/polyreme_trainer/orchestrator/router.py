@@ -17,6 +17,8 @@ class Target:
         outstanding: tokens promised to it by running calls.
         resting_until: monotonic seconds before which it is not asked, after a failure.
         failures: failures in a row; any arriving token ends the row.
+        quarantined_until: monotonic seconds before which it is not asked, since it did not keep pace.
+        quarantines: how often so far.
     """
 
     id: str
@@ -25,6 +27,12 @@ class Target:
     outstanding: int = 0
     resting_until: float = 0.0
     failures: int = 0
+    quarantined_until: float = 0.0
+    quarantines: int = 0
+
+    def free_at(self) -> float:
+        """Monotonic seconds from which on it may be asked."""
+        return max(self.resting_until, self.quarantined_until)
 
 
 def choose(targets: Iterable[Target], *, min_version: int, term: int, now: float, avoid: Set[str] = frozenset()) -> Target | None:
@@ -39,7 +47,7 @@ def choose(targets: Iterable[Target], *, min_version: int, term: int, now: float
     usable = [
         target
         for target in targets
-        if target.version is not None and target.version >= min_version and target.term >= term and target.resting_until <= now
+        if target.version is not None and target.version >= min_version and target.term >= term and target.free_at() <= now
     ]
     return min(usable, key=lambda target: (target.id in avoid, target.outstanding, target.id), default=None)
 
@@ -47,3 +55,8 @@ def choose(targets: Iterable[Target], *, min_version: int, term: int, now: float
 def rest_after(failures: int, jitter: float) -> float:
     """Seconds to leave a target alone after its n-th failure in a row: 0.5 s doubling to 8 s, times (0.5 + jitter), jitter in [0, 1)."""
     return min(8.0, 0.5 * 2.0 ** max(0, failures - 1)) * (0.5 + jitter)
+
+
+def quarantine_for(times: int) -> float:
+    """Seconds of a target's n-th quarantine: 15 s doubling to two minutes."""
+    return min(120.0, 15.0 * 2.0 ** max(0, times - 1))
