@@ -52,8 +52,24 @@ class RolloutConfig(Section):
     chunk_timeout: float = Field(60.0, gt=0, description="Seconds a generation stream may be silent.")
 
 
+class EndpointSecurity(Section):
+    """Whom an HTTPS endpoint is trusted from, and who calls it. Files and token are read where the reward service starts."""
+
+    ca: Path | None = Field(None, description="PEM: whom its certificate is trusted from; none: whom this system trusts.")
+    certificate: Path | None = Field(None, description="PEM: the certificate to show, where it asks for one.")
+    key: Path | None = Field(None, description="PEM: its private key, without a password.")
+    token_env: str | None = Field(None, description="Environment variable with the bearer token to send.")
+
+    @model_validator(mode="after")
+    def _pairs(self) -> "EndpointSecurity":
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("`certificate` and `key` go together")
+        return self
+
+
 class RewardSpec(Section):
-    """One reward: built in or installed (`name` alone), a Python function (`file` or `module`), or an HTTP endpoint (`url`)."""
+    """One reward: built in or installed (`name` alone), a Python function (`file` or `module`), an HTTP endpoint (`url`), or a
+    Hugging Face sequence classifier (`model`)."""
 
     name: str | None = Field(
         None, description="Of a built-in or installed reward; beside another source, what its part is called."
@@ -63,25 +79,34 @@ class RewardSpec(Section):
     function: str | None = Field(None, description="The function in `file` or `module`, when there are several.")
     url: str | list[str] | None = Field(None, description="An HTTP endpoint, or several that share the load.")
     protocol: Literal["paddlenlp", "openrlhf", "native"] | None = Field(None, description="What the endpoint speaks.")
+    security: EndpointSecurity | None = Field(None, description="Of an https endpoint; none: as the system trusts, no token.")
+    model: Path | None = Field(None, description="A Hugging Face directory of a sequence classifier: its output is the score.")
     weight: float = Field(1.0, allow_inf_nan=False, description="The reward's value times this goes into the score.")
     options: dict[str, Any] = Field({}, description="Arguments of the reward.")
 
     @model_validator(mode="after")
     def _one_source(self) -> "RewardSpec":
-        sources = [key for key in ("file", "module", "url") if getattr(self, key)]
+        sources = [key for key in ("file", "module", "url", "model") if getattr(self, key)]
         if len(sources) > 1 or not (sources or self.name):
-            raise ValueError("a reward needs one of `name` (built in or installed), `file`, `module` or `url`")
+            raise ValueError("a reward needs one of `name` (built in or installed), `file`, `module`, `model` or `url`")
         if (self.url is None) != (self.protocol is None):
             raise ValueError("`url` and `protocol` go together")
         if self.function is not None and not (self.file or self.module):
             raise ValueError("`function` names a function in `file` or `module`")
+        if self.security is not None and not (self.urls and all(url.startswith("https://") for url in self.urls)):
+            raise ValueError("`security` is of a `url` with https://: a token would be readable on any other wire")
         return self
+
+    @property
+    def urls(self) -> list[str]:
+        """The endpoints; none for other rewards."""
+        return [self.url] if isinstance(self.url, str) else self.url or []
 
     @property
     def label(self) -> str:
         """What the reward's part of a score is called."""
-        urls = [self.url] if isinstance(self.url, str) else self.url or []
-        return self.name or (self.file.stem if self.file else None) or self.module or ",".join(urls)
+        path = self.file.stem if self.file else self.model.name if self.model else None
+        return self.name or path or self.module or ",".join(self.urls)
 
 
 class SecurityConfig(Section):
@@ -300,6 +325,10 @@ _PATHS = (
     *("output_dir", "model.path", "data.train", "data.eval"),
     *("reward.security.certificate", "reward.security.key", "reward.security.ca"),
 )
+_LISTED_PATHS = (
+    ("trainer", "sft", ("data",)),
+    ("reward", "rewards", ("file", "model", "security.ca", "security.certificate", "security.key")),
+)
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -384,9 +413,9 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
 def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
     """Makes the tree's relative paths absolute, in place."""
     places: list[tuple[Any, ...]] = [(tree, *dotted.split(".")) for dotted in _PATHS]
-    for section, rows, key in (("trainer", "sft", "data"), ("reward", "rewards", "file")):
+    for section, rows, keys in _LISTED_PATHS:
         listed = (tree.get(section) or {}).get(rows) if isinstance(tree.get(section), dict) else None
-        places += [(row, key) for row in listed or [] if isinstance(row, dict)]
+        places += [(row, *key.split(".")) for row in listed or [] if isinstance(row, dict) for key in keys]
     tree.setdefault("output_dir", "runs")
     for node, *parents, last in places:
         for parent in parents:

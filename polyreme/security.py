@@ -1,4 +1,4 @@
-"""TLS, mutual TLS and bearer tokens: what a SecurityConfig names, read and checked.
+"""TLS, mutual TLS and bearer tokens: what a SecurityConfig or an EndpointSecurity names, read and checked.
 
 Invariant: a secret is read where it is used. Configurations, and with them run records, hold paths and names of environment
 variables only. A file that cannot be used is an error when its server or client starts, not at the first handshake.
@@ -7,16 +7,25 @@ variables only. A file that cannot be used is an error when its server or client
 import hmac
 import os
 import ssl
+from pathlib import Path
 
 import grpc
 
-from polyreme.config import SecurityConfig
+from polyreme.config import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError
 
 
 def server_context(config: SecurityConfig) -> ssl.SSLContext:
     """TLS of an HTTP server. Raises ConfigError."""
-    return _context(config, ssl.Purpose.CLIENT_AUTH)
+    context = _context(ssl.Purpose.CLIENT_AUTH, config.ca if config.mutual else None, (config.certificate, config.key))
+    if config.mutual:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(config: EndpointSecurity) -> ssl.SSLContext:
+    """TLS of an HTTP client. Raises ConfigError."""
+    return _context(ssl.Purpose.SERVER_AUTH, config.ca, (config.certificate, config.key))
 
 
 def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials:
@@ -29,7 +38,7 @@ def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials:
 
 def channel_credentials(config: SecurityConfig) -> grpc.ChannelCredentials:
     """TLS of a gRPC client, and the token with every call. Raises ConfigError."""
-    _context(config, ssl.Purpose.SERVER_AUTH)
+    _context(ssl.Purpose.SERVER_AUTH, config.ca, (config.certificate, config.key) if config.mutual else (None, None))
     roots = config.ca.read_bytes() if config.ca else None
     key, certificate = (config.key.read_bytes(), config.certificate.read_bytes()) if config.mutual else (None, None)
     credentials = grpc.ssl_channel_credentials(roots, key, certificate)
@@ -38,7 +47,7 @@ def channel_credentials(config: SecurityConfig) -> grpc.ChannelCredentials:
     return credentials
 
 
-def token(config: SecurityConfig) -> str | None:
+def token(config: SecurityConfig | EndpointSecurity) -> str | None:
     """The bearer token; None when the configuration names none. Raises ConfigError when its variable is empty."""
     if config.token_env is None:
         return None
@@ -58,19 +67,15 @@ def authorized(header: bytes, expected: str) -> bool:
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), expected.encode())
 
 
-def _context(config: SecurityConfig, purpose: ssl.Purpose) -> ssl.SSLContext:
-    serves = purpose is ssl.Purpose.CLIENT_AUTH
-    trusted = config.ca if config.mutual or not serves else None
-    shown = (config.certificate, config.key) if config.mutual or serves else ()
-    used = [path for path in (*shown, trusted) if path is not None]
+def _context(purpose: ssl.Purpose, trusted: Path | None, shown: tuple[Path | None, Path | None]) -> ssl.SSLContext:
+    certificate, key = shown
+    used = [path for path in (certificate, key, trusted) if path is not None]
     if missing := [str(path) for path in used if not path.is_file()]:
         raise ConfigError("the files that `security` names", f"no file {', '.join(missing)}", "Mend `security`.")
     try:
         context = ssl.create_default_context(purpose, cafile=trusted)
-        if shown:
-            context.load_cert_chain(*shown, password=_no_password)
-        if serves and config.mutual:
-            context.verify_mode = ssl.CERT_REQUIRED
+        if certificate is not None:
+            context.load_cert_chain(certificate, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(f"PEM that fits together in {', '.join(map(str, used))}", str(error), "Mend `security`.") from None
     return context

@@ -1,7 +1,6 @@
 """OpenRLHF's remote reward wire: its trainers against our server, and its servers behind our HTTP reward."""
 
 import asyncio
-import json
 from typing import Any
 
 import aiohttp
@@ -9,6 +8,8 @@ import pytest
 
 from support.raw_http import raw_server, reply
 from support.rewards import EXACT, item, scoring, serving
+
+NO_LABEL = b"expected a label to compare with; found none. Give every row one (data.label_key)"
 
 
 async def theirs(url: str, data: dict[str, Any], tries: int = 1) -> dict[str, Any]:
@@ -25,13 +26,20 @@ async def theirs(url: str, data: dict[str, Any], tries: int = 1) -> dict[str, An
     raise AssertionError
 
 
+async def raw(url: str, data: dict[str, Any]) -> tuple[int, bytes]:
+    async with aiohttp.ClientSession() as session, session.post(url, json=data) as response:
+        assert response.headers["content-type"] == "application/json"
+        return response.status, await response.read()
+
+
 async def test_a_trainer_of_theirs_gets_its_rewards() -> None:
     async with serving({**EXACT, "weight": 2.0}, special_tokens=["<eos>"]) as (_, _, addresses):
         url = f"http://{addresses.http}/get_reward"
-        answer = await theirs(url, {"query": ["p#3<eos>"], "prompts": ["p"], "labels": ["3"]})
-        assert json.dumps(answer) == '{"rewards": [2.0], "scores": [2.0], "extra_logs": {"exact": [1.0]}}'
-        answer = await theirs(url, {"query": [], "prompts": [], "labels": []})
-        assert answer == {"rewards": [], "scores": [], "extra_logs": {}}
+        data = {"query": ["p#3<eos>"], "prompts": ["p"], "labels": ["3"]}
+        assert await theirs(url, data) == {"rewards": [2.0], "scores": [2.0], "extra_logs": {"exact": [1.0]}}
+        assert await raw(url, data) == (200, b'{"rewards":[2.0],"scores":[2.0],"extra_logs":{"exact":[1.0]}}')
+        nobody: dict[str, Any] = {"query": [], "prompts": [], "labels": []}
+        assert await raw(url, nobody) == (200, b'{"rewards":[],"scores":[],"extra_logs":{}}')
 
 
 async def test_older_trainers_send_the_query_alone() -> None:
@@ -41,19 +49,34 @@ async def test_older_trainers_send_the_query_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "status"),
+    ("data", "status", "golden"),
     [
-        ({"query": ["#3"], "prompts": [""], "labels": [None]}, 500),
-        ({"query": ["#3", "#3"], "prompts": ["", ""], "labels": ["3", ""]}, 500),
-        ({"query": ["#3"], "prompts": [], "labels": ["3"]}, 422),
-        ({"prompts": ["p"]}, 422),
+        ({"query": ["#3"], "prompts": [""], "labels": [None]}, 500, b'{"detail":"item 0: ERROR exact: %b"}' % NO_LABEL),
+        (
+            {"query": ["#3", "#3"], "prompts": ["", ""], "labels": ["3", ""]},
+            500,
+            b'{"detail":"item 1: ERROR exact: %b"}' % NO_LABEL,
+        ),
+        (
+            {"query": ["#3"], "prompts": [], "labels": ["3"]},
+            422,
+            b'{"detail":[{"type":"value_error","loc":["body"],"msg":"expected query, prompts and labels of one length; '
+            b'found 1, 0 and 1"}]}',
+        ),
+        (
+            {"prompts": ["p"]},
+            422,
+            b'{"detail":[{"type":"missing","loc":["body","query"],"msg":"Field required","input":{"prompts":["p"]}}]}',
+        ),
     ],
 )
-async def test_a_failure_is_an_http_error_for_their_retries(data: dict[str, Any], status: int) -> None:
+async def test_a_failure_is_an_http_error_for_their_retries(data: dict[str, Any], status: int, golden: bytes) -> None:
     async with serving(EXACT) as (_, _, addresses):
+        url = f"http://{addresses.http}/get_reward"
         with pytest.raises(aiohttp.ClientResponseError) as caught:
-            await theirs(f"http://{addresses.http}/get_reward", data, tries=2)
+            await theirs(url, data, tries=2)
         assert caught.value.status == status
+        assert await raw(url, data) == (status, golden)
 
 
 async def test_their_server_is_sent_what_their_client_sends_and_its_logs_are_parts() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,11 +68,24 @@ async def test_a_body_of_another_shape_is_a_422_as_theirs_is() -> None:
         )
 
 
-async def test_a_full_queue_is_a_429_in_their_form() -> None:
+async def test_a_batch_beyond_the_queue_is_an_error_that_no_retry_mends() -> None:
     async with serving(EXACT, queue=1) as (_, _, addresses):
         data = {"src": ["p"] * 2, "tgt": ["3"] * 2, "response": ["#3"] * 2}
         answer = await ask(addresses, data)
-        assert answer.json() == {"error_code": 500, "error_msg": "expected a batch of 1 to 1 items; found 2", "score": None}
+        assert answer.content == b'{"error_code":500,"error_msg":"expected a batch of 1 to 1 items; found 2","score":null}'
+
+
+async def test_a_full_queue_is_a_429_in_their_form(tmp_path: Path) -> None:
+    plugin = tmp_path / "slow.py"
+    plugin.write_text("import time\ndef reward(response):\n    time.sleep(0.5)\n    return 1.0\n")
+    async with serving({"file": str(plugin)}, queue=1) as (_, _, addresses):
+        data = {"src": ["p"], "tgt": [""], "response": ["r"]}
+        first = asyncio.ensure_future(ask(addresses, data))
+        await asyncio.sleep(0.2)
+        refused = await ask(addresses, data)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.content == (b'{"error_code":429,"error_msg":"1 items are being scored and at most 1 may be","score":null}')
+        assert (await first).json()["score"] == [1.0]
 
 
 def endpoint(server: Any, **options: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """An HTTP server that answers with exactly the bytes it is told to, for tests of clients."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,16 +22,17 @@ class RawServer:
     heads: list[bytes] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     connections: int = 0
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/"
+        return f"{self.scheme}://127.0.0.1:{self.port}/"
 
 
 @asynccontextmanager
-async def raw_server(handler: Handler) -> AsyncIterator[RawServer]:
-    """Calls `handler(body, writer)` for every request; the handler writes whatever it likes."""
-    seen = RawServer()
+async def raw_server(handler: Handler, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
+    """Calls `handler(body, writer)` for every request; the handler writes whatever it likes. With `tls`, over TLS."""
+    seen = RawServer(scheme="http" if tls is None else "https")
     tasks: set[asyncio.Task[None]] = set()
 
     async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,13 +51,13 @@ async def raw_server(handler: Handler) -> AsyncIterator[RawServer]:
                 seen.bodies.append(body)
                 await handler(body, writer)
                 await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):  # the last: the server ends
             pass
         finally:
             tasks.discard(task)
             writer.close()
 
-    server = await asyncio.start_server(connection, "127.0.0.1", 0)
+    server = await asyncio.start_server(connection, "127.0.0.1", 0, ssl=tls)
     seen.port = server.sockets[0].getsockname()[1]
     try:
         yield seen

@@ -26,6 +26,11 @@ class Endpoints:
         self._all = [Endpoint(url) for url in urls]
         self._clock = clock
 
+    @property
+    def count(self) -> int:
+        """How many there are, dead ones too."""
+        return len(self._all)
+
     def take(self) -> Endpoint | None:
         """The least busy live endpoint, or a dead one whose time for a probe has come; None when all are being left alone."""
         now = self._clock()

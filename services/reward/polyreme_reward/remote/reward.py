@@ -7,16 +7,19 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from polyreme import security as secure
+from polyreme.config import EndpointSecurity
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.remote.endpoints import Endpoint, Endpoints
 from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
+from polyreme_reward.remote.trouble import explain, refused
 
 _REPLY_BYTES = 32 << 20
 _FIRST_PAUSE = 0.1
@@ -48,6 +51,13 @@ class _Failure:
     status: Status
     message: str
     answered: bool  # the server was there and spoke: its word may be about one item of the batch
+    wait: float = 0.0  # seconds that it asks to be left alone
+
+
+class _Reply(NamedTuple):
+    status: int
+    wait: float  # seconds, by its retry-after
+    body: bytes
 
 
 class HttpReward:
@@ -58,13 +68,21 @@ class HttpReward:
         protocol: a key of PROTOCOLS.
         item_timeout: seconds for one item, retries included, waiting for a free connection excluded.
         options: as HttpOptions.
+        security: whom an https endpoint is trusted from, the certificate to show, the token to send; None: nothing of these.
 
     Raises:
-        ConfigError: an option is unknown or does not fit.
+        ConfigError: an option is unknown or does not fit, or what `security` names cannot be used.
     """
 
     def __init__(
-        self, name: str, weight: float, urls: Sequence[str], protocol: str, item_timeout: float, options: dict[str, Any]
+        self,
+        name: str,
+        weight: float,
+        urls: Sequence[str],
+        protocol: str,
+        item_timeout: float,
+        options: dict[str, Any],
+        security: EndpointSecurity | None = None,
     ) -> None:
         try:
             self._options = TypeAdapter(HttpOptions).validate_python(options)
@@ -81,12 +99,18 @@ class HttpReward:
         )
         self._protocol = PROTOCOLS[protocol]
         self._item_timeout = item_timeout
+        self._security = security
+        self._outage = ""  # why nobody was there when last asked
         self._endpoints = Endpoints(urls)
         self._slots = asyncio.Semaphore(self._options.concurrency)
+        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if security is not None and (token := secure.token(security)) is not None:
+            self._headers["authorization"] = f"Bearer {token}"
+        uses_tls = any(url.startswith("https:") for url in urls)
         self._client = httpx.AsyncClient(
             timeout=None,  # the deadline around each request is ours
             limits=httpx.Limits(max_connections=self._options.concurrency, max_keepalive_connections=self._options.concurrency),
-            verify=any(url.startswith("https:") for url in urls),
+            verify=secure.client_context(security or EndpointSecurity()) if uses_tls else False,
             trust_env=False,
         )
 
@@ -119,14 +143,15 @@ class HttpReward:
             async with asyncio.timeout(self._item_timeout) as deadline:
                 for attempt in range(self._options.tries):
                     if attempt:
-                        pause = _FIRST_PAUSE * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                        pause = max(_FIRST_PAUSE * 2 ** (attempt - 1), last.wait) * random.uniform(1.0, 1.5)
                         if asyncio.get_running_loop().time() + pause >= (deadline.when() or 0.0):
                             break
                         await asyncio.sleep(pause)
                     endpoint = self._endpoints.take()
                     if endpoint is None:
                         wait = self._endpoints.next_probe()
-                        return _Failure(Status.ERROR, f"{self.description} does not answer; next probe in {wait:.1f} s", False)
+                        why = f"{self.description} does not answer ({self._outage}); next probe in {wait:.1f} s"
+                        return _Failure(Status.ERROR, why, False)
                     answer, again = await self._request(endpoint, body, len(items))
                     if isinstance(answer, list):
                         return answer
@@ -141,28 +166,33 @@ class HttpReward:
     async def _request(self, endpoint: Endpoint, body: bytes, count: int) -> tuple[list[Outcome] | _Failure, bool]:
         """One request: its outcomes or failure, and whether another try may help."""
         alive: bool | None = None
+        reply = _Reply(0, 0.0, b"")
         try:
-            http_status, reply = await self._post(endpoint.url, body)
-            alive = http_status not in _NOBODY_THERE
-            return parse(http_status, reply, self._protocol, count), False
+            reply = await self._post(endpoint.url, body)
+            alive = reply.status not in _NOBODY_THERE
+            return parse(reply.status, reply.body, self._protocol, count), False
         except BadReply as error:
-            return _Failure(error.status, f"{endpoint.url}: {error}", answered=True), error.again
-        except httpx.HTTPError as error:
+            text = f"{endpoint.url}: {error}{refused(reply.status, self._security)}"
+            self._outage = text if alive is False else self._outage
+            return _Failure(error.status, text, True, reply.wait), error.again
+        except (httpx.HTTPError, OSError) as error:  # OSError: a TLS alert in the middle of a reply
             alive = False if isinstance(error, httpx.ConnectError) else None
-            what = str(error) or type(error).__name__
-            return _Failure(Status.ERROR, f"{endpoint.url}: expected an HTTP reply; found {what}", answered=False), True
+            why, again = explain(error, endpoint.url, self._security)
+            text = f"{endpoint.url}: {why}"
+            self._outage = text if alive is False else self._outage
+            return _Failure(Status.ERROR, text, answered=False), again or self._endpoints.count > 1
         finally:
             self._endpoints.give_back(endpoint, alive)
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
-        async with self._client.stream("POST", url, content=body, headers=headers) as response:
+    async def _post(self, url: str, body: bytes) -> _Reply:
+        async with self._client.stream("POST", url, content=body, headers=self._headers) as response:
             reply = bytearray()
             async for chunk in response.aiter_bytes():
                 reply += chunk
                 if len(reply) > _REPLY_BYTES:
                     raise BadReply(f"expected a reply of at most {_REPLY_BYTES} bytes; found more", Status.INVALID)
-            return response.status_code, bytes(reply)
+            wait = response.headers.get("retry-after", "")
+            return _Reply(response.status_code, float(wait) if wait.isdecimal() else 0.0, bytes(reply))
 
     def _ranged(self, outcome: Outcome) -> Outcome:
         low, high = self._options.min, self._options.max
@@ -178,3 +208,5 @@ def _check(url: str) -> None:
         raise ConfigError("the URL of a reward server", f"{url!r} ({error})", "Mend reward.rewards.") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError("a URL like http://host:8731/", repr(url), "Mend reward.rewards.")
+    if parsed.userinfo:
+        raise ConfigError("a URL without a password in it", f"one for {parsed.host}", "Send a token instead: security.token_env.")

@@ -1,0 +1,47 @@
+"""What a failed request means, in words that help. Pure."""
+
+import ssl
+
+from polyreme.config import EndpointSecurity
+
+
+def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tuple[str, bool]:
+    """Says why there was no HTTP reply, and whether another try may help.
+
+    Args:
+        error: what httpx raised, or its transport.
+        url: what was asked.
+        security: what its client was given.
+    """
+    what = str(error) or type(error).__name__
+    if not url.startswith("https:"):
+        return f"expected an HTTP reply; found {what}", True
+    cause = _tls(error)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        trusted = f"`security.ca` ({security.ca})" if security and security.ca else "this system, without `security.ca`,"
+        return f"expected a certificate that {trusted} vouches for; found {cause.verify_message.rstrip('.')}", False
+    if cause is not None and cause.reason == "WRONG_VERSION_NUMBER":
+        return "expected TLS; found another protocol. Write http:// if the server has no TLS", False
+    if not str(error) or cause is not None:  # the server hung up without a word of HTTP
+        shown = (
+            f"does not accept the certificate in `security.certificate` ({security.certificate})"
+            if security and security.certificate
+            else "asks for a certificate: set `security.certificate` and `security.key`"
+        )
+        return f"expected an HTTP reply; found the connection closed ({cause or what}). Perhaps the server {shown}", True
+    return f"expected an HTTP reply; found {what}", True
+
+
+def refused(http_status: int, security: EndpointSecurity | None) -> str:
+    """What to do about a 401 or 403; empty for any other status."""
+    if http_status not in (401, 403):
+        return ""
+    if security is None or security.token_env is None:
+        return ". It may want a token: set `security.token_env`"
+    return f". It does not accept the token in ${security.token_env}"
+
+
+def _tls(error: BaseException | None) -> ssl.SSLError | None:
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error
