@@ -5,17 +5,21 @@ answer was lost on the way can simply be repeated.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
-from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from polyreme.errors import ConfigError, PolyremeError, StaleTermError, StoreError, UnavailableError
 
 KEYS = ("meta", "terms", "ledger", "in_flight", "appended", "plans", "payloads", "drafts", "events")
+
+
+_RELOADS = 10
 
 
 class StaleAttemptError(PolyremeError, RuntimeError):
@@ -50,6 +54,9 @@ class Scripts:
         if script is None:
             script = self._registered[name] = self._redis.register_script(_text(name))
         try:
+            for _ in range(_RELOADS):
+                with suppress(NoScriptError):  # it loads the script itself, but a Redis that restarts again has forgotten it
+                    return await script(keys=[*self._common, *keys], args=list(args))
             return await script(keys=[*self._common, *keys], args=list(args))
         except ResponseError as error:
             raise self._explain(name, error) from error

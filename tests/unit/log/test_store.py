@@ -282,3 +282,22 @@ def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
         owner.kill()
         gone, alive = psutil.wait_procs([server], timeout=10)
     assert gone and not alive
+
+
+async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ExperienceLog(run)
+    load = run.redis.script_load
+    restarts = iter(range(3))
+
+    async def loaded_and_lost(script: bytes) -> bytes:
+        digest: bytes = await load(script)
+        if next(restarts, None) is not None:
+            await run.redis.script_flush()
+        return digest
+
+    monkeypatch.setattr(run.redis, "script_load", loaded_and_lost)
+    await run.redis.script_flush()
+    await log.take(Role.ORCHESTRATOR)
+    assert next(restarts, None) is None
