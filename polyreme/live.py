@@ -36,8 +36,9 @@ class View(Protocol):
 
 
 def view(config: RunConfig, console: Console) -> View:
-    """The live view on a terminal, plain lines elsewhere."""
-    return LiveView(config, console) if console.is_terminal else PlainView(config, console)
+    """The live view on a terminal that can redraw, plain lines elsewhere."""
+    redraws = console.is_terminal and not console.is_dumb_terminal
+    return LiveView(config, console) if redraws else PlainView(config, console)
 
 
 class PlainView:

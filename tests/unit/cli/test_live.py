@@ -69,6 +69,12 @@ def test_the_accuracy_before_training_is_seen(config: RunConfig) -> None:
     assert "accuracy 0.300 at version 0" in captured.get()
 
 
+@pytest.mark.parametrize(("term", "kind"), [("xterm", live.LiveView), ("dumb", live.PlainView)])
+def test_only_a_terminal_that_redraws_gets_the_view(config: RunConfig, term: str, kind: type) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": term})
+    assert isinstance(live.view(config, console), kind)
+
+
 def test_an_alarm_stays_above_the_view(config: RunConfig) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=60, height=20)
     with live.LiveView(config, console) as view:
