@@ -5,13 +5,16 @@ Kept here: only the engine is simulated. Service, swaps, leases and gRPC are tho
 
 import asyncio
 import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from polyreme import lifecycle, logs
 from polyreme_rollout.engine.simulated import Lengths, SimulatedEngine
-from polyreme_rollout.replica import Orders, Place, fetch_orders
+from polyreme_rollout.replica import Orders, Place, address_towards, fetch_orders
 from polyreme_rollout.serving import serve
 
 WEIGHT_NAMES = frozenset({"weight"})
@@ -25,15 +28,26 @@ def simulation(
     step_seconds: Annotated[float, typer.Option(min=0, help="Of one token of every request under way.")] = 0.0,
     mean_length: Annotated[float, typer.Option(min=1, help="Tokens up to the end token.")] = 32.0,
     length_spread: Annotated[float, typer.Option(min=0, help="Of the mean's logarithm over seeds; 1: a long tail.")] = 0.0,
+    count: Annotated[Path | None, typer.Option(help="Gets a line with Unix time and tokens sampled so far, each second.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port of a single replica; 0: a free one.")] = 0,
+    advertise: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Where the trainer reaches it instead.")] = None,
 ) -> None:
     """Serves a run with simulated engines; context, vocabulary and end token are the run's."""
     logs.setup("rollout")
     with lifecycle.exit_on_error("rollout"):
-        asyncio.run(_simulate(redis, run, replicas, step_seconds, mean_length, length_spread))
+        place = Place(address_towards(redis), port, None, advertise)
+        asyncio.run(_simulate(redis, run, replicas, step_seconds, mean_length, length_spread, count, place))
 
 
 async def _simulate(
-    redis_url: str, run_id: str | None, replicas: int, step_seconds: float, mean_length: float, length_spread: float
+    redis_url: str,
+    run_id: str | None,
+    replicas: int,
+    step_seconds: float,
+    mean_length: float,
+    length_spread: float,
+    count: Path | None,
+    place: Place,
 ) -> None:
     stop = lifecycle.stop_event()
     orders = await fetch_orders(redis_url, run_id)
@@ -50,11 +64,21 @@ async def _simulate(
         for _ in range(replicas)
     ]
     lifecycle.settle()
+    counting = asyncio.create_task(_count(engines, count)) if count else None
     try:
-        await asyncio.gather(*(serve(engine, orders, redis_url, Place("127.0.0.1", 0, None), stop) for engine in engines))
+        await asyncio.gather(*(serve(engine, orders, redis_url, place, stop) for engine in engines))
     finally:
+        if counting:
+            counting.cancel()
         for engine in engines:
             engine.close()
+
+
+async def _count(engines: Sequence[SimulatedEngine], path: Path) -> None:
+    with path.open("a", buffering=1) as file:
+        while True:
+            file.write(f"{time.time():.3f} {sum(engine.tokens for engine in engines)}\n")
+            await asyncio.sleep(1.0)
 
 
 def _end_id(orders: Orders) -> int:

@@ -60,6 +60,9 @@ class SimulatedEngine:
         max_model_len, vocab_size: of the model that it stands for.
         step_seconds: the time of one token of every request under way.
         max_num_seqs: requests under way at once; more wait.
+
+    Attributes:
+        tokens: sampled since the start.
     """
 
     name = "simulated"
@@ -82,7 +85,7 @@ class SimulatedEngine:
         self._running, self._dead = asyncio.Event(), asyncio.Event()
         self._running.set()
         self._sampled: dict[str, int] = {}
-        self._tokens = self._loads = 0
+        self.tokens = self._loads = 0
         self.policy = 0
         """A digest of the loaded weights: what `sample` takes."""
 
@@ -93,18 +96,21 @@ class SimulatedEngine:
     async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
         tokens = list(request.prompt_ids)
         self._sampled[request.request_id] = done = 0
-        finish = None
+        finish: str | None = None
+        policy: int | None = None
+        state, chance = 0, _end_chance(request.seed, request.sampling, self.lengths)
         try:
             async with self._room:
                 while finish is None:
                     count = min(CHUNK_TOKENS, request.max_new - done)
                     await self._spend(count)
-                    ids, logprobs = sample(
-                        self.policy, tokens, request.seed, request.sampling, count, self.vocab_size, self.lengths
-                    )
+                    if policy != self.policy:
+                        policy = self.policy
+                        state = _state(policy, tokens, request.seed, request.sampling)
+                    ids, logprobs, state = _continue(state, chance, request.sampling, count, self.vocab_size, self.lengths.end_id)
                     tokens += ids
                     done += len(ids)
-                    self._tokens += len(ids)
+                    self.tokens += len(ids)
                     self._sampled[request.request_id] = done
                     stopped = ids[-1] in request.sampling.stop_token_ids
                     finish = "stop" if stopped else "length" if done == request.max_new else None
@@ -143,9 +149,9 @@ class SimulatedEngine:
 
     async def _spend(self, tokens: int) -> None:
         """The time of `tokens` steps and of any pause. Raises EngineDeadError."""
-        if self._tokens >= self._failures.die_after:
+        if self.tokens >= self._failures.die_after:
             self._dead.set()
-        if self._tokens >= self._failures.silent_after:
+        if self.tokens >= self._failures.silent_after:
             await self._dead.wait()
         await asyncio.sleep(self._step_seconds * tokens)
         await self._running.wait()
@@ -160,23 +166,42 @@ def sample(
     policy: int, tokens: Sequence[int], seed: int, sampling: Sampling, count: int, vocab_size: int, lengths: Lengths
 ) -> tuple[list[int], list[float]]:
     """Up to `count` tokens behind `tokens`, ending with the first stop token, and their log-probabilities. Pure."""
-    greedy = sampling.temperature == 0
-    state = _mix(policy if greedy else policy ^ _mix(seed))
+    chance = _end_chance(seed, sampling, lengths)
+    return _continue(_state(policy, tokens, seed, sampling), chance, sampling, count, vocab_size, lengths.end_id)[:2]
+
+
+def _end_chance(seed: int, sampling: Sampling, lengths: Lengths) -> int:
+    """Of each token to be the end token, in units of 2^-64."""
+    mean = lengths.mean
+    if lengths.spread and sampling.temperature:
+        mean *= math.exp(lengths.spread * NormalDist().inv_cdf(_unit(_mix(seed ^ 1))))
+    return int(2.0**64 / max(1.0, mean))
+
+
+def _state(policy: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> int:
+    """What decides all further tokens, 64 bits."""
+    state = _mix(policy ^ _mix(seed) if sampling.temperature else policy)
     for token in tokens:
         state = _mix(state ^ token)
-    mean = lengths.mean
-    if lengths.spread and not greedy:
-        mean *= math.exp(lengths.spread * NormalDist().inv_cdf(_unit(_mix(seed ^ 1))))
-    stops = sampling.stop_token_ids
+    return state
+
+
+def _continue(
+    state: int, chance: int, sampling: Sampling, count: int, vocab_size: int, end_id: int
+) -> tuple[list[int], list[float], int]:
+    """As `sample`; and the state behind its tokens. This is where a simulated replica spends its processor time."""
+    stops, scale = sampling.stop_token_ids, -2.0 / (1 << 32) if sampling.temperature else 0.0
     ids: list[int] = []
     logprobs: list[float] = []
-    while len(ids) < count and not (ids and ids[-1] in stops):
-        ends = _unit(_mix(state + 1)) * mean < 1
-        token = lengths.end_id if ends else (lengths.end_id + 1 + _mix(state + 2) % (vocab_size - 1)) % vocab_size
+    for _ in range(count):
+        low = state & 0xFFFFFFFF
+        token = end_id if state < chance else (end_id + 1 + low % (vocab_size - 1)) % vocab_size
         ids.append(token)
-        logprobs.append(0.0 if greedy else -2.0 * _unit(_mix(state + 3)))
+        logprobs.append(scale * low)
         state = _mix(state ^ token)
-    return ids, logprobs
+        if token in stops:
+            break
+    return ids, logprobs, state
 
 
 def _mix(x: int) -> int:
