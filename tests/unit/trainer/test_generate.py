@@ -32,7 +32,7 @@ async def world(redis, run_id, tmp_path):
 
         class World:
             def __init__(self):
-                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=1.0)
+                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=1.0, room=12)
 
             async def start(self, *engines: dict[str, Any]):
                 self.replicas = [
@@ -83,6 +83,52 @@ async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
     assert [target.outstanding for target in world.fleet._targets.values()] == [0, 0]
 
 
+async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
+    """Not to the one that it would have waited at: neither long answers nor a full fleet keep a replica idle."""
+    slow, fast = await world.start(
+        {"step_seconds": 0.01, "lengths": Lengths(1e9)}, {"step_seconds": 0.0005, "lengths": Lengths(1e9)}
+    )
+    await asyncio.gather(*(world.generate(count=12) for _ in range(8)))
+    assert (len(slow.calls), len(fast.calls)) == (1, 7)
+    assert [target.slots for target in world.fleet._targets.values()] == [0, 0]
+
+
+async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
+    slow = {"step_seconds": 0.02, "lengths": Lengths(1e9)}
+    busy, late = await world.start(slow, slow)
+    await world.learner.log.run.redis.delete(world.run.key("commits"))
+    world.fleet._targets["r1"].version = None
+    generating = [asyncio.create_task(world.generate(count=12)) for _ in range(2)]
+    await busy.asked.wait()
+    await asyncio.sleep(0.1)
+    assert not late.calls
+    await world.learner.push(late)
+    await world.fleet.refresh()
+    await asyncio.wait_for(late.asked.wait(), 0.5)
+    await asyncio.gather(*generating)
+
+
+async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_leaves_nothing(world):
+    await world.start({"step_seconds": 0.002, "lengths": Lengths(1e9)})
+    names = []
+
+    async def one(version, name):
+        async with world.fleet.claim(100, 12, version):
+            names.append(name)
+            await asyncio.sleep(0.01)
+
+    async with world.fleet.claim(100, 12, 0):
+        tasks = [asyncio.create_task(one(*wanted)) for wanted in ((0, "first"), (-1, "older"), (0, "cancelled"), (0, "last"))]
+        await asyncio.sleep(0.01)
+        assert not names
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert names == ["older", "first", "last"]
+    (target,) = world.fleet._targets.values()
+    assert (target.outstanding, target.slots, world.fleet._waiting) == (0, 0, {})
+
+
 async def test_a_replica_that_dies_midstream_is_continued_exactly(world):
     profile = {"lengths": Lengths(60)}
     dying, other = await world.start({**profile, "failures": Failures(die_after=100)}, profile)
@@ -114,7 +160,7 @@ async def test_a_vanished_replica_is_continued_at_once(world):
     gone, other = await world.start(slow, slow)
     generating = asyncio.create_task(world.generate(count=1))
     await gone.asked.wait()
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(0.5)
     await gone.vanish()
     await world.fleet.refresh()
     (draft,) = await generating

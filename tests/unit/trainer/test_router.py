@@ -1,4 +1,6 @@
-"""Routing: least outstanding tokens among those that have the version."""
+"""Routing: least outstanding tokens among those that have the version, and room."""
+
+import math
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,30 +14,36 @@ targets = st.lists(
         version=st.none() | st.integers(0, 5),
         term=st.integers(1, 3),
         outstanding=st.integers(0, 50),
+        slots=st.integers(0, 6),
         resting_until=st.floats(0, 20),
     ),
     unique_by=lambda target: target.id,
 )
 
 
-@given(targets, st.integers(0, 5), st.integers(1, 3), st.floats(0, 20), st.sets(st.text("abc", min_size=1, max_size=4)))
-def test_choice(there, min_version, term, now, avoid):
+@given(
+    *(targets, st.integers(0, 5), st.integers(1, 3), st.floats(0, 20), st.integers(1, 7) | st.just(math.inf)),
+    st.sets(st.text("abc", min_size=1, max_size=4)),
+)
+def test_choice(there, min_version, term, now, room, avoid):
     usable = [
-        t for t in there if t.version is not None and t.version >= min_version and t.term >= term and t.resting_until <= now
+        t
+        for t in there
+        if t.version is not None and t.version >= min_version and t.term >= term and t.resting_until <= now and t.slots < room
     ]
-    chosen = choose(there, min_version=min_version, term=term, now=now, avoid=avoid)
+    chosen = choose(there, min_version=min_version, term=term, now=now, room=room, avoid=avoid)
     assert (chosen is None) == (not usable)
     if chosen:
         assert chosen in usable
         rivals = [t for t in usable if t.id not in avoid] or usable
         assert chosen in rivals and chosen.outstanding == min(t.outstanding for t in rivals)
-    assert chosen == choose(reversed(there), min_version=min_version, term=term, now=now, avoid=avoid)
+    assert chosen == choose(reversed(there), min_version=min_version, term=term, now=now, room=room, avoid=avoid)
 
 
 def test_load_is_spread():
     there = [Target(str(i), version=0) for i in range(4)]
     for tokens in [100] * 8:
-        choose(there, min_version=0, term=0, now=0.0).outstanding += tokens
+        choose(there, min_version=0, term=0, now=0.0, room=1).outstanding += tokens
     assert [t.outstanding for t in there] == [200] * 4
 
 

@@ -1,13 +1,17 @@
 """The rollout replicas that are there, the versions they serve, and who may use which.
 
 Invariant: the targets are the live leases whose API number is ours; every claim on one gives its promised tokens back when it ends.
+Work waits here and not in a replica: it is handed out where there is room, for the oldest policy version first, then to the first come.
+So replicas end at the same time however long their answers, one that joins gets work at once, one that stalls holds only what it runs.
 """
 
 import asyncio
 import logging
+import math
 import random
 import time
-from collections.abc import AsyncIterator, Set
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -26,6 +30,8 @@ from polyreme_trainer.orchestrator.servers import Servers
 _log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
+LOOKS = 10
+"""How often, while somebody waits, it is looked in the time of the patience whether there is hope."""
 
 
 @dataclass(eq=False)
@@ -36,6 +42,7 @@ class Claim:
         slots: samples that have not ended there.
         pace: of the replica.
         since: when it was made, monotonic seconds.
+        on_room: called when the replica has room for others.
         deadline: of the running call; it is brought forward when the replica's lease ends, or it falls behind.
     """
 
@@ -45,13 +52,19 @@ class Claim:
     slots: int
     pace: Pace
     since: float
+    on_room: Callable[[], None]
     deadline: asyncio.Timeout | None = None
     _chunk_at: dict[int, float] = field(default_factory=dict)
 
-    def arrived(self, tokens: int, response: rollout_pb2.GenerateResponse, now: float) -> None:
-        """Takes tokens that came with a response off the promise."""
-        self.tokens -= tokens
-        self.target.outstanding -= tokens
+    def __post_init__(self) -> None:
+        self.target.outstanding += self.tokens
+        self.target.slots += self.slots
+        self.pace.change(self.slots, self.since)
+
+    def arrived(self, tokens: int, missing: int, response: rollout_pb2.GenerateResponse, now: float) -> None:
+        """A response came, with so many tokens; so many at most are still missing."""
+        self.target.outstanding -= self.tokens - missing
+        self.tokens = missing
         self.target.failures = 0
         self.pace.came(tokens, now)
         if not self._chunk_at:
@@ -61,8 +74,12 @@ class Claim:
                 self.pace.chunk_after(now - before)
             self._chunk_at[chunk.slot] = now
         if response.ends:
-            self.slots -= len(response.ends)
-            self.pace.change(-len(response.ends), now)
+            self._ended(len(response.ends), now)
+
+    def end(self, now: float) -> None:
+        """Gives back what is left of the promise."""
+        self.target.outstanding -= self.tokens
+        self._ended(self.slots, now)
 
     def cut(self) -> None:
         """Ends the running call."""
@@ -72,7 +89,25 @@ class Claim:
     def failed(self) -> None:
         """Leaves the replica alone for a while."""
         self.target.failures += 1
-        self.target.resting_until = time.monotonic() + rest_after(self.target.failures, random.random())
+        rest = rest_after(self.target.failures, random.random())
+        self.target.resting_until = time.monotonic() + rest
+        _later(rest, self.on_room)
+
+    def _ended(self, slots: int, now: float) -> None:
+        self.slots -= slots
+        self.target.slots -= slots
+        self.pace.change(-slots, now)
+        self.on_room()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Somebody who wants a claim; `claim` has it when it is there."""
+
+    tokens: int
+    slots: int
+    avoid: Set[str]
+    claim: asyncio.Future[Claim]
 
 
 class Fleet:
@@ -80,14 +115,15 @@ class Fleet:
 
     Args:
         patience: seconds without a usable replica after which the run cannot go on.
+        room: samples that a replica decodes at once.
 
     Attributes:
         held: the version that replicas are kept at for its evaluation; None: they follow the newest.
         idleness: of the replicas.
     """
 
-    def __init__(self, run: Run, log: ExperienceLog, patience: float) -> None:
-        self._run, self._log, self._patience = run, log, patience
+    def __init__(self, run: Run, log: ExperienceLog, patience: float, room: int) -> None:
+        self._run, self._log, self._patience, self._room = run, log, patience, room
         self._servers = Servers(run, "rollout")
         self._targets: dict[str, Target] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -98,7 +134,7 @@ class Fleet:
         self._stalls: dict[str, float] = {}
         self._term, self._published = 0, -1
         self._last_commit = "0"
-        self._changed = asyncio.Condition()
+        self._waiting: dict[int, deque[_Waiting]] = {}  # by min_version
         self.held: int | None = None
         self.idleness = Idleness(time.monotonic())
 
@@ -134,30 +170,29 @@ class Fleet:
             if served != (target.version, target.term):
                 target.version, target.term = served
                 target.resting_until, target.failures = 0.0, 0
-        async with self._changed:
-            self._changed.notify_all()
+        self._hand_out()
 
     @asynccontextmanager
     async def claim(self, tokens: int, slots: int, min_version: int, avoid: Set[str] = frozenset()) -> AsyncIterator[Claim]:
-        """Waits for the least loaded replica that serves `min_version` or a newer one, for `slots` samples of `tokens` together.
+        """Waits for a replica with room that serves `min_version` or a newer one, for `slots` samples of `tokens` together.
+
+        Of several, it is the least loaded one.
 
         Raises:
             UnavailableError: there was none for as long as the fleet's patience; says which there are.
         """
-        target = await self._wait_for_target(min_version, avoid)
-        now = time.monotonic()
-        claim = Claim(target, self._stubs[target.id], tokens, slots, self._paces[target.id], now)
-        target.outstanding += tokens
-        claim.pace.change(slots, now)
-        self._claims.add(claim)
-        self.idleness.began(target.id, now)
+        waiting = _Waiting(tokens, slots, avoid, asyncio.get_running_loop().create_future())
+        queue = self._waiting.setdefault(min_version, deque())
+        queue.append(waiting)
         try:
-            yield claim
+            self._hand_out()
+            await self._wait_for_room(waiting, min_version)
+            yield waiting.claim.result()
         finally:
-            self.idleness.ended(target.id, time.monotonic())
-            self._claims.discard(claim)
-            target.outstanding -= claim.tokens
-            claim.pace.change(-claim.slots, time.monotonic())
+            if waiting.claim.done():
+                self._end(waiting.claim.result())
+            else:
+                queue.remove(waiting)
 
     async def watch(self) -> None:
         """Quarantines replicas that do not keep pace with their peers (see pace.py), for ever. Their calls end, and go on elsewhere."""
@@ -183,30 +218,49 @@ class Fleet:
         for replica in list(self._targets):
             await self._remove(replica)
 
-    async def _wait_for_target(self, min_version: int, avoid: Set[str]) -> Target:
+    def _hand_out(self) -> None:
+        """Gives what has room to those who wait."""
+        now = time.monotonic()
+        for version in sorted(self._waiting):
+            queue = self._waiting[version]
+            while queue:
+                target = choose(
+                    self._targets.values(), min_version=version, term=self._term, now=now, room=self._room, avoid=queue[0].avoid
+                )
+                if target is None:
+                    return  # nor is there one for a newer version
+                waiting = queue.popleft()
+                waiting.claim.set_result(self._begin(target, waiting, now))
+            del self._waiting[version]
+
+    def _begin(self, target: Target, waiting: _Waiting, now: float) -> Claim:
+        stub, pace = self._stubs[target.id], self._paces[target.id]
+        claim = Claim(target, stub, waiting.tokens, waiting.slots, pace, now, self._hand_out)
+        self._claims.add(claim)
+        self.idleness.began(target.id, now)
+        return claim
+
+    def _end(self, claim: Claim) -> None:
+        now = time.monotonic()
+        self._claims.discard(claim)
+        self.idleness.ended(claim.target.id, now)
+        claim.end(now)
+
+    async def _wait_for_room(self, waiting: _Waiting, min_version: int) -> None:
+        """Raises UnavailableError when no replica that could serve it, busy or not, has been there for as long as the patience."""
         end = time.monotonic() + self._patience
-        while True:
+        while not (await asyncio.wait((waiting.claim,), timeout=self._patience / LOOKS))[0]:
             now = time.monotonic()
             # No replica can have it yet: a restarted learner is on its way back to it, or an evaluation keeps an older version.
-            if self._published < min_version or (self.held is not None and self.held < min_version):
+            coming = self._published < min_version or (self.held is not None and self.held < min_version)
+            if coming or choose(self._targets.values(), min_version=min_version, term=self._term, now=now, room=math.inf):
                 end = now + self._patience
-            if target := choose(self._targets.values(), min_version=min_version, term=self._term, now=now, avoid=avoid):
-                return target
-            if now >= end:
+            elif now >= end:
                 raise UnavailableError(
                     f"a rollout replica that serves version {min_version} within rollout.start_timeout = {self._patience:.0f} s",
                     self._describe(now),
                     "See the replicas' logs, start one with `polyreme rollout`, or raise the timeout.",
                 )
-            rests = [t.free_at() - now for t in self._targets.values() if t.free_at() > now]
-            await self._wait_for_change(min([*rests, end - now]))
-
-    async def _wait_for_change(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait()
-        except TimeoutError:
-            return  # a rest or the patience is over: the caller looks again
 
     async def _remove(self, replica: str) -> None:
         target = self._targets.pop(replica)
@@ -225,6 +279,7 @@ class Fleet:
         target.quarantines += 1
         seconds = quarantine_for(target.quarantines)
         target.quarantined_until = now + seconds
+        _later(seconds, self._hand_out)
         self._cut_calls(target)
         text = f"replica {target.id} is quarantined for {seconds:.0f} s: {reason}"
         _log.warning("%s", text)
@@ -238,3 +293,8 @@ class Fleet:
             for t in self._targets.values()
         ]
         return ", ".join(filter(None, [*there, self._servers.refused])) or "no replica"
+
+
+def _later(seconds: float, call: Callable[[], None]) -> None:
+    """A timer may be early by its clock's resolution."""
+    asyncio.get_running_loop().call_later(seconds + 0.01, call)

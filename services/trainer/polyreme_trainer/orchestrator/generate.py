@@ -102,7 +102,7 @@ async def _call(claim: Claim, drafts: Drafts, request: rollout_pb2.GenerateReque
         async with asyncio.timeout(silence) as deadline:
             claim.deadline = deadline
             async for response in call:
-                claim.arrived(drafts.add(response), response, time.monotonic())
+                claim.arrived(drafts.add(response), drafts.missing_tokens(), response, time.monotonic())
                 deadline.reschedule(loop.time() + silence)
         if left := drafts.unfinished():
             raise BadStreamError(f"expected every asked slot to end, found {len(left)} of them open at the stream's end")

@@ -1,6 +1,7 @@
-"""Which replica gets a group: the least loaded one whose policy is new enough. Pure; time is an argument.
+"""Which replica gets a group: the least loaded one that has room and whose policy is new enough. Pure; time is an argument.
 
-Invariant: `outstanding` of a target is the number of tokens that were promised to it and have neither arrived nor been given up.
+Invariant: `outstanding` of a target is the number of tokens that were promised to it and have neither arrived nor been given up, and
+`slots` the number of samples that they are of.
 """
 
 from collections.abc import Iterable, Set
@@ -14,7 +15,7 @@ class Target:
     Attributes:
         version: the policy version that its newest commit put in place; None: none yet.
         term: the learner's term of that commit.
-        outstanding: tokens promised to it by running calls.
+        outstanding, slots: promised to it by running calls: tokens, and the samples that they are of.
         resting_until: monotonic seconds before which it is not asked, after a failure.
         failures: failures in a row; any arriving token ends the row.
         quarantined_until: monotonic seconds before which it is not asked, since it did not keep pace.
@@ -25,6 +26,7 @@ class Target:
     version: int | None = None
     term: int = 0
     outstanding: int = 0
+    slots: int = 0
     resting_until: float = 0.0
     failures: int = 0
     quarantined_until: float = 0.0
@@ -35,19 +37,26 @@ class Target:
         return max(self.resting_until, self.quarantined_until)
 
 
-def choose(targets: Iterable[Target], *, min_version: int, term: int, now: float, avoid: Set[str] = frozenset()) -> Target | None:
+def choose(
+    targets: Iterable[Target], *, min_version: int, term: int, now: float, room: float, avoid: Set[str] = frozenset()
+) -> Target | None:
     """The usable target with the fewest outstanding tokens, ties by id; None when none is usable.
 
     Args:
         min_version: the oldest policy version that will do.
         term: the learner's term: an older one's replicas hold a policy that was given up.
         now: monotonic seconds.
+        room: samples that a target decodes at once: with as many under way, it gets no more.
         avoid: ids taken only when no other is usable.
     """
     usable = [
         target
         for target in targets
-        if target.version is not None and target.version >= min_version and target.term >= term and target.free_at() <= now
+        if target.slots < room
+        and target.version is not None
+        and target.version >= min_version
+        and target.term >= term
+        and target.free_at() <= now
     ]
     return min(usable, key=lambda target: (target.id in avoid, target.outstanding, target.id), default=None)
 
