@@ -1,0 +1,225 @@
+"""A learner that is killed anywhere, and started again, arrives at the bits of one that never was.
+
+The log is filled by the test, as an orchestrator would: admitted within the bound, appended at once. What a group holds follows from its
+index, so every run of one mode has the same log.
+"""
+
+import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from redis.asyncio import Redis
+
+from polyreme.config import AlgorithmConfig, ModelConfig, RunConfig
+from polyreme.experience import encode_group
+from polyreme.log.ledger import ExperienceLog, Role
+from polyreme.log.run import Run, RunState
+from support.configs import run_config
+from support.learning import made_up_groups
+from support.models import tiny_model
+from support.mortal_learner import MOMENTS
+
+SEEDS = 20
+ITERATIONS, GROUPS, SAMPLES, SAVE_INTERVAL = 6, 4, 4, 2
+PER_SAVE = (
+    "export written",
+    "checkpoint half written",
+    "checkpoint named",
+    "old checkpoint half removed",
+    "release asked",
+    "released",
+)
+LIFE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator["Nursery"]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.mortal_learner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
+        yield Nursery(process)
+        process.stdin.close()
+        process.wait(LIFE_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("tied", tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Nursery:
+    process: "subprocess.Popen[str]"
+
+    async def life(self, **told: Any) -> int:
+        """Lives one life; its exit status, negative when a signal ended it."""
+
+        def live() -> int:
+            assert self.process.stdin is not None and self.process.stdout is not None
+            print(json.dumps(told), file=self.process.stdin, flush=True)
+            return int(self.process.stdout.readline())
+
+        return await asyncio.wait_for(asyncio.to_thread(live), LIFE_SECONDS)
+
+
+@dataclass
+class World:
+    """A run with a log that is being filled."""
+
+    nursery: Nursery
+    redis_url: str
+    run: Run
+    config: RunConfig
+    folder: Path
+    lags: list[int] = field(default_factory=list)
+
+    async def live(self, **end: Any) -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        return await self.nursery.life(
+            config=self.config.model_dump_json(), redis_url=self.redis_url, run_id=self.run.run_id, port=port,
+            log=str(self.folder / "learner.log"), **end,
+        )  # fmt: skip
+
+    async def fill(self) -> None:
+        """Everything that is admitted is there at once."""
+        log, vocab = ExperienceLog(self.run), 45
+        await log.take(Role.ORCHESTRATOR)
+        while True:
+            for admission in await log.admit(GROUPS):
+                iteration, place = divmod(admission.index, GROUPS)
+                group = made_up_groups(iteration + 1, vocab, GROUPS, SAMPLES)[place]
+                samples = [replace(sample, spans=[(admission.version, 0, len(sample.token_ids))]) for sample in group.samples]
+                group = replace(group, index=admission.index, attempt=admission.attempt, samples=samples)
+                self.lags.append(iteration - admission.version)
+                await log.append(admission.index, admission.attempt, encode_group(group), admission.version, 0.0)
+            await asyncio.sleep(0.005)
+
+    async def plans(self) -> list[Any]:
+        return [await ExperienceLog(self.run).find_plan(iteration) for iteration in range(1, ITERATIONS + 1)]
+
+    def made(self) -> dict[str, Any]:
+        """The last checkpoint's weights, moments and random state, and the exported weights."""
+        path = self.config.run_dir / "checkpoints" / f"iteration-{ITERATIONS:06d}"
+        export = self.config.run_dir / "hf" / f"iteration-{ITERATIONS:06d}" / "model.safetensors"
+        return {
+            "export": export.read_bytes(),
+            "state": torch.load(path / "state-0.pt", weights_only=True),
+            "random": (path / "rng-0.pt").read_bytes(),
+        }
+
+
+Worlds = Callable[[str, int], AbstractAsyncContextManager[World]]
+
+
+@pytest.fixture
+def world(nursery: "Nursery", redis_url: str, redis: Redis, run_id: str, tmp_path: Path, model: Path) -> Worlds:
+    """`async with world(name, max_staleness)`: a run of its own."""
+
+    @asynccontextmanager
+    async def world(name: str, staleness: int) -> AsyncIterator[World]:
+        folder = tmp_path / name
+        os.mkdir(folder)
+        config = config_of(folder, model, staleness)
+        run = await Run.create(redis, f"{run_id}-{name}", config, {"config.json": (model / "config.json").read_bytes()})
+        made = World(nursery, redis_url, run, config, folder)
+        filling = asyncio.create_task(made.fill())
+        try:
+            yield made
+            assert not filling.done(), filling.exception()
+        finally:
+            filling.cancel()
+            await asyncio.gather(filling, return_exceptions=True)
+
+    return world
+
+
+def config_of(folder: Path, model: Path, staleness: int) -> RunConfig:
+    base = run_config(folder, iterations=ITERATIONS, groups_per_iteration=GROUPS, group_size=SAMPLES, max_staleness=staleness)
+    trainer = base.trainer.model_copy(update={"save_interval": SAVE_INTERVAL})
+    algorithm = AlgorithmConfig(minibatches=2)
+    return base.model_copy(update={"model": ModelConfig(path=model), "trainer": trainer, "algorithm": algorithm})
+
+
+def deaths(seed: int) -> list[dict[str, Any]]:
+    """One to three ends. The first goes through all moments as seeds go on; every third seed's is at any time instead."""
+    rng = random.Random(seed)
+
+    def end(moment: str) -> dict[str, Any]:
+        return {"moment": moment, "occurrence": rng.randint(1, 3 if moment in PER_SAVE else ITERATIONS + 1)}
+
+    chosen = [end(list(MOMENTS)[seed % len(MOMENTS)]) if seed < len(MOMENTS) else {"after": rng.uniform(0.3, 2.5)}]
+    for _ in range(rng.randint(0, 2)):
+        chosen.append(rng.choice([end(rng.choice(list(MOMENTS))), {"after": rng.uniform(0.3, 2.5)}]))
+    return chosen
+
+
+def told(end: dict[str, Any]) -> str:
+    return f"{end['moment']} x{end['occurrence']}" if "moment" in end else f"after {end['after']:.2f} s"
+
+
+async def one_run(made: World, ends: list[dict[str, Any]]) -> int:
+    """Lives until the last iteration; how many lives were cut short."""
+    cut = 0
+    for end in [*ends, {}]:
+        status = await made.live(**end)
+        if status == 0:
+            break
+        assert status == -9, (made.folder / "learner.log").read_text()[-4000:]
+        cut += 1
+    assert status == 0, (made.folder / "learner.log").read_text()[-4000:]
+    return cut
+
+
+async def compare(world: Worlds, staleness: int, seeds: Iterable[int]) -> list[tuple[int, str, int]]:
+    """The bits of an uninterrupted run against those of one that is killed, seed by seed: (seed, its ends, lives cut short)."""
+    async with world("whole", staleness) as whole:
+        assert await one_run(whole, []) == 0
+        expected, plans = whole.made(), await whole.plans()
+        assert max(whole.lags) == staleness and None not in plans
+    rows = []
+    for seed in seeds:
+        ends = deaths(seed)
+        async with world(f"seed-{seed}", staleness) as made:
+            cut = await one_run(made, ends)
+            assert await made.plans() == plans
+            assert (await ExperienceLog(made.run).audit()).clean
+            assert (await made.run.state())[0] is RunState.RUNNING
+            found = made.made()
+        assert found["export"] == expected["export"], told(ends[0])
+        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+        assert found["random"] == expected["random"], told(ends[0])
+        rows.append((seed, "; ".join(map(told, ends)), cut))
+    return rows
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_a_killed_learner_arrives_at_the_same_bits(world: Worlds, staleness: int) -> None:
+    await compare(world, staleness, range(3 * staleness, 3 * staleness + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("staleness", [0, 2])
+async def test_twenty_seeds_of_kills(world: Worlds, staleness: int) -> None:
+    rows = await compare(world, staleness, range(SEEDS))
+    print(f"\nmax_staleness {staleness}: {ITERATIONS} iterations, saved every {SAVE_INTERVAL}; same bits for")
+    for seed, ends, cut in rows:
+        print(f"  seed {seed:>2}  {cut} of its lives cut short  killed at: {ends}")
+    assert sum(cut for _, _, cut in rows) >= SEEDS, "too few of the moments came"

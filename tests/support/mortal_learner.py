@@ -1,0 +1,178 @@
+"""`python -m support.mortal_learner`: lives of a learner that kill themselves where they are told to.
+
+The learner, its log, arena, publisher and checkpoints are the real ones; only the replicas are not there: nobody asks them whether
+they agree, and the publisher has nobody to push to. One process imports torch once and forks for every life, so that a life takes
+a second. Reads lives (JSON, one a line) from standard input, answers each with its exit status.
+"""
+
+import functools
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from polyreme import logs
+from polyreme.config import RunConfig
+from polyreme.lifecycle import die_with_parent
+from polyreme.log.ledger import ExperienceLog
+from polyreme.weights.arena import Arena
+from polyreme_trainer.learner import saves
+from polyreme_trainer.learner.main import Learner
+from polyreme_trainer.learner.publish import Publisher
+from polyreme_trainer.learner.ranks import Ranks
+from polyreme_trainer.model import atomic, checkpoint
+from polyreme_trainer.model.build import close_parallel, init_parallel
+from polyreme_trainer.model.device import Device
+from polyreme_trainer.model.optimizer import Optimizer
+from polyreme_trainer.model.policy import Policy
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def half(path: Path) -> None:
+    """Cuts a file, as a crash in the middle of its writing would."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def torn_checkpoint(_: Any, file: Path) -> None:
+    half(file)
+
+
+def torn_directory(path: Path) -> None:
+    """The removal of a directory has begun."""
+    if path.exists() and (files := sorted(file for file in path.rglob("*") if file.is_file())):
+        files[0].unlink()
+        die()
+
+
+Moment = tuple[Any, str, str, Callable[..., None] | None]
+MOMENTS: dict[str, Moment] = {
+    # name: owner, function, before or after it, and what else happens then
+    "plan asked": (ExperienceLog, "wait_plan", "before", None),
+    "plan made": (ExperienceLog, "wait_plan", "after", None),
+    "gradients summed": (Optimizer, "step", "before", None),
+    "weights stepped": (Optimizer, "step", "after", None),
+    "arena slot begun": (Arena, "begin", "after", None),
+    "arena slot written": (Policy, "write_slices", "after", None),
+    "arena slot complete": (Arena, "complete", "after", None),
+    "version set, not pushed": (ExperienceLog, "set_version", "after", None),
+    "version pushed": (Publisher, "publish", "after", None),
+    "export written": (saves, "export_hf", "after", None),
+    "checkpoint half written": (checkpoint.torch, "save", "after", torn_checkpoint),
+    "checkpoint named": (atomic, "publish", "after", None),
+    "old checkpoint half removed": (atomic, "discard", "before", torn_directory),
+    "release asked": (ExperienceLog, "release", "before", None),
+    "released": (ExperienceLog, "release", "after", None),
+}
+
+
+def arm(moment: str, occurrence: int) -> None:
+    """Death at the n-th time that this moment comes."""
+    owner, name, when, also = MOMENTS[moment]
+    real, count = getattr(owner, name), 0
+
+    def reached(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count >= occurrence:
+            if also is not None:
+                also(*args)
+            if also is not torn_directory:
+                die()
+
+    if inspect.iscoroutinefunction(real):
+
+        @functools.wraps(real)
+        async def mortal_async(*args: Any, **options: Any) -> Any:
+            if when == "before":
+                reached(*args)
+            result = await real(*args, **options)
+            if when == "after":
+                reached(*args)
+            return result
+
+        setattr(owner, name, mortal_async)
+        return
+
+    @functools.wraps(real)
+    def mortal(*args: Any, **options: Any) -> Any:
+        if when == "before":
+            reached(*args)
+        result = real(*args, **options)
+        if when == "after":
+            reached(*args)
+        return result
+
+    setattr(owner, name, mortal)
+
+
+class AloneLearner(Learner):
+    """A learner without replicas: nobody to agree with, and nobody to wait for at the end."""
+
+    def gate_replicas(self, version: int, hf: Any) -> None:
+        pass
+
+    async def finish(self, version: int) -> None:
+        await self.desk.run.emit({"kind": "done_learning"})
+
+
+def live(life: dict[str, Any]) -> None:
+    """One life, to its natural end or to the moment that it is given: {moment, occurrence}, or {after: seconds}."""
+    output = os.open(life["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    logs.setup("learner-0")
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(life["port"]),
+    }
+    if "moment" in life:
+        arm(life["moment"], life["occurrence"])
+    elif "after" in life:
+        timer = threading.Timer(life["after"], die)
+        timer.daemon = True
+        timer.start()
+    config = RunConfig.model_validate_json(life["config"])
+    files = {file.name: file.read_bytes() for file in config.model.path.iterdir() if file.suffix != ".safetensors"}
+    device = Device("cpu")
+    device.seed(config.seed)
+    init_parallel(config.trainer.parallel, device)
+    ranks = Ranks(0, 1, device.torch)
+    AloneLearner(config, files, life["redis_url"], life["run_id"], ranks, device).run()
+    ranks.close()
+    close_parallel()
+
+
+def main() -> None:
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401 (a life must not spend its time on it)
+
+    parent = os.getpid()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                die_with_parent(parent)
+                live(json.loads(line))
+                status = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
