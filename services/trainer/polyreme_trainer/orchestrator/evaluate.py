@@ -44,8 +44,6 @@ class Evaluator:
         begin = time.monotonic()
         try:
             drafts = await self._answers(version)
-            if strays := {span[0] for draft in drafts for span in draft.spans} - {version}:
-                raise EvaluationError(f"version {version} was replaced by {sorted(strays)} during its evaluation")
             responses, questions = self._questions(version, drafts)
             starts = range(0, len(questions), _SCORED_AT_ONCE)
             batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
@@ -85,7 +83,9 @@ class Evaluator:
             async with room:
                 rollout = self._config.rollout
                 (draft,) = await generate(self._fleet, wanted, silence=rollout.chunk_timeout, patience=rollout.start_timeout)
-                return draft
+            if strays := {span[0] for span in draft.spans} - {version}:
+                raise EvaluationError(f"version {version} was replaced by {sorted(strays)} during its evaluation")
+            return draft
 
         return await together([answer(position, prompt) for position, prompt in enumerate(self._prompts)])
 
