@@ -112,14 +112,24 @@ class RewardSpec(Section):
 class SecurityConfig(Section):
     """Who may reach a service, and who it is. Files are read where a process starts: each machine has its own at these paths."""
 
-    certificate: Path = Field(description="PEM: the server's certificate and those between it and the CA; turns TLS on.")
-    key: Path = Field(description="PEM: its private key, without a password.")
+    certificate: Path | None = Field(
+        None,
+        description="PEM: the server's certificate and those between it and the CA; turns TLS on. None: only for networks of yours.",
+    )
+    key: Path | None = Field(None, description="PEM: its private key, without a password.")
     ca: Path | None = Field(None, description="PEM: whom certificates are trusted from; none: whom this system trusts.")
     mutual: bool = Field(False, description="Clients need a certificate of `ca` too; Polyreme's own show `certificate`.")
+    server_name: str | None = Field(
+        None, description="The name that all servers' certificates carry; none: each the address it is reached at."
+    )
     token_env: str | None = Field(None, description="Environment variable with the bearer token that every call must carry.")
 
     @model_validator(mode="after")
     def _has_ca(self) -> "SecurityConfig":
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("`certificate` and `key` go together")
+        if self.certificate is None and (self.mutual or self.token_env is None):
+            raise ValueError("`security` needs `certificate` and `key`, or `token_env`")
         if self.mutual and self.ca is None:
             raise ValueError("`mutual` needs `ca`: else everybody with a certificate of a public CA could call")
         return self
@@ -240,6 +250,17 @@ class RunConfig(Section):
     reward: RewardConfig
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    security: SecurityConfig | None = Field(
+        None, description="Of every service's ports, and of the reward service's unless it has its own."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _secure_rewards_too(cls, tree: Any) -> Any:
+        reward = tree.get("reward") if isinstance(tree, dict) else None
+        if isinstance(reward, dict) and tree.get("security") is not None and reward.get("security") is None:
+            return {**tree, "reward": {**reward, "security": tree["security"]}}
+        return tree
 
     @model_validator(mode="after")
     def _fits(self) -> "RunConfig":
@@ -318,12 +339,14 @@ _NOT_TRAINED_ON = (
         "reward.queue",
         "reward.start_timeout",
         "reward.security",
+        "security",
     ),
     *("trainer.save_interval", "trainer.keep_checkpoints", "trainer.max_restarts"),
 )
 _PATHS = (
     *("output_dir", "model.path", "data.train", "data.eval"),
     *("reward.security.certificate", "reward.security.key", "reward.security.ca"),
+    *("security.certificate", "security.key", "security.ca"),
 )
 _LISTED_PATHS = (
     ("trainer", "sft", ("data",)),

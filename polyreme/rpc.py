@@ -5,9 +5,11 @@ With a SecurityConfig, nothing but health is answered without the token.
 """
 
 import os
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors already say
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -99,11 +101,67 @@ async def serve(
         await server.stop(grace)
 
 
+def advertised(host: str, redis_url: str) -> str:
+    """The address that others reach a server at which is bound to `host`: of a wildcard, the interface that leads to Redis."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    redis = urlsplit(redis_url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((redis.hostname or "127.0.0.1", redis.port or 6379))  # of a datagram socket: sends nothing
+        return str(probe.getsockname()[0])
+
+
 def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
     """A channel to `host:port`. Close it; give every call a `timeout`. Raises ConfigError for files or a token that cannot be used."""
     if security is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=_CHANNEL_OPTIONS)
+    if security.certificate is None:
+        return _Bearing(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), secure.token(security) or "")
+    name = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
+    return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=(*_CHANNEL_OPTIONS, *name))
+
+
+class _Bearing(grpc.aio.Channel):
+    """A channel whose calls carry the token without TLS, where gRPC itself would not send one."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel, self._header = channel, (("authorization", f"Bearer {token}"),)
+
+    def _with_header(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def bearing(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
+            return call(*arguments, metadata=(*(metadata or ()), *self._header), **keywords)
+
+        return bearing
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.unary_unary(*arguments, **keywords))
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.unary_stream(*arguments, **keywords))
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.stream_unary(*arguments, **keywords))
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.stream_stream(*arguments, **keywords))
+
+    async def __aenter__(self) -> grpc.aio.Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
 
 
 class _Bearer(grpc.aio.ServerInterceptor):

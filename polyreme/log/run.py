@@ -6,10 +6,12 @@ every wait here also looks by itself once a heartbeat.
 
 import asyncio
 import json
+import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -17,13 +19,15 @@ import xxhash
 from redis.asyncio import Redis
 
 from polyreme.config import RunConfig, parse_config
-from polyreme.errors import ConfigError, RunFailedError, UnavailableError
+from polyreme.errors import ConfigError, RunFailedError, StoreError, UnavailableError
 from polyreme.log.scripts import Scripts, key
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 CURRENT = "polyreme:current"
 HEARTBEAT = 1.0  # seconds; below the sockets' timeout
+OVER_SECONDS = 2.0
 METRICS_BOUND = 200_000  # records; a run of a thousand iterations writes some ten thousand
 
 
@@ -90,8 +94,11 @@ class Run:
         return self
 
     @classmethod
-    async def attach(cls, redis: Redis, run_id: str | None, timeout: float) -> "Run":  # noqa: ASYNC109
+    async def attach(cls, redis: Redis, run_id: str | None, timeout: float, ended: bool = True) -> "Run":  # noqa: ASYNC109
         """Finds a run, waiting up to `timeout` seconds for it to appear; without a run id, the newest.
+
+        Args:
+            ended: whether a newest run that has ended will do; no: waits for one that goes on.
 
         Raises:
             UnavailableError: it did not appear.
@@ -100,8 +107,9 @@ class Run:
         deadline = time.monotonic() + timeout
         while True:
             wanted = run_id or str(await store.get(CURRENT) or b"", "ascii")
-            if wanted and await store.exists(key(wanted, "meta")):
-                return cls(redis, wanted)
+            found = cls(redis, wanted)
+            if wanted and await store.exists(found.key("meta")) and (ended or run_id or await found.goes_on()):
+                return found
             if time.monotonic() >= deadline:
                 raise UnavailableError(
                     f"run {run_id} in Redis" if run_id else "a run in Redis",
@@ -136,6 +144,30 @@ class Run:
         if name is None:
             raise UnavailableError(f"run {self.run_id} in Redis", "no record of it", "Check the run id and the Redis URL.")
         return RunState(name.decode()), (reason or b"").decode()
+
+    async def goes_on(self) -> bool:
+        """Whether it is the newest run and has not ended: else a server that serves the newest has another one to look for."""
+        return bool(await self.redis.get(CURRENT) == self.run_id.encode()) and not (await self.state())[0].ended
+
+    @asynccontextmanager
+    async def telling(self, over: asyncio.Event) -> AsyncIterator[None]:
+        """Sets `over` once the run no longer goes on, as long as the block lasts. A Redis that is away is no end."""
+
+        async def watch() -> None:
+            while True:
+                with suppress(StoreError):
+                    if not await self.goes_on():
+                        break
+                await asyncio.sleep(OVER_SECONDS)
+            log.info("run %s is over", self.run_id)
+            over.set()
+
+        task = asyncio.create_task(watch(), name=f"end of {self.run_id}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
 
     async def set_state(self, state: RunState, reason: str = "") -> None:
         """One legal step: starting -> running -> draining -> done, from each of them to failed or done.

@@ -38,6 +38,7 @@ _SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in _NEEDED.items())
 
 # Seconds. A socket may be silent for SOCKET_TIMEOUT, so blocking reads ask for less; a lost Redis has RIDE_OVER to come back;
 # at first contact it has FIRST_CONTACT, since then a wrong address is the likelier reason. Our own may load its data for LOADING.
+PASSWORD = "POLYREME_REDIS_PASSWORD"
 SOCKET_TIMEOUT = 5.0
 RIDE_OVER = 60.0
 FIRST_CONTACT = 5.0
@@ -81,6 +82,8 @@ class Store(Redis):
 async def connect(url: str) -> Store:
     """A client for the Redis at `url` (redis://, rediss:// or unix://), after a check that it keeps what it is told.
 
+    A password that the URL lacks is taken from the environment (PASSWORD): URLs are shown and recorded.
+
     It belongs to the running event loop; close it with `aclose()`.
 
     Raises:
@@ -91,6 +94,7 @@ async def connect(url: str) -> Store:
             url,
             socket_timeout=SOCKET_TIMEOUT,
             socket_connect_timeout=SOCKET_TIMEOUT,
+            password=os.environ.get(PASSWORD) or None,  # the URL's own wins
             retry=Retry(NoBackoff(), 0),  # ours is in execute_command; one inside the other would multiply
         )
     except ValueError as error:
@@ -144,7 +148,9 @@ def unreachable(client: Redis, error: Exception) -> StoreError:
         return StoreError(f"Redis at {place} to answer", "it still loads its data", "Wait until it has, then start again.")
     if isinstance(error, (exceptions.AuthenticationError, exceptions.AuthorizationError)):
         return StoreError(
-            f"Redis at {place} to accept us", str(error), "Put user and password into the URL: redis://user:password@host:port/0"
+            f"Redis at {place} to accept us",
+            str(error),
+            f"Put user and password into the URL: redis://user:password@host:port/0, or set {PASSWORD}.",
         )
     if isinstance(error, exceptions.InvalidResponse):
         return StoreError(f"a Redis at {place}", "a server that speaks another protocol", "Check host and port of the URL.")

@@ -120,6 +120,25 @@ async def test_nothing_but_health_is_answered_without_the_token(ours: Issued, mo
             assert refused.headers["www-authenticate"] == "Bearer" and TOKEN not in refused.text
 
 
+async def test_a_token_alone_on_a_network_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    async with secured({"token_env": VARIABLE}) as (addresses, security):
+        assert addresses.url.startswith("http://127.0.0.1:")
+        assert await grpc_score(addresses.grpc, security) == 1.0
+        assert await grpc_score(addresses.grpc, None) == "UNAUTHENTICATED"
+        assert await http_score(addresses.url, True, f"Bearer {TOKEN}") == 1.0
+        assert await http_score(addresses.url, True, None) == 401
+        monkeypatch.setenv(VARIABLE, "another")
+        assert await grpc_score(addresses.grpc, security) == "UNAUTHENTICATED"
+
+
+async def test_one_name_for_servers_at_any_address(tmp_path: Path) -> None:
+    ours = issue(tmp_path / "named", "polyreme")
+    async with secured(ours.section(server_name="polyreme", mutual=True)) as (addresses, security):
+        assert await grpc_score(addresses.grpc, security) == 1.0
+        assert await grpc_score(addresses.grpc, security.model_copy(update={"server_name": None})) == "UNAVAILABLE"
+
+
 async def test_a_run_scores_through_a_secured_service(redis: Redis, run_id: str, tmp_path: Path, ours: Issued) -> None:
     config = reward_config(EXACT, security=ours.section(mutual=True, token_env=VARIABLE))
     run = await Run.create(redis, run_id, run_config(tmp_path, reward=config), {"config.json": b"{}", "tokenizer.json": b"{}"})
@@ -172,5 +191,7 @@ def test_the_section_in_a_file(tmp_path: Path) -> None:
         tmp_path / "c" / "d.pem",
         Path("~/b.pem").expanduser(),
     )
+    with pytest.raises(ValueError, match="`certificate` and `key`, or `token_env`"):
+        RewardConfig.model_validate({"rewards": [EXACT], "security": {"ca": "c"}})
     with pytest.raises(ValueError, match="`mutual` needs `ca`"):
         RewardConfig.model_validate({"rewards": [EXACT], "security": {"certificate": "a", "key": "b", "mutual": True}})

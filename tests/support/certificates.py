@@ -13,7 +13,7 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate for 127.0.0.1, to serve and to call with, its key, and the CA that it comes from."""
+    """A certificate for 127.0.0.1 or another name, to serve and to call with, its key, and the CA that it comes from."""
 
     certificate: Path
     key: Path
@@ -24,12 +24,12 @@ class Issued:
         return {"certificate": str(self.certificate), "key": str(self.key), "ca": str(self.ca), **fields}
 
 
-def issue(folder: Path) -> Issued:
-    """A fresh CA and one certificate from it, as files in a new folder."""
+def issue(folder: Path, name: str = "127.0.0.1") -> Issued:
+    """A fresh CA and one certificate from it for `name`, as files in a new folder."""
     folder.mkdir()
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority = _certificate("the test's CA", authority_key, "the test's CA", authority_key, True)
-    certificate = _certificate("127.0.0.1", key, "the test's CA", authority_key, False)
+    certificate = _certificate(name, key, "the test's CA", authority_key, False)
     found = Issued(folder / "certificate.pem", folder / "key.pem", folder / "ca.pem")
     found.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     found.ca.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
@@ -58,6 +58,7 @@ def _certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
     if not is_ca:
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(subject))])
+        numeric = subject[0].isdigit()
+        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(subject)) if numeric else x509.DNSName(subject)])
         builder = builder.add_extension(names, critical=False)
     return builder.sign(issuer_key, hashes.SHA256())

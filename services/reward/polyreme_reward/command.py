@@ -3,8 +3,9 @@
 import asyncio
 import gc
 import logging
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -15,8 +16,6 @@ from polyreme.lifecycle import stop_event
 
 log = logging.getLogger(__name__)
 
-_ATTACH_SECONDS = 60.0
-
 
 def reward(
     words: Annotated[list[str] | None, typer.Argument(metavar="[test FILE.jsonl]", help="Score a file and end.")] = None,
@@ -26,6 +25,7 @@ def reward(
     host: Annotated[str, typer.Option(help="Address to bind, gRPC and HTTP.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: a free one.")] = 0,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")] = 0,
+    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
 ) -> None:
     """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
     logs.setup("reward")
@@ -34,7 +34,7 @@ def reward(
         return
     if config is None and redis is None:
         raise ConfigError("--redis URL or --config FILE", "neither", "Name the run's Redis, or a YAML file to serve alone.")
-    asyncio.run(_serve(redis, run, config, host, port, http_port))
+    asyncio.run(_serve(redis, run, config, Place(host, port, http_port), wait))
 
 
 def _test(words: list[str], config: Path | None) -> None:
@@ -48,22 +48,32 @@ def _test(words: list[str], config: Path | None) -> None:
         raise typer.Exit(1)
 
 
-async def _serve(redis: str | None, run_id: str | None, path: Path | None, host: str, port: int, http_port: int) -> None:
+class Place(NamedTuple):
+    """Where to serve; port 0 takes a free one."""
+
+    host: str
+    port: int
+    http_port: int
+
+
+async def _serve(redis: str | None, run_id: str | None, path: Path | None, place: Place, wait: float) -> None:
     from polyreme_reward.server import serve
 
     stop = stop_event()
     if path is not None:
-        async with serve(load_reward_config(path), host, port, http_port) as addresses:
+        async with serve(load_reward_config(path), *place) as addresses:
             await _until(stop, addresses.grpc, addresses.url)
         return
+    from polyreme import rpc
     from polyreme.log.run import Run
     from polyreme.log.store import connect
 
     client = await connect(str(redis))
     try:
-        run = await Run.attach(client, run_id, _ATTACH_SECONDS)
-        settings = (await run.config()).reward
-        async with serve(settings, host, port, http_port, run) as addresses:
+        run = await Run.attach(client, run_id, wait, ended=False)
+        settings, name = (await run.config()).reward, rpc.advertised(place.host, str(redis))
+        following = run.telling(stop) if run_id is None else nullcontext()
+        async with serve(settings, *place, run, name) as addresses, following:
             await _until(stop, addresses.grpc, addresses.url)
     finally:
         await client.aclose()

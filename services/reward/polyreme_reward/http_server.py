@@ -15,7 +15,6 @@ from polyreme.config import SecurityConfig
 from polyreme.errors import ConfigError
 
 BODY_LIMIT = 32 << 20
-_OPEN = ("/health", "/ready")  # probes have no token
 _DISCARD = 4  # times the limit
 _DISCARD_SECONDS = 5.0
 
@@ -65,27 +64,6 @@ class BodyLimit:
             await send({"type": "http.response.body", "body": body})
 
 
-class Bearer:
-    """Answers 401 to requests without the token."""
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        if scope["path"] in _OPEN or (len(given) == 1 and secure.authorized(given[0], self._token)):
-            await self._app(scope, receive, send)
-            return
-        body = b'{"detail":"expected `authorization: Bearer TOKEN` with this service\'s token"}'
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"www-authenticate", b"Bearer"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-
 async def _discard(receive: Receive, size: int, most: int) -> None:
     """Reads on for a while: a client that is still sending would see a reset connection instead of the answer."""
     with suppress(TimeoutError):
@@ -125,7 +103,7 @@ async def serve_http(host: str, port: int, app: Any, grace: float, security: Sec
     """
     limited: ASGIApp = BodyLimit(app, BODY_LIMIT)
     if security is not None and (token := secure.token(security)) is not None:
-        limited = Bearer(limited, token)
+        limited = secure.Bearer(limited, token)
     context = secure.server_context(security) if security is not None else None
     listener = _listen(host, port)
     config = uvicorn.Config(
@@ -163,7 +141,9 @@ def _listen(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise ConfigError(
-            f"a free port {port} on {host} for HTTP", error.strerror or str(error), "Choose another port or host, or end its owner."
+            f"a free port {port} on {host} for HTTP",
+            error.strerror or str(error),
+            "Choose another port or host, or end its owner.",
         ) from None
     listener.setblocking(False)
     return listener

@@ -15,8 +15,9 @@ def rollout(
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: a free one.")] = 0,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")] = 0,
+    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
 ) -> None:
     """Serves a run's policy: vLLM behind gRPC and HTTP. It needs no copy of the model."""
     from polyreme_rollout.replica import Place, serve_replica
 
-    serve_replica(redis, run, Place(host, port, http_port))
+    serve_replica(redis, run, Place(host, port, http_port), wait)

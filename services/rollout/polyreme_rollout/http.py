@@ -15,6 +15,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from polyreme import security as secure
+from polyreme.config import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme_rollout.metrics import Metrics
 
@@ -79,9 +81,15 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 @asynccontextmanager
-async def serve(app: Any, bound: socket.socket) -> AsyncIterator[int]:
-    """Serves on a bound socket until the block ends. Yields the port."""
-    server = _Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_SECONDS))
+async def serve(app: Any, bound: socket.socket, security: SecurityConfig | None = None) -> AsyncIterator[int]:
+    """Serves on a bound socket until the block ends. Yields the port. Raises ConfigError: `security` cannot be used."""
+    if security is not None and (token := secure.token(security)) is not None:
+        app = secure.Bearer(app, token)
+    context = secure.server_context(security) if security is not None else None
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
+    if context is not None:
+        config.ssl_context_factory = lambda *_: context
+    server = _Server(config)
     task = asyncio.ensure_future(server.serve(sockets=[bound]))
     try:
         yield bound.getsockname()[1]

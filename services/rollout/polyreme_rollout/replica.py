@@ -39,9 +39,11 @@ class Orders:
     config: RunConfig
     model_files: dict[str, bytes]
     model_fingerprint: str
+    newest: bool = False
+    """Whether it serves whichever run is the newest, and ends when this one no longer is: its owner starts it anew."""
 
 
-def serve_replica(redis_url: str, run_id: str | None, place: Place) -> None:
+def serve_replica(redis_url: str, run_id: str | None, place: Place, wait: float = FIND_RUN_SECONDS) -> None:
     """Runs a replica until SIGTERM or SIGINT.
 
     Raises:
@@ -50,7 +52,7 @@ def serve_replica(redis_url: str, run_id: str | None, place: Place) -> None:
     logs.setup("rollout")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop has its own: leave files tidy
     _check_ports(place)
-    orders = asyncio.run(fetch_orders(redis_url, run_id))
+    orders = asyncio.run(fetch_orders(redis_url, run_id, wait))
     with scratch_directory() as directory:
         # vLLM leaves its sockets and rendezvous files behind: they go with ours.
         os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
@@ -66,12 +68,13 @@ def serve_replica(redis_url: str, run_id: str | None, place: Place) -> None:
             engine.close()
 
 
-async def fetch_orders(redis_url: str, run_id: str | None) -> Orders:
-    """Waits for the run (None: the newest). Raises StoreError, UnavailableError, ConfigError."""
+async def fetch_orders(redis_url: str, run_id: str | None, wait: float = FIND_RUN_SECONDS) -> Orders:
+    """Waits `wait` seconds for the run (None: the newest that goes on). Raises StoreError, UnavailableError, ConfigError."""
     redis = await connect(redis_url)
     try:
-        run = await Run.attach(redis, run_id, FIND_RUN_SECONDS)
-        return Orders(run.run_id, await run.config(), await run.model_files(), await run.model_fingerprint())
+        run = await Run.attach(redis, run_id, wait, ended=False)
+        fingerprint = await run.model_fingerprint()
+        return Orders(run.run_id, await run.config(), await run.model_files(), fingerprint, newest=run_id is None)
     finally:
         await redis.aclose()
 

@@ -64,20 +64,25 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
 
     try:
         async with AsyncExitStack() as servers:
-            server = await servers.enter_async_context(rpc.serve(place.host, place.port, add, _SERVICES))
+            server = await servers.enter_async_context(
+                rpc.serve(place.host, place.port, add, _SERVICES, security=orders.config.security)
+            )
             host, http_address = _advertised(place.host, redis_url), ""
             if place.http_port is not None:
                 app = http.make_app(
                     lambda: not engine.dead, lambda: service.ready, metrics, lambda: engine.openai_app(orders.config.name)
                 )
                 bound = http.bind(place.host, place.http_port)
-                http_address = f"{host}:{await servers.enter_async_context(http.serve(app, bound))}"
+                http_address = f"{host}:{await servers.enter_async_context(http.serve(app, bound, orders.config.security))}"
             lease = Lease(
                 "rollout", replica_id, f"{host}:{server.port}", http_address, API_VERSION,
                 {"model_fingerprint": orders.model_fingerprint, "max_model_len": engine.max_model_len,
                  "tensor_parallel": orders.config.rollout.tensor_parallel, "engine": engine.name},
             )  # fmt: skip
-            async with await Registry(Run(redis, orders.run_id)).register(lease) as keeper:
+            run = Run(redis, orders.run_id)
+            if orders.newest:
+                await servers.enter_async_context(run.telling(stop))
+            async with await Registry(run).register(lease) as keeper:
                 log.info(
                     "%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address or "no port", engine.name
                 )

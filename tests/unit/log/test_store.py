@@ -284,6 +284,20 @@ def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     assert gone and not alive
 
 
+async def test_the_password_comes_from_the_environment_unless_the_url_has_one(
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await connect(own_server.url) as client:
+        await client.config_set("requirepass", "right")
+    with pytest.raises(StoreError, match="POLYREME_REDIS_PASSWORD"):
+        await connect(own_server.url)
+    monkeypatch.setenv("POLYREME_REDIS_PASSWORD", "right")
+    async with await connect(own_server.url) as client:
+        assert await client.ping()
+    with pytest.raises(StoreError, match="to accept us"):
+        await connect(own_server.url.replace("redis://", "redis://:wrong@"))
+
+
 async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,7 @@ class Desk:
 
         async def ask(address: str, ids: np.ndarray, temperature: float, samples: int) -> list[gates.Answer]:
             return await gates.ask_replica(
-                address, self.run.run_id, ids, template.stop_ids, temperature, samples, max_new, version
+                address, self.run.run_id, ids, template.stop_ids, temperature, samples, max_new, version, config.security
             )
 
         calls = [(lease.address, prompt.ids.astype(np.int64)) for lease in leases for prompt in prompts]

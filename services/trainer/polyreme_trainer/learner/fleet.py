@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from polyreme import API_VERSION
+from polyreme.config import SecurityConfig
 from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run
@@ -68,11 +69,21 @@ class Fleet:
         term: the learner's term.
         wanted: how many replicas the run waits for.
         hold: which versions replicas are kept at.
+        security: of the replicas' ports.
     """
 
     def __init__(
-        self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int, wanted: int, hold: Hold
+        self,
+        run: Run,
+        experience: ExperienceLog,
+        registry: Registry,
+        arena: Arena,
+        term: int,
+        wanted: int,
+        hold: Hold,
+        security: SecurityConfig | None = None,
     ) -> None:
+        self._security = security
         self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
         self._wanted, self._hold = wanted, hold
         self._slots = Slots(arena.slots)
@@ -167,7 +178,7 @@ class Fleet:
                 await self._forget(name, replica)
         for name, lease in leases.items():
             if name not in self._replicas:
-                replica = _Replica(lease, Link(lease, str(self._arena.path), self._arena.nonce))
+                replica = _Replica(lease, Link(lease, str(self._arena.path), self._arena.nonce, self._security))
                 self._replicas[name] = replica
                 replica.task = asyncio.create_task(self._serve(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._notify())

@@ -18,6 +18,7 @@ from torch import Tensor
 from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
+from polyreme.config import SecurityConfig
 from polyreme.errors import GateError
 from polyreme_trainer.algorithms.losses import mismatch_kl
 from polyreme_trainer.learner.batch import IGNORE, FloatArray, IntArray
@@ -157,6 +158,7 @@ async def ask_replica(
     samples: int,
     max_new: int,
     version: int,
+    security: SecurityConfig | None = None,
 ) -> list[Answer]:
     """`samples` responses of one replica to one prompt through Generate; temperature 0 is greedy."""
     request = pb.GenerateRequest(
@@ -169,7 +171,7 @@ async def ask_replica(
     )
     ids: list[list[np.ndarray]] = [[] for _ in range(samples)]
     logprobs: list[list[np.ndarray]] = [[] for _ in range(samples)]
-    async with rpc.connect(address) as channel:
+    async with rpc.connect(address, security) as channel:
         stub = pb_grpc.RolloutServiceStub(channel)
         async for message in stub.Generate(request, timeout=CALL_SECONDS):
             for chunk in message.chunks:

@@ -149,7 +149,7 @@ class Publisher:
         config = await run.config()
         hold = Hold(config.holds, config.eval_hold)
         log, wanted = ExperienceLog(run, self._term), config.rollout.replicas
-        fleet = Fleet(run, log, Registry(run), self._arena, self._term.counter, wanted, hold)
+        fleet = Fleet(run, log, Registry(run), self._arena, self._term.counter, wanted, hold, config.security)
         self._life.set_result(_Life(asyncio.get_running_loop(), fleet))
         try:
             await fleet.follow()

@@ -13,6 +13,7 @@ import grpc
 from polyreme import rpc
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
+from polyreme.config import SecurityConfig
 from polyreme.errors import StaleTermError
 from polyreme.registry import Lease
 
@@ -53,9 +54,11 @@ class Link:
     Args:
         lease: where it is.
         arena_path, nonce: the arena to offer it.
+        security: of the replica's ports.
     """
 
-    def __init__(self, lease: Lease, arena_path: str, nonce: bytes) -> None:
+    def __init__(self, lease: Lease, arena_path: str, nonce: bytes, security: SecurityConfig | None = None) -> None:
+        self._security = security
         self._address, self._arena_path, self._nonce = lease.address, arena_path, nonce
         self._channel: grpc.aio.Channel | None = None
         self._mapped = False
@@ -67,7 +70,7 @@ class Link:
             SwapError, CannotMapError, UnreachableError: see there. The replica serves what it served before, or nothing.
             StaleTermError: the replica knows a newer learner.
         """
-        channel = self._channel = self._channel or rpc.connect(self._address)
+        channel = self._channel = self._channel or rpc.connect(self._address, self._security)
         stub = pb_grpc.WeightsServiceStub(channel)
         identity, size = version.manifest.id, version.manifest.nbytes / SLOWEST_BYTES_PER_SECOND
         try:

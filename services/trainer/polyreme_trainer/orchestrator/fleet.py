@@ -19,6 +19,7 @@ import grpc
 
 from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc
+from polyreme.config import SecurityConfig
 from polyreme.errors import UnavailableError
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run
@@ -115,6 +116,7 @@ class Fleet:
 
     Args:
         patience: seconds without a usable replica after which the run cannot go on.
+        security: of the replicas' ports.
         room: samples that a replica decodes at once.
 
     Attributes:
@@ -122,7 +124,8 @@ class Fleet:
         idleness: of the replicas.
     """
 
-    def __init__(self, run: Run, log: ExperienceLog, patience: float, room: int) -> None:
+    def __init__(self, run: Run, log: ExperienceLog, patience: float, room: int, security: SecurityConfig | None = None) -> None:
+        self._security = security
         self._run, self._log, self._patience, self._room = run, log, patience, room
         self._servers = Servers(run, "rollout")
         self._targets: dict[str, Target] = {}
@@ -161,7 +164,7 @@ class Fleet:
         for new in leases.keys() - self._targets.keys():
             self._targets[new], self._paces[new] = Target(new), Pace()
             self.idleness.joined(new, time.monotonic())
-            self._channels[new] = rpc.connect(leases[new].address)
+            self._channels[new] = rpc.connect(leases[new].address, self._security)
             self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
             _log.info("replica %s at %s joined", new, leases[new].address)
         for target in self._targets.values():

@@ -61,7 +61,10 @@ async def _orchestrate(run: Run) -> None:
             )
     term = await log.take(Role.ORCHESTRATOR)
     _log.info("term %d", term.counter)
-    fleet, rewards = Fleet(run, log, config.rollout.start_timeout, config.rollout.max_num_seqs), Rewards(run, config.reward)
+    fleet, rewards = (
+        Fleet(run, log, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security),
+        Rewards(run, config.reward),
+    )
     await together([fleet.wait_for(config.rollout.replicas), rewards.wait_for(1)])
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
