@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from polyreme.usage import Usage
 from polyreme_reward.items import Outcome
 
 
@@ -13,6 +14,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(Usage())
         self._outcomes = Counter(
             "polyreme_reward_outcomes", "Answers of each reward, by status.", ["reward", "status"], registry=self.registry
         )

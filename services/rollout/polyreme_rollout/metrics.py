@@ -2,12 +2,15 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from polyreme.usage import Usage
+
 
 class Metrics:
     """The replica's own registry: vLLM's metrics live in the default one of the same process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(Usage())
         self.tokens = Counter("polyreme_rollout_tokens", "Tokens sampled.", registry=self.registry)
         self.slots = Counter("polyreme_rollout_slots", "Slots ended, by finish reason.", ["finish"], registry=self.registry)
         self.active_slots = Gauge("polyreme_rollout_active_slots", "Slots under way.", registry=self.registry)

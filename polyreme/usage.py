@@ -1,0 +1,63 @@
+"""What a service uses of its host, for its /metrics: this process and all below it, and NVIDIA devices where their library is installed.
+
+Invariant: looking costs nothing between two scrapes. Other devices have exporters of their own (docs/deploy.md).
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from types import ModuleType
+
+import psutil
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class Usage(Collector):
+    """Processor time and memory of this process and its children; use and memory of the devices that it sees."""
+
+    def __init__(self) -> None:
+        self._nvml = _nvml()
+
+    def collect(self) -> Iterator[Metric]:
+        seconds, memory = process_tree()
+        yield CounterMetricFamily("polyreme_cpu_seconds", "Processor seconds of the service's living processes.", value=seconds)
+        yield GaugeMetricFamily("polyreme_memory_bytes", "Resident memory of the service's processes.", value=memory)
+        if self._nvml is not None:
+            yield from _devices(self._nvml)
+
+
+def process_tree() -> tuple[float, float]:
+    """(processor seconds, resident bytes) of this process and its living children, and of those that it has reaped."""
+    this = psutil.Process()
+    times = this.cpu_times()
+    seconds, memory = times.user + times.system + times.children_user + times.children_system, float(this.memory_info().rss)
+    for child in this.children(recursive=True):
+        with suppress(psutil.Error):  # gone meanwhile
+            times = child.cpu_times()
+            seconds += times.user + times.system
+            memory += child.memory_info().rss
+    return seconds, memory
+
+
+def _nvml() -> ModuleType | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # the library without a driver
+        return None
+    return pynvml  # type: ignore[no-any-return]
+
+
+def _devices(nvml: ModuleType) -> Iterator[Metric]:
+    busy = GaugeMetricFamily("polyreme_device_busy_ratio", "Share of time that kernels ran.", labels=["device"])
+    used = GaugeMetricFamily("polyreme_device_memory_bytes", "Device memory in use.", labels=["device"])
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        with suppress(nvml.NVMLError):  # not every device tells everything
+            busy.add_metric([str(index)], nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+            used.add_metric([str(index)], nvml.nvmlDeviceGetMemoryInfo(handle).used)
+    yield busy
+    yield used
