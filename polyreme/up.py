@@ -92,7 +92,7 @@ class _Session:
             return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir)
 
         services = [unit("reward", "reward", *server)]
-        services += [unit(f"rollout-{place}", "rollout", *server) for place in range(config.rollout.replicas)]
+        services += [unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)]
         self._serving = Supervisor(services, config.trainer.max_restarts)
         self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, "--log-dir", str(log_dir))
         self._training = Supervisor([self._trainer], config.trainer.max_restarts)

@@ -6,6 +6,7 @@ Kept here:
 - All pages exist from the start, so that a write can neither fail for want of memory nor wait for it.
 - The creator holds a lock on the file for as long as it lives. A file without that lock belongs to a dead process: it is
   removed by the next arena of the run, and by `remove_stale`. A lock, unlike a process id, means the same in every container.
+- An arena that only its owner's own processes read has no name, so that nothing of it can outlive them.
 """
 
 import errno
@@ -66,26 +67,33 @@ class Arena:
         Raises:
             ConfigError: shared memory has no room for it.
         """
-        if not 0 < slots <= _MOST_SLOTS or slot_nbytes <= 0:
-            raise ValueError(f"an arena of {slots} slots of {slot_nbytes} bytes")
         remove_stale(run_id)
         path = SHARED_MEMORY / f"polyreme-{run_id}-weights-{part}"
         path.unlink(missing_ok=True)
-        size = _PAGE + slots * _stride(slot_nbytes)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            _allocate(path, descriptor, size)
-            mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            header = np.frombuffer(mapping, _HEADER, count=1)
-            header["layout"], header["nonce"] = LAYOUT, np.void(secrets.token_bytes(16))
-            header["owner_pid"], header["slots"], header["slot_nbytes"] = os.getpid(), slots, slot_nbytes
-            header["magic"] = MAGIC  # last: who sees it sees the rest
+            mapping = _lay_out(descriptor, slot_nbytes, slots, mmap.MAP_POPULATE)
         except BaseException:
             os.close(descriptor)
             path.unlink(missing_ok=True)
             raise
         return cls(path, descriptor, mapping, owner=True)
+
+    @classmethod
+    def private(cls, slot_nbytes: int, slots: int = 1) -> "Arena":
+        """Makes an arena without a name, for this process and those it starts: `path` leads them to it while it is open here.
+
+        Raises:
+            ConfigError: shared memory has no room for it.
+        """
+        descriptor = os.open(SHARED_MEMORY, os.O_RDWR | os.O_TMPFILE, 0o600)
+        try:
+            mapping = _lay_out(descriptor, slot_nbytes, slots, 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), descriptor, mapping, owner=False)
 
     @classmethod
     def open(cls, path: str | Path, writable: bool = False) -> "Arena":
@@ -96,7 +104,7 @@ class Arena:
         """
         path = Path(path)
         try:
-            descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW)
+            descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | (0 if _private(path) else os.O_NOFOLLOW))
         except OSError as error:
             raise ArenaError(f"cannot open {path}: {error.strerror}") from None
         try:
@@ -166,6 +174,14 @@ class Arena:
         return slot
 
 
+def identity(path: str | Path) -> tuple[int, int]:
+    """Device and inode of the file that `path` leads to now. Raises ArenaError: there is none."""
+    try:
+        return _identity(os.stat(path, follow_symlinks=_private(Path(path))))
+    except OSError as error:
+        raise ArenaError(f"cannot open {path}: {error.strerror}") from None
+
+
 def remove_stale(run_id: str | None = None) -> list[Path]:
     """Removes the run's (None: any run's) arenas whose owner is dead; returns their paths. Safe at any time, from any process."""
     ours = re.compile(rf"polyreme-{re.escape(run_id) if run_id else '.+'}-weights-\d+")
@@ -193,15 +209,29 @@ def _stride(slot_nbytes: int) -> int:
     return -(-slot_nbytes // _PAGE) * _PAGE
 
 
-def _allocate(path: Path, descriptor: int, size: int) -> None:
+def _lay_out(descriptor: int, slot_nbytes: int, slots: int, populate: int) -> mmap.mmap:
+    """Makes an empty file an arena."""
+    if not 0 < slots <= _MOST_SLOTS or slot_nbytes <= 0:
+        raise ValueError(f"an arena of {slots} slots of {slot_nbytes} bytes")
+    size = _PAGE + slots * _stride(slot_nbytes)
+    _allocate(descriptor, size)
+    mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED | populate)
+    header = np.frombuffer(mapping, _HEADER, count=1)
+    header["layout"], header["nonce"] = LAYOUT, np.void(secrets.token_bytes(16))
+    header["owner_pid"], header["slots"], header["slot_nbytes"] = os.getpid(), slots, slot_nbytes
+    header["magic"] = MAGIC  # last: who sees it sees the rest
+    return mapping
+
+
+def _allocate(descriptor: int, size: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise
-        room = os.statvfs(path.parent)
+        room = os.statvfs(SHARED_MEMORY)
         raise ConfigError(
-            f"{size / 2**20:.0f} MiB of shared memory for the weights in {path.parent}",
+            f"{size / 2**20:.0f} MiB of shared memory for the weights in {SHARED_MEMORY}",
             f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB free of {room.f_blocks * room.f_frsize / 2**20:.0f}",
             "Enlarge it (docker: shm_size; kubernetes: an emptyDir with medium Memory), or remove what fills it.",
         ) from None
@@ -218,6 +248,11 @@ def _check(path: Path, page: bytes, size: int) -> None:
         )
     if header["slots"] > _MOST_SLOTS or size != _PAGE + int(header["slots"]) * _stride(int(header["slot_nbytes"])):
         raise ArenaError(f"{path} has {size} bytes, which is not what its header says")
+
+
+def _private(path: Path) -> bool:
+    """Whether the path is that of an arena without a name. Links are followed there alone: only the kernel makes them."""
+    return path.parts[:2] == ("/", "proc") and path.parts[3:4] == ("fd",)
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:

@@ -2,9 +2,10 @@
 
 import asyncio
 import itertools
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,8 +20,10 @@ from polyreme.log.store import EmbeddedServer, connect
 from polyreme.registry import Registry
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.learner import fleet
+from polyreme.weights.wire import encode_chunk
+from polyreme_trainer.learner import fleet, push
 from polyreme_trainer.learner.publish import Publisher
+from support.proxy import bad_network
 from support.receiver import Receiver, lease, replica, serving
 
 LAYOUT = plan_manifest([TensorSpec("embed", "F32", (7, 4)), TensorSpec("norm", "BF16", (5,))], {"head": "embed"})
@@ -197,12 +200,125 @@ async def test_three_failed_swaps_in_a_row_are_a_quarantine(world: World) -> Non
             await world.publisher.wait_committed(4, 2, 0.1)
 
 
-async def test_a_replica_that_cannot_map_is_said_so_at_once(world: World) -> None:
+async def test_a_replica_that_cannot_map_gets_every_version_by_stream(world: World) -> None:
     world.arena.unlink()  # as on another host
-    async with world.replica("far") as receiver:
+    async with world.replica("far") as far:
+        for version in range(4):
+            weights = await world.step()
+            await world.publisher.wait_committed(version, 1, 10)
+            assert same(far.weights, weights)
+        assert list(far.calls) == ["Probe"] + ["StageStream", "Commit"] * 4
+        await world.notice("replica far", "cannot map", "by stream", "No such file")
+    records = [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
+    assert [record["path"] for record in records] == ["stream"] * 4
+
+
+async def test_a_late_joiner_of_another_host_and_one_of_this_host_serve_the_same(world: World) -> None:
+    await world.step()
+    weights = await world.step()
+    async with world.replica("near") as near:
+        await world.publisher.wait_committed(1, 1, 10)
+        world.arena.unlink()
+        async with world.replica("far") as far:
+            await world.publisher.wait_committed(1, 2, 10)
+            assert (near.versions, far.versions) == ([1], [1])
+            assert same(near.weights, weights)
+            assert same(far.weights, weights)
+            weights = await world.step()
+            await world.publisher.wait_committed(2, 2, 10)
+            assert same(near.weights, weights)
+            assert same(far.weights, weights)
+
+
+async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(push, "CHUNK_BYTES", 16)
+    world.arena.unlink()
+    receiver = world.receiver()
+    async with serving(receiver) as server, bad_network("127.0.0.1", server) as proxy:
+        pieces = 0
+
+        async def cut(_: bytes) -> None:
+            nonlocal pieces
+            pieces += 1
+            if pieces == 4:
+                proxy.refuse()
+
+        async with await world.registry.register(lease("far", proxy.port)):
+            weights = await world.step()
+            await world.publisher.wait_committed(0, 1, 10)
+            proxy.listener = cut
+            weights = await world.step()
+            await world.notice("the way to replica far is broken, it is tried again: version 1: UNAVAILABLE")
+            proxy.heal()
+            await world.publisher.wait_committed(1, 1, 20)
+            assert same(receiver.weights, weights)
+            assert receiver.versions == [0, 1]
+
+
+async def test_a_stream_in_trainings_way_is_broken_off_and_begun_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "STREAM_GRACE_SECONDS", 0.05)
+    world.arena.unlink()
+    receivers = [world.receiver() for _ in range(2)]
+    async with (
+        serving(receivers[0]) as first,
+        serving(receivers[1]) as second,
+        bad_network("127.0.0.1", first) as proxy,
+        bad_network("127.0.0.1", second) as other,
+    ):
+        proxy.hold()
+        other.hold()
+        async with await world.registry.register(lease("one", proxy.port)):
+            await world.step()
+            await world.notice("replica one", "joined")
+            async with await world.registry.register(lease("two", other.port)):
+                await world.notice("replica two", "joined")
+                for _ in range(4):
+                    weights = await world.step()  # raises when there is no slot
+                proxy.heal()
+                other.heal()
+                commits = await world.publisher.wait_committed(4, 2, 20)
+                assert {commit.version for commit in commits} == {4}
+                assert all(same(receiver.weights, weights) for receiver in receivers)
+                assert not [text for text in await world.notices() if "quarantined" in text]
+
+
+async def test_a_version_that_a_replica_finds_wrong_is_a_failed_swap(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(offset: int, data: memoryview) -> bytes:
+        return encode_chunk(offset, memoryview(bytes(len(data))))
+
+    monkeypatch.setattr(push, "encode_chunk", damaged)
+    world.arena.unlink()
+    async with world.replica("far") as far:
         await world.step()
-        await world.notice("replica far", "cannot map", "No such file", "same /dev/shm")
-        assert list(receiver.calls) == ["Probe"]
+        await world.notice("replica far", "quarantined: it failed 3 times", "DATA_LOSS: version 0: embed differs")
+        assert far.versions == []
+
+
+async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = most = 0
+    full = threading.Event()
+    real = push.Link.stream
+
+    async def counted(link: push.Link, version: push.Version) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == fleet.STREAMS:
+            full.set()
+        await until(full.is_set)
+        await asyncio.sleep(0.01)
+        await real(link, version)
+        running -= 1
+
+    monkeypatch.setattr(push.Link, "stream", counted)
+    world.arena.unlink()
+    async with AsyncExitStack() as stack:
+        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(fleet.STREAMS + 4)]
+        weights = await world.step()
+        await world.publisher.wait_committed(0, len(receivers), 20)
+        assert all(same(receiver.weights, weights) for receiver in receivers)
+    assert most == fleet.STREAMS
 
 
 async def test_a_run_whose_replicas_are_all_quarantined_fails_and_says_why(world: World) -> None:
@@ -243,8 +359,9 @@ async def test_a_hanging_replica_keeps_its_slots_until_the_deadline_and_no_longe
         assert bytes(world.arena.slot_view(0)) == kept
         await world.step()
         await until(lambda: good.versions == [0, 1, 2, 3])
-        await world.notice("replica stuck", "quarantined: it kept a weight slot")
         stuck.engine.may_load.set()
+        await until(lambda: stuck.versions[-1] == 3)
+        assert not [text for text in await world.notices() if "quarantined" in text]
 
 
 async def test_a_lost_lease_frees_the_slots(world: World) -> None:
@@ -313,7 +430,7 @@ async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(fleet.Link, "push", broken)
+    monkeypatch.setattr(fleet.Link, "commit", broken)
     async with world.replica("a"):
         await world.step()
         with pytest.raises(RuntimeError, match="publisher") as raised:

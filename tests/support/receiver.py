@@ -11,7 +11,6 @@ import numpy as np
 
 from polyreme import rpc
 from polyreme.api.v1 import weights_pb2 as pb
-from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.registry import Lease, Registry
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
@@ -103,6 +102,10 @@ class Receiver(WeightsService):
         self.calls.append("StageArena")
         return await super().StageArena(request, context)
 
+    async def StageStream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        self.calls.append("StageStream")
+        await super().StageStream(messages, context)
+
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         self.calls.append("Commit")
         return await super().Commit(request, context)
@@ -113,7 +116,7 @@ async def serving(receiver: Receiver, port: int = 0) -> AsyncIterator[int]:
     """The receiver behind a gRPC server; gives its port."""
 
     def add(server: grpc.aio.Server) -> None:
-        pb_grpc.add_WeightsServiceServicer_to_server(receiver, server)
+        receiver.add_to(server)
 
     async with rpc.serve("127.0.0.1", port, add, [SERVICE], grace=0.1) as server:
         yield server.port

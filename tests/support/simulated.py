@@ -15,7 +15,7 @@ import grpc
 import numpy as np
 
 from polyreme import API_VERSION, rpc
-from polyreme.api.v1 import rollout_pb2_grpc, weights_pb2_grpc
+from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.config import RunConfig, parse_config
 from polyreme.experience import GroupRecord, decode_group
 from polyreme.log.ledger import ExperienceLog, Role
@@ -113,7 +113,7 @@ async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engin
 
         def add(server: grpc.aio.Server) -> None:
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server(Recorder(), server)
-            weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, metrics, announce), server)
+            WeightsService(swapper, metrics, announce).add_to(server)
 
         server = await life.enter_async_context(rpc.serve("127.0.0.1", 0, add, _SERVICES, grace=0.0))
         address = f"127.0.0.1:{server.port}"
@@ -149,8 +149,10 @@ class IdleLearner:
     async def push(self, replica: Replica) -> None:
         """Brings the newest version to a replica."""
         identity = self._manifest.id
-        link = Link(replica.lease, str(self._arena.path), self._arena.nonce)
-        await link.push(Version(self._manifest, identity.version % 3, self._generation))
+        link = Link(replica.lease, self._arena)
+        version = Version(self._manifest, identity.version % 3, self._generation)
+        await link.stage(version)
+        await link.commit(version)
         await link.close()
         await self.log.ack_commit(replica.id, identity.version, identity.term, 0.0, 0.0)
 

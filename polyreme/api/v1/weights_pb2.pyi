@@ -81,20 +81,22 @@ class StageArenaRequest(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., arena_path: _Optional[str] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class StageStreamRequest(_message.Message):
-    __slots__ = ("manifest", "bytes")
+    __slots__ = ("manifest", "offset", "data")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    manifest: Manifest
-    bytes: StreamBytes
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., bytes: _Optional[_Union[StreamBytes, _Mapping]] = ...) -> None: ...
-
-class StreamBytes(_message.Message):
-    __slots__ = ("offset", "data")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
     offset: int
     data: bytes
-    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class StageStreamResponse(_message.Message):
+    __slots__ = ("begin_at", "staged")
+    BEGIN_AT_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    begin_at: int
+    staged: StageResponse
+    def __init__(self, begin_at: _Optional[int] = ..., staged: _Optional[_Union[StageResponse, _Mapping]] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ("verify_seconds",)

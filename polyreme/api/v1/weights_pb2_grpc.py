@@ -46,10 +46,10 @@ class WeightsServiceStub(object):
                 request_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageArenaRequest.SerializeToString,
                 response_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageResponse.FromString,
                 _registered_method=True)
-        self.StageStream = channel.stream_unary(
+        self.StageStream = channel.stream_stream(
                 '/polyreme.api.v1.WeightsService/StageStream',
                 request_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.SerializeToString,
-                response_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageResponse.FromString,
+                response_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamResponse.FromString,
                 _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/polyreme.api.v1.WeightsService/Commit',
@@ -79,7 +79,12 @@ class WeightsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StageStream(self, request_iterator, context):
-        """The same from a stream: the manifest first, then its bytes in order. Into the replica's own arena.
+        """The same from a stream, into memory of the replica's own: the manifest first; then, from the offset that the first answer
+        names, the part's bytes in order. The second answer comes when all bytes are there and right. A stream that breaks leaves
+        nothing staged, and what it brought is where the next stream of the same bytes goes on. A newer stream of the same part ends
+        this one with CANCELLED.
+        INVALID_ARGUMENT: not in order, or beyond the part. DATA_LOSS: a digest does not match. RESOURCE_EXHAUSTED: no room.
+        DEADLINE_EXCEEDED: nothing came for too long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,10 +112,10 @@ def add_WeightsServiceServicer_to_server(servicer, server):
                     request_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageArenaRequest.FromString,
                     response_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageResponse.SerializeToString,
             ),
-            'StageStream': grpc.stream_unary_rpc_method_handler(
+            'StageStream': grpc.stream_stream_rpc_method_handler(
                     servicer.StageStream,
                     request_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.FromString,
-                    response_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageResponse.SerializeToString,
+                    response_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamResponse.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -195,12 +200,12 @@ class WeightsService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.stream_unary(
+        return grpc.experimental.stream_stream(
             request_iterator,
             target,
             '/polyreme.api.v1.WeightsService/StageStream',
             polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.SerializeToString,
-            polyreme_dot_api_dot_v1_dot_weights__pb2.StageResponse.FromString,
+            polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

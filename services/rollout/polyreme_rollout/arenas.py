@@ -4,10 +4,7 @@ Kept here: a path leads to the arena that is there now, a nonce to the arena it 
 put another file in its place since; at most KEPT arenas stay mapped.
 """
 
-import os
-from pathlib import Path
-
-from polyreme.weights.arena import Arena, ArenaError
+from polyreme.weights.arena import Arena, ArenaError, identity
 
 KEPT = 2  # the one in use, and the one that the version served before may be in
 
@@ -20,13 +17,9 @@ class ArenaCache:
 
     def at(self, path: str) -> Arena:
         """The arena that `path` leads to now. Raises ArenaError."""
-        try:
-            stat = os.stat(path, follow_symlinks=False)
-        except OSError as error:
-            raise ArenaError(f"cannot open {path}: {error.strerror}") from None
-        file = stat.st_dev, stat.st_ino
+        file = identity(path)
         if file not in self._by_file:
-            self._by_file[file] = Arena.open(Path(path))
+            self._by_file[file] = Arena.open(path)
             for old in list(self._by_file)[:-KEPT]:
                 self._by_file.pop(old).close()
         return self._by_file[file]

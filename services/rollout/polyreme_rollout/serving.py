@@ -10,17 +10,16 @@ import socket
 import uuid
 from contextlib import AsyncExitStack, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from polyreme import API_VERSION, rpc
-from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
+from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from polyreme.errors import UnavailableError
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.registry import Lease, LeaseKeeper, Registry
 from polyreme_rollout import http
 from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.replica import Orders, Place
+from polyreme_rollout.replica import Orders, Place, address_towards
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.swap import Swapper
@@ -60,22 +59,21 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
 
     def add(grpc_server: Any) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, metrics, announce), grpc_server)
+        WeightsService(swapper, metrics, announce).add_to(grpc_server)
 
     try:
         async with AsyncExitStack() as servers:
-            server = await servers.enter_async_context(
-                rpc.serve(place.host, place.port, add, _SERVICES, security=orders.config.security)
-            )
-            host, http_address = _advertised(place.host, redis_url), ""
+            server = await servers.enter_async_context(rpc.serve(place.host, place.port, add, _SERVICES, security=orders.config.security))
+            address, http_address = _advertised(place, server.port, redis_url), ""
             if place.http_port is not None:
                 app = http.make_app(
                     lambda: not engine.dead, lambda: service.ready, metrics, lambda: engine.openai_app(orders.config.name)
                 )
                 bound = http.bind(place.host, place.http_port)
-                http_address = f"{host}:{await servers.enter_async_context(http.serve(app, bound, orders.config.security))}"
+                http_port = await servers.enter_async_context(http.serve(app, bound, orders.config.security))
+                http_address = f"{address.rpartition(':')[0]}:{http_port}"
             lease = Lease(
-                "rollout", replica_id, f"{host}:{server.port}", http_address, API_VERSION,
+                "rollout", replica_id, address, http_address, API_VERSION,
                 {"model_fingerprint": orders.model_fingerprint, "max_model_len": engine.max_model_len,
                  "tensor_parallel": orders.config.rollout.tensor_parallel, "engine": engine.name},
             )  # fmt: skip
@@ -104,11 +102,9 @@ async def _until_stopped(stop: asyncio.Event, engine: Any) -> None:
             await asyncio.wait_for(stop.wait(), WATCH_SECONDS)
 
 
-def _advertised(host: str, redis_url: str) -> str:
-    """The address that others reach this replica at: of a wildcard, the interface that leads to Redis."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    redis = urlsplit(redis_url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((redis.hostname or "127.0.0.1", redis.port or 6379))  # of a datagram socket: sends nothing
-        return str(probe.getsockname()[0])
+def _advertised(place: Place, port: int, redis_url: str) -> str:
+    """host:port at which others reach what is served at `port`."""
+    if place.advertise and ":" in place.advertise:
+        return place.advertise
+    wildcard = place.host in ("0.0.0.0", "::")
+    return f"{place.advertise or (address_towards(redis_url) if wildcard else place.host)}:{port}"

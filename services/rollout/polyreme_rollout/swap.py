@@ -10,19 +10,33 @@ Kept here:
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from polyreme.errors import ConfigError
 from polyreme.weights.arena import ArenaError
+from polyreme.weights.assembly import RangeError
 from polyreme.weights.digest import DigestError, verify
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme_rollout.arenas import ArenaCache
 from polyreme_rollout.engine.base import ArenaSource, Engine, EngineDeadError, Loaded, LoadError
+from polyreme_rollout.intake import Incoming, Intake, SupersededError
 
 FAILURES_TO_QUARANTINE = 3
 
-Code = Literal["ABORTED", "DATA_LOSS", "FAILED_PRECONDITION", "INTERNAL", "INVALID_ARGUMENT", "NOT_FOUND"]
+Code = Literal[
+    "ABORTED",
+    "CANCELLED",
+    "DATA_LOSS",
+    "DEADLINE_EXCEEDED",
+    "FAILED_PRECONDITION",
+    "INTERNAL",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "RESOURCE_EXHAUSTED",
+]
 log = logging.getLogger(__name__)
 
 
@@ -99,6 +113,11 @@ class Staging:
     def drop(self) -> None:
         self._id, self._parts = None, {}
 
+    def forget(self, nonce: bytes) -> None:
+        """Drops everything when a part lies in this arena."""
+        if any(source.nonce == nonce for source in self._parts.values()):
+            self.drop()
+
 
 class Swapper:
     """The replica's versions. Everything runs on one event loop.
@@ -122,6 +141,8 @@ class Swapper:
         self._run_id, self._engine, self._learner_term = run_id, engine, learner_term
         self._on_swap, self._on_lost = on_swap, on_lost
         self._arenas, self._staging = ArenaCache(), Staging(engine.weight_names)
+        self._loading: tuple[ArenaSource, ...] = ()
+        self._intake = Intake(self._in_use, self._staging.forget)
         self._lock = asyncio.Lock()
         self._term = 0
         self._swaps = 0
@@ -180,6 +201,36 @@ class Swapper:
         self._staging.put(ArenaSource(path, arena.nonce, slot, generation, manifest))
         return time.perf_counter() - started
 
+    @asynccontextmanager
+    async def receive(self, manifest: Manifest) -> AsyncIterator[Incoming]:
+        """One part by stream: the block adds its bytes; when it ends, they are staged. Generation goes on.
+
+        Raises:
+            Refusal: ABORTED, FAILED_PRECONDITION; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the bytes are not those of the
+                manifest; INVALID_ARGUMENT: not in order, not all, or beyond the part; CANCELLED: a newer stream has begun.
+        """
+        self._admit(manifest.run_id, manifest.term)
+        try:
+            async with self._intake.receive(manifest) as incoming:
+                yield incoming
+                source = await incoming.finish()
+                if source is None:
+                    raise RangeError(f"expected {manifest.nbytes} bytes; the stream ended after {incoming.position}")
+                self._admit(manifest.run_id, manifest.term)  # a newer learner may have come meanwhile
+                self._staging.put(source)
+        except (RangeError, ManifestError) as error:
+            raise Refusal("INVALID_ARGUMENT", str(error)) from None
+        except DigestError as error:
+            raise Refusal("DATA_LOSS", str(error)) from None
+        except ConfigError as error:
+            raise Refusal("RESOURCE_EXHAUSTED", str(error)) from None
+        except SupersededError as error:
+            raise Refusal("CANCELLED", str(error)) from None
+
+    def _in_use(self) -> set[bytes]:
+        """The arenas that the served version lies in, and those that the engine may be reading."""
+        return {source.nonce for source in (*self._loading, *(self.served.sources if self.served else ()))}
+
     async def commit(self, run_id: str, id: VersionId) -> Committed:
         """Swaps the staged version in; done to the end even when the caller goes away.
 
@@ -197,6 +248,7 @@ class Swapper:
             if self.served and self.served.id.term == id.term and self.served.id.version > id.version:
                 raise Refusal("FAILED_PRECONDITION", f"version {self.served.id.version} is served, newer than {id.version}")
             sources = self._staging.take(id)
+            self._loading = (*sources, *(self.served.sources if self.served else ()))
             self.steady.clear()
             started = time.perf_counter()
             try:
@@ -211,6 +263,8 @@ class Swapper:
             except EngineDeadError:
                 self._lose()
                 raise
+            finally:
+                self._loading = ()
             stall = time.perf_counter() - started
         log.info("serving version %d of term %d (stood still %.1f ms)", id.version, id.term, stall * 1e3)
         return Committed(id.version, stall, loaded.seconds)

@@ -1,5 +1,7 @@
 """The weights calls on the wire: protobuf in, the swap machine's verdict as a gRPC status out."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
@@ -9,9 +11,12 @@ import grpc
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.weights.manifest import Manifest, ManifestError
+from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.base import EngineDeadError
 from polyreme_rollout.metrics import Metrics
 from polyreme_rollout.swap import Refusal, Swapper, VersionId
+
+STREAM_IDLE_SECONDS = 30.0  # a connection that is gone says so no earlier than this: see polyreme.rpc's keepalive
 
 
 class WeightsService(pb_grpc.WeightsServiceServicer):
@@ -19,6 +24,15 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
     def __init__(self, swapper: Swapper, metrics: Metrics, on_change: Callable[[], Awaitable[None]]) -> None:
         self._swapper, self._metrics, self._on_change = swapper, metrics, on_change
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the calls. StageStream gets its messages as they came: see polyreme.weights.wire."""
+        pb_grpc.add_WeightsServiceServicer_to_server(self, server)
+        unread = grpc.stream_stream_rpc_method_handler(
+            self.StageStream, response_serializer=pb.StageStreamResponse.SerializeToString
+        )
+        name = pb.DESCRIPTOR.services_by_name["WeightsService"].full_name
+        server.add_registered_method_handlers(name, {"StageStream": unread})
 
     async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
         async with _statuses(context):
@@ -32,12 +46,23 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
     async def StageArena(self, request: pb.StageArenaRequest, context: Any) -> pb.StageResponse:
         async with _statuses(context):
-            try:
-                manifest = Manifest.from_proto(request.manifest)
-            except ManifestError as error:
-                raise Refusal("INVALID_ARGUMENT", f"the manifest contradicts itself: {error}") from None
+            manifest = _manifest(request.manifest)
             seconds = await self._swapper.stage(manifest, request.arena_path, request.slot, request.generation)
             return pb.StageResponse(verify_seconds=seconds)
+
+    async def StageStream(self, messages: AsyncIterator[bytes], context: Any) -> None:
+        async with _statuses(context):
+            try:
+                manifest = _manifest(decode_manifest(await _next(messages) or b""))
+                async with self._swapper.receive(manifest) as incoming:
+                    await context.write(pb.StageStreamResponse(begin_at=incoming.position))
+                    while (message := await _next(messages)) is not None:
+                        await incoming.add(*decode_chunk(message))
+                    ended = time.perf_counter()
+                staged = pb.StageResponse(verify_seconds=time.perf_counter() - ended)
+                await context.write(pb.StageStreamResponse(staged=staged))
+            except WireError as error:
+                raise Refusal("INVALID_ARGUMENT", str(error)) from None
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         async with _statuses(context):
@@ -51,6 +76,24 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 await self._on_change()
             self._metrics.stall_seconds.observe(done.stall_seconds)
             return pb.CommitResponse(version=done.version, stall_seconds=done.stall_seconds, reload_seconds=done.reload_seconds)
+
+
+def _manifest(message: pb.Manifest) -> Manifest:
+    try:
+        return Manifest.from_proto(message)
+    except ManifestError as error:
+        raise Refusal("INVALID_ARGUMENT", f"the manifest contradicts itself: {error}") from None
+
+
+async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
+    """None: the stream has ended."""
+    try:
+        async with asyncio.timeout(STREAM_IDLE_SECONDS):
+            return await anext(messages, None)
+    except TimeoutError:
+        raise Refusal(
+            "DEADLINE_EXCEEDED", f"expected further bytes of the part; nothing came for {STREAM_IDLE_SECONDS:g} s"
+        ) from None
 
 
 @asynccontextmanager

@@ -48,6 +48,21 @@ def test_slots_against_a_model_of_who_reads_what(count: int, script: list[tuple[
             assert set(slots.holders(slot)) == {r for r, s in (*serving.items(), *moving.items()) if s == slot}
 
 
+def test_the_streams_that_began_last_make_room() -> None:
+    slots = Slots(3, newest=0)
+    slots.streaming("a", 1)
+    assert slots.free() == 2
+    slots.streaming("b", 2)
+    slots.streaming("c", 2)
+    assert slots.free() is None
+    assert sorted(slots.interruptible()) == ["b", "c"]
+    slots.served("d", 2)
+    assert slots.interruptible() == ["a"], "no stream's end frees a slot that a replica serves from"
+    slots.drop("a")
+    assert slots.free() == 1
+    assert slots.interruptible() == []
+
+
 def test_the_fewest_replicas_are_in_the_way() -> None:
     slots = Slots(3, newest=0)
     slots.served("a", 1)

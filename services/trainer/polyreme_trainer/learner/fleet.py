@@ -3,8 +3,9 @@
 Kept here:
 - Newest wins: a replica is moved to the newest version there is when its turn comes; versions in between are skipped. While a
   version is held for its evaluation, it takes the newest one's place.
-- A slot that a replica may still read is not handed out for writing, until that replica has moved on, lost its lease, or made
-  training wait beyond the deadline.
+- A slot that a replica may still read is not handed out for writing, until that replica has moved on, cannot be reached, lost its
+  lease, or made training wait beyond the deadline, which counts as a failed swap. (What it then reads, its digests refuse.) A stream that keeps one from training is broken off much earlier, and begun anew.
+- A replica that cannot map the arena gets its versions by stream for as long as it keeps its lease, a bounded number at once.
 - A replica is given up after a bounded number of failures in a row, which is reported once, and then left alone.
 """
 
@@ -12,11 +13,12 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from polyreme import API_VERSION
+from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.config import SecurityConfig
 from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.log.ledger import ExperienceLog
@@ -24,7 +26,7 @@ from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.hold import Hold
-from polyreme_trainer.learner.push import CannotMapError, Link, SwapError, UnreachableError, Version
+from polyreme_trainer.learner.push import Link, SwapError, UnreachableError, Version
 from polyreme_trainer.learner.slots import Slots
 
 LEASES_SECONDS = 0.25
@@ -33,6 +35,8 @@ REACH_ATTEMPTS = 10  # about half a minute: a replica that dies loses its lease 
 FIRST_BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 5.0
 CANCEL_SECONDS = 0.2
+STREAMS = 8  # at once
+STREAM_GRACE_SECONDS = 1.0  # that training waits for a slot before it breaks streams off
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -49,6 +53,10 @@ class Commit:
     reload_seconds: float
 
 
+class _InterruptedError(Exception):
+    """Training needs the slot that the replica's stream is read from."""
+
+
 class _Replica:
     def __init__(self, lease: Lease, link: Link) -> None:
         self.lease, self.link = lease, link
@@ -58,6 +66,25 @@ class _Replica:
         self.trouble = "it was not brought to a version yet"
         self.quarantined = False
         self.task: asyncio.Task[None] | None = None
+        self.call: asyncio.Future[Any] | None = None
+        self.streams = self.interrupted = False
+
+    async def during(self, call: Awaitable[T]) -> T:
+        """A call on the replica that training may interrupt. Raises _InterruptedError, and what the call does."""
+        self.interrupted = False
+        self.call = asyncio.ensure_future(call)
+        try:
+            return await self.call
+        except asyncio.CancelledError:
+            if self.interrupted:
+                raise _InterruptedError from None
+            raise
+        finally:
+            self.call.cancel()
+
+    def interrupt(self) -> None:
+        if self.call:
+            self.interrupted = self.call.cancel()
 
 
 class Fleet:
@@ -73,20 +100,14 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        run: Run,
-        experience: ExperienceLog,
-        registry: Registry,
-        arena: Arena,
-        term: int,
-        wanted: int,
-        hold: Hold,
+        self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int, wanted: int, hold: Hold,
         security: SecurityConfig | None = None,
     ) -> None:
         self._security = security
         self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
         self._wanted, self._hold = wanted, hold
         self._slots = Slots(arena.slots)
+        self._streams = asyncio.Semaphore(STREAMS)
         self._newest: Version | None = None
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Event()
@@ -139,11 +160,17 @@ class Fleet:
         return self._hold.version or self._newest
 
     async def acquire_slot(self, seconds: float) -> int:
-        """A slot that no replica may be reading. Past the deadline the replicas in the way are quarantined."""
-        slot = await self._until(self._slots.free, seconds)
+        """A slot that no replica may be reading. Past the deadline the replicas in the way are interrupted, and their swaps have failed."""
+        slot = await self._until(self._slots.free, min(seconds, STREAM_GRACE_SECONDS))
+        if slot is None:
+            for name in self._slots.interruptible():
+                log.info("the stream to replica %s is broken off: training needs its slot", name)
+                self._replicas[name].interrupt()
+            slot = await self._until(self._slots.free, max(0.0, seconds - STREAM_GRACE_SECONDS))
         if slot is None:
             for name in self._slots.laggards():
-                await self._quarantine(self._replicas[name], f"it kept a weight slot from training for {seconds:g} s")
+                self._slots.drop(name)
+                self._replicas[name].interrupt()
             slot = self._slots.free()
             assert slot is not None
         return slot
@@ -178,7 +205,7 @@ class Fleet:
                 await self._forget(name, replica)
         for name, lease in leases.items():
             if name not in self._replicas:
-                replica = _Replica(lease, Link(lease, str(self._arena.path), self._arena.nonce, self._security))
+                replica = _Replica(lease, Link(lease, self._arena, self._security))
                 self._replicas[name] = replica
                 replica.task = asyncio.create_task(self._serve(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._notify())
@@ -195,19 +222,51 @@ class Fleet:
         while True:
             version = await self._until(lambda: None if (target := self._target()) is replica.at else target)
             assert version is not None
-            self._slots.trying(replica.lease.id, version.slot)
             try:
-                answer = await replica.link.push(version)
+                version, answer = await self._bring(replica, version)
+            except _InterruptedError:
+                if replica.link.unmapped:
+                    continue
+                if not await self._patience(replica, version, SwapError("it kept a weight slot from training")):
+                    return
+                continue
             except (SwapError, UnreachableError) as error:
+                if isinstance(error, UnreachableError):
+                    self._slots.drop(replica.lease.id)
+                    self._notify()
                 if not await self._patience(replica, version, error):
                     return
                 continue
-            self._slots.served(replica.lease.id, version.slot)
             replica.swap_failures = replica.reach_failures = 0
             replica.trouble, replica.at = "none", version
             await self._record(
                 replica, Commit(replica.lease.id, version.number, self._term, answer.stall_seconds, answer.reload_seconds)
             )
+
+    async def _bring(self, replica: _Replica, version: Version) -> tuple[Version, pb.CommitResponse]:
+        """Moves a replica to `version`, or to what it shall serve when the streams before its own are through."""
+        name, link = replica.lease.id, replica.link
+        if not link.probed:
+            await link.probe(version)
+        if not link.unmapped:
+            self._slots.trying(name, version.slot)
+            await replica.during(link.stage(version))
+        if not link.unmapped:
+            answer = await replica.during(link.commit(version))
+            self._slots.served(name, version.slot)
+            return version, answer
+        if not replica.streams:
+            replica.streams = True
+            await self._notice(f"replica {name} cannot map the weights and gets them by stream: {link.unmapped}")
+        async with self._streams:
+            version = self._target() or version
+            self._slots.streaming(name, version.slot)
+            try:
+                await replica.during(link.stream(version))
+            finally:
+                self._slots.drop(name)  # it has a copy of its own, also of the version before
+                self._notify()
+        return version, await link.commit(version)
 
     async def _patience(self, replica: _Replica, version: Version, error: SwapError | UnreachableError) -> bool:
         """Waits before the next attempt; False when there shall be none."""
@@ -218,11 +277,9 @@ class Fleet:
             replica.reach_failures += 1
         replica.trouble = f"version {version.number}: {error}"
         log.warning("replica %s: %s", replica.lease.id, replica.trouble)
-        if isinstance(error, CannotMapError):
-            await self._quarantine(
-                replica, f"it cannot map {self._arena.path} ({error}); run it on the trainer's host with the same /dev/shm"
-            )
-        elif replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
+        if replica.link.unmapped and replica.reach_failures == 1 and not reached:
+            await self._notice(f"the way to replica {replica.lease.id} is broken, it is tried again: {replica.trouble}")
+        if replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
             await self._quarantine(replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.trouble}")
         if replica.quarantined:
             return False
@@ -272,7 +329,7 @@ class Fleet:
                 "version": commit.version,
                 "stall_seconds": commit.stall_seconds,
                 "reload_seconds": commit.reload_seconds,
-                "path": "arena",
+                "path": "stream" if replica.link.unmapped else "arena",
             }
         )
         replica.commit = commit

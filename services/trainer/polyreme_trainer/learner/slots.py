@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 class _Held:
     served: int | None = None
     tried: int | None = None
+    stream: int = 0
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Slots:
     newest: int | None = None
     kept: int | None = None
     _held: dict[str, _Held] = field(default_factory=dict)
+    _streams: int = 0
 
     def free(self) -> int | None:
         """The lowest slot that may be written now."""
@@ -34,6 +36,11 @@ class Slots:
         """The replica is about to be moved to the version in `slot`."""
         self._held.setdefault(replica, _Held()).tried = slot
 
+    def streaming(self, replica: str, slot: int) -> None:
+        """The version in `slot` is being sent to the replica, which needs no other slot."""
+        self._streams += 1
+        self._held[replica] = _Held(tried=slot, stream=self._streams)
+
     def served(self, replica: str, slot: int) -> None:
         """The replica serves the version in `slot` and needs no older one."""
         self._held[replica] = _Held(served=slot)
@@ -45,6 +52,14 @@ class Slots:
     def laggards(self) -> list[str]:
         """The fewest replicas whose dropping frees a slot."""
         return min((self.holders(slot) for slot in self._others()), key=len)
+
+    def interruptible(self) -> list[str]:
+        """The streams whose end frees a slot. Of several such slots, the one whose streams have begun last: the others get through."""
+        streams = {
+            slot: [self._held[name].stream for name in self.holders(slot)] for slot in self._others() if self.holders(slot)
+        }
+        streams = {slot: begun for slot, begun in streams.items() if all(begun)}
+        return self.holders(max(streams, key=lambda slot: min(streams[slot]))) if streams else []
 
     def _others(self) -> list[int]:
         return [slot for slot in range(self.count) if slot not in (self.newest, self.kept)]

@@ -1,0 +1,80 @@
+"""A version's bytes on the wire: StageStreamRequest messages that hold nothing but bytes, written and read without protobuf.
+
+Kept here: every message is the protobuf message of that schema, whoever wrote it; only what this module writes is read without a
+copy. (Protobuf's own reading and writing of a mebibyte costs several times its way through the network stack.)
+"""
+
+from google.protobuf.message import DecodeError
+
+from polyreme.api.v1 import weights_pb2 as pb
+
+STAGE_STREAM = "/polyreme.api.v1.WeightsService/StageStream"
+CHUNK_BYTES = 1 << 20  # larger ones leave the processor's cache before they are hashed
+LONGEST_CHUNK_BYTES = 8 << 20
+
+_OFFSET, _DATA = 0x11, 0x1A  # field 2 of 8 bytes, field 3 of a length
+_HEAD = 10
+
+
+class WireError(ValueError):
+    """A message is not what it should be."""
+
+
+def encode_manifest(manifest: pb.Manifest) -> bytes:
+    """The first message of a stream."""
+    return pb.StageStreamRequest(manifest=manifest).SerializeToString()
+
+
+def encode_chunk(offset: int, data: memoryview) -> bytes:
+    """A further message. `data` is copied once, into it."""
+    return b"".join((bytes([_OFFSET]), offset.to_bytes(8, "little"), bytes([_DATA]), _varint(len(data)), data))
+
+
+def decode_manifest(message: bytes) -> pb.Manifest:
+    """Raises WireError: the message has no manifest."""
+    request = _parse(message)
+    if not request.HasField("manifest"):
+        raise WireError("expected the manifest first; found bytes")
+    return request.manifest
+
+
+def decode_chunk(message: bytes) -> tuple[int, memoryview]:
+    """Offset and bytes, which share the message's memory. Raises WireError: the message has no bytes, or too many."""
+    view = memoryview(message)
+    if len(view) > _HEAD and view[0] == _OFFSET and view[_HEAD - 1] == _DATA:
+        size, start = 0, _HEAD
+        for shift in range(0, 35, 7):
+            if start == len(view):
+                break
+            byte, start = view[start], start + 1
+            size |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+        if start + size == len(view):
+            return _checked(int.from_bytes(view[1:9], "little"), view[start:])
+    request = _parse(message)
+    if request.HasField("manifest") or not request.HasField("offset"):
+        raise WireError("expected bytes at an offset; found a manifest or no offset")
+    return _checked(request.offset, memoryview(request.data))
+
+
+def _checked(offset: int, data: memoryview) -> tuple[int, memoryview]:
+    if not 0 < len(data) <= LONGEST_CHUNK_BYTES:
+        raise WireError(f"expected 1 to {LONGEST_CHUNK_BYTES} bytes in a message; found {len(data)}")
+    return offset, data
+
+
+def _parse(message: bytes) -> pb.StageStreamRequest:
+    try:
+        return pb.StageStreamRequest.FromString(message)
+    except DecodeError as error:
+        raise WireError(f"expected a StageStreamRequest; found other bytes ({error})") from None
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number >= 0x80:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
