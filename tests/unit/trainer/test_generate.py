@@ -1,6 +1,7 @@
 """One prompt's samples over simulated replicas with real gRPC: exact tokens, exact continuations, clear failures."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from itertools import pairwise
 from typing import Any
@@ -178,6 +179,20 @@ async def test_a_silent_replica_is_left_when_its_lease_ends(world):
     await world.fleet.refresh()
     (draft,) = await asyncio.wait_for(generating, 5.0)
     assert draft.length == 96 and len(other.calls) == 1
+
+
+async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(world):
+    """Its channel is closed by then."""
+    gone, other = await world.start({}, {})
+    async with AsyncExitStack() as full:
+        busy = [await full.enter_async_context(world.fleet.claim(1, 12, 0)) for _ in range(2)]
+        assert [claim.target.id for claim in busy] == [gone.id, other.id]
+        generating = asyncio.create_task(world.generate(count=1))
+        await asyncio.sleep(0.05)  # it waits for room
+        busy[0].end(time.monotonic())  # and has a claim now, but has not been woken
+        await world.fleet._remove(gone.id)
+    assert len(await asyncio.wait_for(generating, 5.0)) == 1
+    assert not gone.calls and len(other.calls) == 1
 
 
 async def test_a_silent_replica_is_left_at_the_idle_deadline(world):

@@ -44,6 +44,7 @@ class Claim:
         pace: of the replica.
         since: when it was made, monotonic seconds.
         on_room: called when the replica has room for others.
+        is_cut: whether the replica must not be called any more.
         deadline: of the running call; it is brought forward when the replica's lease ends, or it falls behind.
     """
 
@@ -55,6 +56,7 @@ class Claim:
     since: float
     on_room: Callable[[], None]
     deadline: asyncio.Timeout | None = None
+    is_cut: bool = False
     _chunk_at: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,8 @@ class Claim:
         self._ended(self.slots, now)
 
     def cut(self) -> None:
-        """Ends the running call."""
+        """Ends the running call, or one that has not begun yet."""
+        self.is_cut = True
         if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(asyncio.get_running_loop().time())
 
@@ -152,12 +155,6 @@ class Fleet:
         """Brings the targets in line with the leases and the commits. Calls on a replica whose lease has ended are ended."""
         leases = await self._servers.live()
         self._published = await self._log.version()
-        while commits := await self._log.commits(self._last_commit, 0):
-            for entry, commit in commits:
-                self._last_commit = entry
-                self._served[commit["replica"]] = (commit["version"], commit["term"])
-                self._term = max(self._term, commit["term"])
-                self._stalls[commit["replica"]] = commit["stall_seconds"]
         for gone in self._targets.keys() - leases.keys():
             _log.warning("replica %s left", gone)
             await self._remove(gone)
@@ -167,6 +164,16 @@ class Fleet:
             self._channels[new] = rpc.connect(leases[new].address, self._security)
             self._stubs[new] = rollout_pb2_grpc.RolloutServiceStub(self._channels[new])
             _log.info("replica %s at %s joined", new, leases[new].address)
+        await self.take_commits()
+
+    async def take_commits(self) -> None:
+        """Brings the targets' versions in line with the commits."""
+        while commits := await self._log.commits(self._last_commit, 0):
+            for entry, commit in commits:
+                self._last_commit = entry
+                self._served[commit["replica"]] = (commit["version"], commit["term"])
+                self._term = max(self._term, commit["term"])
+                self._stalls[commit["replica"]] = commit["stall_seconds"]
         for target in self._targets.values():
             self._paces[target.id].stall = self._stalls.get(target.id, 0.0)
             served = self._served.get(target.id, (target.version, target.term))

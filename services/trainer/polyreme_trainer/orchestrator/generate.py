@@ -97,6 +97,8 @@ async def generate(
 
 async def _call(claim: Claim, drafts: Drafts, request: rollout_pb2.GenerateRequest, silence: float) -> None:
     loop = asyncio.get_running_loop()
+    if claim.is_cut:  # between the handing out of the claim and here
+        raise TimeoutError
     call = claim.stub.Generate(request)
     try:
         async with asyncio.timeout(silence) as deadline:
