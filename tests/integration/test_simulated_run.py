@@ -53,3 +53,26 @@ async def test_an_evaluation_keeps_its_version_while_training_goes_on(redis_url:
             assert {v for kind, v in before if kind == "commit" and v > version} == set(), "a replica left it too early"
             assert [i for kind, i in before if kind == "iteration" and i > version], "training stood still"
         assert max(record["staleness/max"] for record in records if record["kind"] == "iteration") <= 2
+
+
+async def test_replicas_are_let_go_when_an_evaluation_takes_too_long(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    held_out = tmp_path / "eval.jsonl"
+    held_out.write_text("\n".join(json.dumps(row) for row in ROWS))
+    async with simulated_run(
+        redis_url,
+        run_id,
+        tmp_path,
+        replicas=("--step-seconds", "0.02"),
+        iterations=6,
+        max_staleness=1,
+        eval_interval=3,
+        eval_hold=0.1,
+        data={"eval": str(held_out)},
+    ) as started:
+        state, reason = await started.ended(60)
+        assert (state, reason) == ("done", ""), started.logs()
+        assert [record["version"] for record in await started.records("eval")] == [0, 6]
+        [failed] = await started.records("eval_failed")
+        assert failed["version"] == 3
+        assert {record["version"] for record in await started.records("commit")} >= {6}
+        assert (await ExperienceLog(started.run).audit()).clean

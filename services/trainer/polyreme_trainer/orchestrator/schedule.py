@@ -70,8 +70,9 @@ class Schedule:
                 text = f"version {wanted} was not evaluated: replicas serve newer ones already"
                 await self._settle(wanted, text if wanted >= self._reached else None)
                 continue
-            # The run's first accuracy is that of the policy it starts from: nothing else keeps the replicas busy meanwhile.
-            self._alone = not self._done or not self._config.holds(wanted)
+            # Nothing else keeps the replicas busy during the run's first evaluation: it is of the policy that the run starts from.
+            last = wanted == self._config.iterations
+            self._alone = not self._done or last or not self._config.holds(wanted)
             self._fleet.held = wanted
             self.task = group.create_task(self._evaluate(self._evaluator, wanted))
             return
