@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from polyreme.errors import StaleTermError
+from polyreme.errors import PolyremeError, StaleTermError
+from polyreme.log.audit import Snapshot
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run, RunState
 from polyreme.log.scripts import _text
@@ -189,6 +190,7 @@ class Storm:
         self.last_append = time.monotonic()
         self._redis_busy = asyncio.Lock()
         self._began = time.monotonic()
+        self._watcher = self.later(self.watch())
 
     # -- processes
 
@@ -284,12 +286,13 @@ class Storm:
             await asyncio.sleep(delay)
             await self._strike(fault)
 
-        self._spawn_task(strike())
+        self.later(strike())
 
-    def _spawn_task(self, work: Any) -> None:
+    def later(self, work: Any) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._background.discard(task)
@@ -326,6 +329,17 @@ class Storm:
                 return number
         return number
 
+    async def watch(self) -> None:
+        """Notes what the run waits for, while there are no samples."""
+        while True:
+            await asyncio.sleep(1.0)
+            if time.monotonic() - self.last_append > 3.0:
+                with suppress(PolyremeError):
+                    snapshot = await Snapshot.take(self.run)
+                    flying, appended = len(snapshot.in_flight), len(snapshot.appended)
+                    where = f"version {snapshot.number('version', -1)}, plans {len(snapshot.plans)}"
+                    self._note(f"stalled at {where}, in flight {flying}, appended {appended}, {snapshot.meta['state']}")
+
     def _run_is_over(self) -> bool:
         names = ("supervisor",) if "supervisor" in self.parts else ("learner", "orchestrator")
         return all(self.parts[name].born.status == 0 for name in names)  # type: ignore[union-attr]
@@ -359,7 +373,7 @@ class Storm:
         self.done[kind, phase or fault.phase] += 1
         self._waiting.append((kind, fault.action, time.monotonic()))
         if fault.victim == "redis":
-            self._spawn_task(self._strike_redis(fault))
+            self.later(self._strike_redis(fault))
             if fault.action == "kill":
                 os.kill(self._server.pid, signal.SIGKILL)
             return
@@ -373,12 +387,12 @@ class Storm:
                 os.kill(pid, signal.SIGKILL)
             case "stop":
                 os.kill(pid, signal.SIGSTOP)
-                self._spawn_task(self._continue(pid, fault.seconds))
+                self.later(self._continue(pid, fault.seconds))
             case "cut":
                 part.proxy.hold() if self._rng.random() < 0.5 else part.proxy.refuse()
-                self._spawn_task(self._heal(part, fault.seconds))
+                self.later(self._heal(part, fault.seconds))
             case "usurp":
-                self._spawn_task(self._usurp(part, fault.seconds))
+                self.later(self._usurp(part, fault.seconds))
 
     async def _strike_redis(self, fault: Fault) -> None:
         async with self._redis_busy:
@@ -425,8 +439,8 @@ class Storm:
 
     async def calm(self) -> None:
         """Everything that was broken is whole again; processes that were killed come back."""
-        while self._background:
-            await asyncio.wait(set(self._background))
+        while tasks := self._background - {self._watcher}:
+            await asyncio.wait(tasks)
         self._armed = None
         for part in self.parts.values():
             part.proxy.heal()

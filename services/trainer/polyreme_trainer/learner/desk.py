@@ -103,13 +103,14 @@ class Desk:
             await self.run.set_state(RunState.RUNNING)
 
     async def committed(self, publisher: Publisher, version: int, config: RunConfig) -> list[Commit]:
-        """The commits of the replicas that serve `version`, once they are as many as the run wants.
+        """The commits of the replicas that serve `version`, once they are as many as the run wants; one, when it has started already.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
         """
         seconds = config.rollout.start_timeout + (config.eval_hold if config.holds_versions else 0.0)
-        wait = publisher.wait_committed(version, config.rollout.replicas, seconds)
+        replicas = config.rollout.replicas if await self.run.check() is RunState.STARTING else 1
+        wait = publisher.wait_committed(version, replicas, seconds)
         return await self.heed(wait, f"replicas at version {version}")
 
     async def replica_answers(

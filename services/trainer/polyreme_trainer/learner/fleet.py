@@ -26,7 +26,7 @@ from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.hold import Hold
-from polyreme_trainer.learner.push import Link, SwapError, UnreachableError, Version
+from polyreme_trainer.learner.push import Link, SwapError, UnreachableError, Version, mapped_seconds
 from polyreme_trainer.learner.slots import Slots
 
 LEASES_SECONDS = 0.25
@@ -160,7 +160,11 @@ class Fleet:
         return self._hold.version or self._newest
 
     async def acquire_slot(self, seconds: float) -> int:
-        """A slot that no replica may be reading. Past the deadline the replicas in the way are interrupted, and their swaps have failed."""
+        """A slot that no replica may be reading. Past the deadline the replicas in the way are interrupted, and their swaps have failed.
+
+        The deadline is `seconds`, and the time that staging the newest version may take.
+        """
+        seconds += mapped_seconds(self._newest) if self._newest else 0.0
         slot = await self._until(self._slots.free, min(seconds, STREAM_GRACE_SECONDS))
         if slot is None:
             for name in self._slots.interruptible():

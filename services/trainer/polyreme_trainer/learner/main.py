@@ -38,7 +38,8 @@ from polyreme_trainer.stages import sft
 
 log = logging.getLogger(__name__)
 
-SLOT_SECONDS = 30.0
+SLOT_SECONDS = 3.0
+"""That a replica may keep training waiting for its slot, beyond the time that its bytes take."""
 
 
 class Learner:

@@ -96,7 +96,7 @@ class Link:
             manifest=version.manifest, arena_path=str(self._arena.path), slot=version.slot, generation=version.generation
         )
         try:
-            await self._call(lambda stub: stub.StageArena(request, timeout=STAGE_SECONDS + _mapped_seconds(version)))
+            await self._call(lambda stub: stub.StageArena(request, timeout=STAGE_SECONDS + mapped_seconds(version)))
         except _CannotMapError as error:
             self.unmapped = str(error)
 
@@ -109,7 +109,7 @@ class Link:
         """Has the replica serve what it has staged."""
         identity = version.manifest.id
         committed: pb.CommitResponse = await self._call(
-            lambda stub: stub.Commit(pb.CommitRequest(id=identity), timeout=COMMIT_SECONDS + _mapped_seconds(version))
+            lambda stub: stub.Commit(pb.CommitRequest(id=identity), timeout=COMMIT_SECONDS + mapped_seconds(version))
         )
         if committed.version != identity.version:
             raise SwapError(f"it committed version {committed.version} when asked for {identity.version}")
@@ -144,7 +144,7 @@ class Link:
         end, sent = _End(call), 0
         try:
             await _away(call.write(encode_manifest(version.manifest)))
-            async with asyncio.timeout(STAGE_SECONDS + _mapped_seconds(version)):  # it makes room first
+            async with asyncio.timeout(STAGE_SECONDS + mapped_seconds(version)):  # it makes room first
                 sent = (await call.read()).begin_at
             while sent < size:
                 await _away(call.write(encode_chunk(sent, data[sent : sent + CHUNK_BYTES])))
@@ -187,7 +187,8 @@ async def _away(act: Awaitable[T]) -> T:
         return await act
 
 
-def _mapped_seconds(version: Version) -> float:
+def mapped_seconds(version: Version) -> float:
+    """What reading the version's bytes from the arena may take."""
     return float(version.manifest.nbytes / SLOWEST_BYTES_PER_SECOND)
 
 

@@ -32,7 +32,7 @@ from polyreme_trainer.learner.publish import Publisher
 from polyreme_trainer.model.atomic import discard, new_directory
 
 ATTACH_SECONDS = 60.0
-SLOT_SECONDS = 30.0
+SLOT_SECONDS = 3.0
 STATE_SECONDS = 0.5
 
 LAYOUT = plan_manifest([TensorSpec("weight", "U8", (64,))])
@@ -185,9 +185,10 @@ class SimulatedLearner:
         await self._run.emit({"kind": "saved", "iteration": weights.version, "path": str(path), "hf_path": str(path)})
 
     async def _committed(self, version: int) -> bool:
-        """Waits until the run's replicas serve `version`; False when the run drains first."""
+        """Waits until the run's replicas, or one when it has started already, serve `version`; False when the run drains first."""
         rollout = self._config.rollout
-        waiting = asyncio.ensure_future(self._publisher.wait_committed(version, rollout.replicas, rollout.start_timeout))
+        replicas = rollout.replicas if await self._run.check() is RunState.STARTING else 1
+        waiting = asyncio.ensure_future(self._publisher.wait_committed(version, replicas, rollout.start_timeout))
         try:
             while not (await asyncio.wait({waiting}, timeout=STATE_SECONDS))[0]:
                 if await self._draining():

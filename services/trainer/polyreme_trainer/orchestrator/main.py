@@ -65,7 +65,8 @@ async def _orchestrate(run: Run) -> None:
         Fleet(run, log, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security),
         Rewards(run, config.reward),
     )
-    await together([fleet.wait_for(config.rollout.replicas), rewards.wait_for(1)])
+    wanted = config.rollout.replicas if await run.check() is RunState.STARTING else 1  # a run under way goes on with those it has
+    await together([fleet.wait_for(wanted), rewards.wait_for(1)])
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
     maker = GroupMaker(run.run_id, config, template, train.prompts, fleet, rewards, Snapshots(log))
