@@ -91,10 +91,10 @@ class Proxy:
 
 
 @asynccontextmanager
-async def bad_network(host: str, port: int) -> AsyncIterator[Proxy]:
-    """A proxy on a free port (`proxy.port`) in front of `host:port`."""
+async def bad_network(host: str, port: int, address: str = "127.0.0.1") -> AsyncIterator[Proxy]:
+    """A proxy on a free port of `address` (`proxy.port`) in front of `host:port`."""
     proxy = Proxy(host, port)
-    server = await asyncio.start_server(proxy.handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(proxy.handle, address, 0)
     proxy.port = server.sockets[0].getsockname()[1]
     try:
         yield proxy

@@ -23,20 +23,22 @@ def simulation(
     redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     train_seconds: Annotated[float, typer.Option(min=0, help="What the training of an iteration takes.")] = 0.1,
+    weight_bytes: Annotated[int, typer.Option(min=64, help="Of a version.")] = 64,
 ) -> None:
     """Trains nothing: supervises the orchestrator and the simulated learner to the run's end."""
     logs.setup("train")
     log_dir.mkdir(parents=True, exist_ok=True)
     with exit_on_error("train"):
-        asyncio.run(_train(redis, run, log_dir, train_seconds))
+        options = ("--train-seconds", str(train_seconds), "--weight-bytes", str(weight_bytes))
+        asyncio.run(_train(redis, run, log_dir, options))
 
 
-async def _train(redis_url: str, run_id: str | None, log_dir: Path, train_seconds: float) -> None:
+async def _train(redis_url: str, run_id: str | None, log_dir: Path, options: tuple[str, ...]) -> None:
     redis = await connect(redis_url)
     try:
         run = await Run.attach(redis, run_id, _ATTACH_SECONDS)
         config = await run.config()
-        learner = ("-m", "polyreme_trainer.learner.simulated", "--train-seconds", str(train_seconds))
+        learner = ("-m", "polyreme_trainer.learner.simulated", *options)
         await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir, learner)).run()
     finally:
         await redis.aclose()

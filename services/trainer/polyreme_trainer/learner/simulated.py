@@ -75,6 +75,7 @@ class SimulatedLearner:
         self._run, self._config, self._experience = run, config, experience
         self._publisher, self._arena, self._train_seconds = publisher, arena, train_seconds
         self._checkpoints = config.run_dir / "checkpoints"
+        self._layout = plan_manifest([TensorSpec("weight", "U8", (arena.slot_nbytes,))])
 
     async def run(self) -> None:
         """Trains to the last iteration, or until the run drains; what was trained is saved in both cases."""
@@ -142,7 +143,7 @@ class SimulatedLearner:
         self._arena.begin(slot)
         view = self._arena.slot_view(slot)
         tensor_views(LAYOUT, view)["weight"][:] = np.frombuffer(weights.plans + weights.payloads, np.uint8)
-        sealed = seal(LAYOUT.stamped(self._run.run_id, term, weights.version), view)
+        sealed = seal(self._layout.stamped(self._run.run_id, term, weights.version), view)
         return sealed, slot, self._arena.complete(slot, weights.version, term)
 
     async def _report(self, weights: Weights, groups: Sequence[GroupRecord], seconds: dict[str, float]) -> None:
@@ -211,14 +212,14 @@ def newest(checkpoints: Path) -> Weights | None:
     return Weights(state["version"], bytes.fromhex(state["plans"]), bytes.fromhex(state["payloads"]))
 
 
-async def _learn(train_seconds: float) -> None:
+async def _learn(train_seconds: float, weight_bytes: int) -> None:
     url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
     redis = await connect(url)
     try:
         run = await Run.attach(redis, run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)
         term = await experience.take(Role.LEARNER)
-        arena = Arena.create(run_id, LAYOUT.nbytes)
+        arena = Arena.create(run_id, weight_bytes)
         publisher = Publisher(url, run_id, term, arena)
         publisher.start()
         try:
@@ -232,11 +233,12 @@ async def _learn(train_seconds: float) -> None:
 
 def simulated(
     train_seconds: Annotated[float, typer.Option(min=0, help="What the training of an iteration takes.")] = 0.1,
+    weight_bytes: Annotated[int, typer.Option(min=LAYOUT.nbytes, help="Of a version: its digests, and zeros.")] = LAYOUT.nbytes,
 ) -> None:
     """Learns nothing. POLYREME_REDIS and POLYREME_RUN name the run; all else is in its record."""
     logs.setup("learner-0")
     with exit_on_error("learner"):
-        asyncio.run(_learn(train_seconds))
+        asyncio.run(_learn(train_seconds, weight_bytes))
 
 
 if __name__ == "__main__":

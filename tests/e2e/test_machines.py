@@ -1,0 +1,129 @@
+"""Three machines: a trainer with Redis and the reward, and two rollouts that have nothing but Redis's address."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from polyreme.lifecycle import Child
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run
+from polyreme.log.store import _binary, connect
+from support.machines import Machine, Network, missing, network
+from support.proxy import bad_network
+from support.simulated import ROWS, config_tree
+from support.simulated_run import SimulatedRun
+from support.tiny_tokenizer import model_files
+
+VERSION_BYTES = 8 << 20
+DELAY_SECONDS = 0.03
+CUT_SECONDS = 8.0
+ITERATIONS = 100
+
+
+@pytest.fixture
+def net() -> Network:
+    if reason := missing():
+        pytest.skip(f"network namespaces are not to be had: {reason}")
+    with network() as net:
+        yield net
+
+
+class Spread(SimulatedRun):
+    """Its processes on machines."""
+
+    places: dict[str, Machine]
+
+    def start(self, name: str) -> None:
+        environment = {"POLYREME_REDIS": self.redis_url, "POLYREME_RUN": self.run.run_id, "OMP_NUM_THREADS": "1"}
+        command = self.places[name].command((sys.executable, "-m", *self.commands[name]))
+        self.children[name] = Child.spawn(name, command, environment, self.folder / f"{name}.log")
+
+
+@asynccontextmanager
+async def redis_on(machine: Machine, folder: Path) -> AsyncIterator[str]:
+    """A server bound to the machine's address; gives its URL."""
+    (folder / "redis").mkdir()
+    options = {"bind": machine.address, "port": "6379", "protected-mode": "no", "dir": str(folder / "redis"), "save": ""}
+    needed = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+    words = [word for name, value in (options | needed).items() for word in (f"--{name}", value)]
+    child = Child.spawn("redis", machine.command((_binary(), *words)), log_path=folder / "redis.log")
+    try:
+        yield f"redis://{machine.address}:6379"
+    finally:
+        await child.stop(10)
+
+
+async def commits(run: Run) -> dict[str, int]:
+    """The newest version that each replica has."""
+    return {record["replica"]: record["version"] for _, record in await ExperienceLog(run).commits("0", 0)}
+
+
+@pytest.mark.slow
+async def test_a_run_over_three_machines_outlives_a_cut_link(net: Network, run_id: str, tmp_path: Path) -> None:
+    trainer, near, far = (net.add() for _ in range(3))
+    near.shape()
+    far.shape()
+    async with redis_on(trainer, tmp_path) as url, bad_network(far.address, 50077, net.address) as proxy:
+
+        async def delay(_: bytes) -> None:
+            await asyncio.sleep(DELAY_SECONDS)
+
+        proxy.listener = delay
+        redis = await connect(url)
+        config = config_tree(
+            tmp_path, ROWS, iterations=ITERATIONS, max_staleness=1, rollout={"replicas": 2, "start_timeout": 60.0}
+        )
+        run = await Run.create(redis, run_id, config, model_files())
+        rollout = ("polyreme_rollout.simulation", "--step-seconds", "0.002")
+        started = Spread(
+            url,
+            run,
+            tmp_path,
+            {
+                "near": rollout,
+                "far": (*rollout, "--port", "50077", "--advertise", f"{net.address}:{proxy.port}"),
+                "reward": ("polyreme", "reward"),
+                "train": (
+                    *("polyreme_trainer.simulation", "--log-dir", str(tmp_path)),
+                    *("--train-seconds", "0.2", "--weight-bytes", str(VERSION_BYTES)),
+                ),
+            },
+        )
+        started.places = {"near": near, "far": far, "reward": trainer, "train": trainer}
+        try:
+            for name in started.commands:
+                started.start(name)
+
+            async def until(replicas: int, beyond: int) -> dict[str, int]:
+                async with asyncio.timeout(60):
+                    while True:
+                        found = {name: version for name, version in (await commits(run)).items() if version > beyond}
+                        if len(found) >= replicas:
+                            return found
+                        assert started.children["train"].poll() is None, started.logs()
+                        await asyncio.sleep(0.05)
+
+            there = await until(2, 4)
+            near.cut()
+            await asyncio.sleep(CUT_SECONDS)
+            alone = await until(1, max(there.values()) + 3)  # the run went on
+            near.heal()
+            await until(2, max(alone.values()))
+            assert await started.ended(120) == ("done", ""), started.logs()
+            assert (await ExperienceLog(run).audit()).clean
+            assert [record["iteration"] for record in await started.records("iteration")] == [*range(1, ITERATIONS + 1)]
+            assert {record["path"] for record in await started.records("commit")} == {"stream"}
+            notices = [record["text"] for record in await started.records("notice")]
+            assert sum("gets them by stream" in text for text in notices) >= 2, notices
+            assert any(f"at {near.address}:" in text for text in notices), notices
+            assert any(f"at {net.address}:{proxy.port} joined" in text for text in notices), notices
+        except TimeoutError:
+            raise AssertionError(started.logs()) from None
+        finally:
+            near.heal()
+            await asyncio.gather(*(child.stop(10.0) for child in started.children.values()))
+            await redis.aclose()

@@ -1,0 +1,117 @@
+"""Network namespaces as machines: each has an address, a loopback and a /dev/shm of its own; their links are shaped and cut.
+
+Kept here: nothing of it outlives the block, and nothing outside the namespaces changes but one interface with a name of our own.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+NETWORK = "10.213.77"  # a private one; the route to it is on our interface alone
+RATE = "2500mbit"
+_SHAPER = ("burst", "1mb", "latency", "50ms")
+
+
+@dataclass
+class Machine:
+    """A namespace with one link, `eth0`, to the switch, whose end is `port`."""
+
+    name: str
+    address: str
+    switch: str
+    port: str
+
+    def command(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """`argv` on this machine."""
+        inner = f"mount -t tmpfs -o mode=1777 tmpfs /dev/shm && exec {shlex.join(argv)}"
+        return (*_inside(self.name), "unshare", "-m", "sh", "-c", inner)
+
+    def shape(self, rate: str = RATE) -> None:
+        """Bounds what the link carries, each way."""
+        for name, device in ((self.name, "eth0"), (self.switch, self.port)):
+            _run(*_inside(name), "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *_SHAPER)
+
+    def cut(self) -> None:
+        """Packets are dropped, either way, and nobody is told."""
+        _run(*_inside(self.name), "iptables", "-I", "INPUT", "-i", "eth0", "-j", "DROP")
+        _run(*_inside(self.name), "iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
+
+    def heal(self) -> None:
+        _run(*_inside(self.name), "iptables", "-F")
+
+
+@dataclass
+class Network:
+    """Machines on one switch, a namespace with a bridge; this process is on it too, at `address`."""
+
+    switch: str
+    address: str = f"{NETWORK}.254"
+    machines: list[Machine] = field(default_factory=list)
+
+    def add(self) -> Machine:
+        number = len(self.machines) + 1
+        machine = Machine(f"{self.switch}m{number}", f"{NETWORK}.{number}", self.switch, f"port{number}")
+        self.machines.append(machine)
+        _run("ip", "netns", "add", machine.name)
+        _plug(self.switch, machine.port, "eth0", machine.name)
+        inside = ("ip", "-n", machine.name)
+        _run(*inside, "addr", "add", f"{machine.address}/24", "dev", "eth0")
+        _run(*inside, "link", "set", "eth0", "up")
+        _run(*inside, "link", "set", "lo", "up")
+        return machine
+
+
+@contextmanager
+def network() -> Iterator[Network]:
+    """A switch, and whatever machines are added to it; all gone behind the block. One at a time on a host: addresses are fixed."""
+    net = Network(f"ply{uuid.uuid4().hex[:6]}")
+    try:
+        _run("ip", "netns", "add", net.switch)
+        _run("ip", "-n", net.switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", net.switch, "link", "set", "bridge", "up")
+        _plug(net.switch, "port0", net.switch, None)
+        _run("ip", "addr", "add", f"{net.address}/24", "dev", net.switch)
+        _run("ip", "link", "set", net.switch, "up")
+        yield net
+    finally:
+        for name in (*(machine.name for machine in net.machines), net.switch):  # a veth goes with either of its ends
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def missing() -> str:
+    """Why there can be no such machines here; empty: there can."""
+    tools = [tool for tool in ("ip", "tc", "iptables", "unshare") if shutil.which(tool) is None]
+    if tools:
+        return f"needs the commands {', '.join(tools)}"
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root on Linux"
+    try:
+        with network() as net:
+            machine = net.add()
+            machine.shape()
+            machine.cut()
+            _run(*machine.command(["true"]))
+    except subprocess.CalledProcessError as error:
+        return f"the kernel or its guard refuses `{shlex.join(error.cmd)}`: {error.stderr.strip()}"
+    return ""
+
+
+def _inside(namespace: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", namespace)
+
+
+def _plug(switch: str, port: str, device: str, namespace: str | None) -> None:
+    """A cable from the switch's bridge to `device`, which is in `namespace` (None: this process's)."""
+    place = ("netns", namespace or str(os.getpid()))
+    _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", device, *place)
+    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+
+
+def _run(*argv: str) -> None:
+    subprocess.run(argv, check=True, capture_output=True, text=True, timeout=20)
