@@ -130,9 +130,11 @@ class Orchestrator:
                 await _notice(self._run, f"took over {len(self._tasks)} groups in flight")
             signals: set[str] = set(_RELEVANT)
             while (await self._run.check()) is RunState.RUNNING:
-                if not signals or signals & {"lease", "commit", "version"}:
+                if not signals or signals & {"lease", "version"}:
                     await self._fleet.refresh()
                     await self._rewards.refresh()
+                elif "commit" in signals:  # as many as there are replicas come with every version
+                    await self._fleet.take_commits()
                 if not signals or "expire" in signals:
                     await self._replace_expired(group)
                 if not signals or "plan" in signals:
