@@ -5,11 +5,9 @@ With a SecurityConfig, nothing but health is answered without the token.
 """
 
 import os
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors already say
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -99,16 +97,6 @@ async def serve(
     finally:
         await servicer.enter_graceful_shutdown()
         await server.stop(grace)
-
-
-def advertised(host: str, redis_url: str) -> str:
-    """The address that others reach a server at which is bound to `host`: of a wildcard, the interface that leads to Redis."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    redis = urlsplit(redis_url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((redis.hostname or "127.0.0.1", redis.port or 6379))  # of a datagram socket: sends nothing
-        return str(probe.getsockname()[0])
 
 
 def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:

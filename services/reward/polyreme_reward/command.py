@@ -64,14 +64,15 @@ async def _serve(redis: str | None, run_id: str | None, path: Path | None, place
         async with serve(load_reward_config(path), *place) as addresses:
             await _until(stop, addresses.grpc, addresses.url)
         return
-    from polyreme import rpc
     from polyreme.log.run import Run
     from polyreme.log.store import connect
+    from polyreme.registry import WILDCARDS, address_towards
 
     client = await connect(str(redis))
     try:
         run = await Run.attach(client, run_id, wait, ended=False)
-        settings, name = (await run.config()).reward, rpc.advertised(place.host, str(redis))
+        settings = (await run.config()).reward
+        name = address_towards(str(redis)) if place.host in WILDCARDS else place.host
         following = run.telling(stop) if run_id is None else nullcontext()
         async with serve(settings, *place, run, name) as addresses, following:
             await _until(stop, addresses.grpc, addresses.url)

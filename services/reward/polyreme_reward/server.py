@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from polyreme import API_VERSION, rpc
 from polyreme.config import RewardConfig
 from polyreme.log.run import Run
-from polyreme.registry import Lease, Registry
+from polyreme.registry import WILDCARDS, Lease, Registry
 from polyreme_reward.build import open_rewards
 from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app
@@ -65,7 +65,7 @@ async def serve(
         server = await stack.enter_async_context(
             rpc.serve(host, port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
         )
-        name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
+        name = name or (socket.gethostname() if host in WILDCARDS else host)
         scheme = "https" if config.security and config.security.certificate else "http"
         addresses = Addresses(f"{name}:{server.port}", f"{name}:{http}", f"{scheme}://{name}:{http}/")
         await server.set_ready(True)

@@ -27,6 +27,7 @@ def rollout(
     ] = None,
 ) -> None:
     """Serves a run's policy: vLLM behind gRPC and HTTP. It needs no copy of the model."""
-    from polyreme_rollout.replica import Place, address_towards, serve_replica
+    from polyreme.registry import address_towards
+    from polyreme_rollout.replica import Place, serve_replica
 
     serve_replica(redis, run, Place(host or address_towards(redis), port, http_port, advertise), wait)

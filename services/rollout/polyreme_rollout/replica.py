@@ -7,17 +7,14 @@ the process ends, its engine's processes and files end with it.
 import asyncio
 import os
 import signal
-import socket
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from polyreme import logs
 from polyreme.config import RunConfig
-from polyreme.errors import ConfigError
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme_rollout.scratch import scratch_directory
@@ -45,19 +42,6 @@ class Orders:
     model_fingerprint: str
     newest: bool = False
     """Whether it serves whichever run is the newest, and ends when this one no longer is: its owner starts it anew."""
-
-
-def address_towards(redis_url: str) -> str:
-    """This machine's address on the way to Redis: 127.0.0.1 on Redis's own. Raises ConfigError: there is no way."""
-    redis = urlsplit(redis_url)
-    host, port = redis.hostname or "127.0.0.1", redis.port or 6379
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # of a datagram socket: sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"a way to Redis at {host}", error.strerror or str(error), "Check --redis.") from None
 
 
 def serve_replica(redis_url: str, run_id: str | None, place: Place, wait: float = FIND_RUN_SECONDS) -> None:

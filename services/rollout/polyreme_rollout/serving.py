@@ -16,10 +16,10 @@ from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from polyreme.errors import UnavailableError
 from polyreme.log.run import Run
 from polyreme.log.store import connect
-from polyreme.registry import Lease, LeaseKeeper, Registry
+from polyreme.registry import WILDCARDS, Lease, LeaseKeeper, Registry, address_towards
 from polyreme_rollout import http
 from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.replica import Orders, Place, address_towards
+from polyreme_rollout.replica import Orders, Place
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.swap import Swapper
@@ -63,7 +63,9 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
 
     try:
         async with AsyncExitStack() as servers:
-            server = await servers.enter_async_context(rpc.serve(place.host, place.port, add, _SERVICES, security=orders.config.security))
+            server = await servers.enter_async_context(
+                rpc.serve(place.host, place.port, add, _SERVICES, security=orders.config.security)
+            )
             address, http_address = _advertised(place, server.port, redis_url), ""
             if place.http_port is not None:
                 app = http.make_app(
@@ -106,5 +108,4 @@ def _advertised(place: Place, port: int, redis_url: str) -> str:
     """host:port at which others reach what is served at `port`."""
     if place.advertise and ":" in place.advertise:
         return place.advertise
-    wildcard = place.host in ("0.0.0.0", "::")
-    return f"{place.advertise or (address_towards(redis_url) if wildcard else place.host)}:{port}"
+    return f"{place.advertise or (address_towards(redis_url) if place.host in WILDCARDS else place.host)}:{port}"

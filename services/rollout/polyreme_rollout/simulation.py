@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from polyreme import lifecycle, logs
+from polyreme.registry import address_towards
 from polyreme_rollout.engine.simulated import Lengths, SimulatedEngine
-from polyreme_rollout.replica import Orders, Place, address_towards, fetch_orders
+from polyreme_rollout.replica import Orders, Place, fetch_orders
 from polyreme_rollout.serving import serve
 
 WEIGHT_NAMES = frozenset({"weight"})
