@@ -3,7 +3,11 @@
 Both read the same Progress and change nothing.
 """
 
+import os
+import sys
+import termios
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -78,11 +82,13 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
 
     def __enter__(self) -> "LiveView":
+        _echo_keys(False)  # a ^C or a line feed in the view would move it
         self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._live.stop()
+        _echo_keys(True)
 
     def status(self, text: str) -> None:
         self._status = text
@@ -94,6 +100,16 @@ class LiveView:
 
     def _render(self) -> RenderableType:
         return render(self._config, self._progress, self._status, self._console.size)
+
+
+def _echo_keys(on: bool) -> None:
+    with suppress(OSError, ValueError, termios.error):  # no terminal, or none any more
+        terminal = sys.stdin.fileno()
+        if os.tcgetpgrp(terminal) != os.getpgrp():
+            return  # in the background it is not ours to set
+        modes = termios.tcgetattr(terminal)
+        modes[3] = modes[3] | termios.ECHO if on else modes[3] & ~termios.ECHO
+        termios.tcsetattr(terminal, termios.TCSANOW, modes)
 
 
 def plain_line(record: Record, progress: Progress, iterations: int) -> str | None:
@@ -190,9 +206,10 @@ def _accuracy_lines(progress: Progress) -> list[str]:
     if not (progress.evaluations or progress.failed_evaluations):
         return []
     first = "unknown" if before is None else f"{before:.3f}"
-    if after is None:
-        why = progress.failed_evaluations.get(trained, "the run was stopped first")
+    if after is None and (why := progress.failed_evaluations.get(trained)):
         return [f"accuracy {first} before; UNKNOWN after {trained} iterations, since version {trained} was not evaluated: {why}"]
+    if after is None:
+        return [f"accuracy {first} before; the run was stopped after {trained} iterations, before its last evaluation"]
     lines = [f"accuracy {first} before, {after:.3f} after {len(progress.iterations)} iterations"]
     for example in progress.evaluations[trained].get("examples", ())[:5]:
         prompt, response, label = (_short(str(example[key])) for key in ("prompt", "response", "label"))
@@ -221,7 +238,7 @@ def _table(progress: Progress, rows: int, width: int) -> Table:
                 "tokens/s": f"{record['tokens_per_second']:,.0f}",
                 "seconds": f"{record['time/iteration']:.2f}",
                 shares: _shares(record, progress, names=False),
-                "staleness": "/".join(map(str, record.get("staleness/samples", ()))),
+                "staleness": _staleness(record).split()[-1] if _staleness(record) else "",
                 "mismatch": "" if mismatch is None else f"{mismatch:.1e}",
             }
         )

@@ -95,7 +95,7 @@ def test_a_version_that_was_not_evaluated_is_no_result(config: RunConfig) -> Non
     progress.add(evaluation(2, 0.9))
     assert "0.300 before, 0.900 after" in live.report(config, progress, config.run_dir)[0]
     stopped = live.report(config, told(evaluation(0, 0.3), iteration(1)), config.run_dir)[0]
-    assert "UNKNOWN after 1 iterations" in stopped and "stopped first" in stopped
+    assert "0.300 before; the run was stopped after 1 iterations" in stopped
 
 
 def test_sample_answers_are_one_line_each(config: RunConfig) -> None:
