@@ -5,13 +5,16 @@ Each test prints its seed and schedule; POLYREME_FAULT_SEED=N repeats one.
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.faults import MODULES, Storm, schedule, storm, table, verdict
+from support.faults import Storm, schedule, table
 from support.nursery import Nursery
+from support.storms import MODULES, real_storm, simulated_storm, start_supervisor, verdict, weights_verdict
+from support.storms import MODULES, real_storm, start_supervisor, verdict, weights_verdict
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
 TRAIN_SECONDS = 0.03
@@ -23,20 +26,19 @@ def seed_of(default: int) -> int:
 
 async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervised: bool, pace: float, **kind: Any) -> Storm:
     """A run under `count` faults, fewer when it is done before, and then in peace to its end."""
-    iterations = max(8, int(0.4 * count))
+    iterations = max(8, int(0.55 * count))
     victims = (*DIRECT, "supervisor") if supervised else DIRECT
     faults = schedule(seed, count, 3, victims, pace)
     print(f"seed {seed}:", *faults, sep="\n  ")
-    async with storm(
-        nursery, folder, seed, iterations=iterations, supervised=supervised, train_seconds=TRAIN_SECONDS, **kind
-    ) as s:
+    fixed = {"iterations": iterations, "supervised": supervised, "train_seconds": TRAIN_SECONDS}
+    async with simulated_storm(nursery, folder, seed, **fixed, **kind) as s:
         await s.rage(faults)
         await s.calm()
         if not supervised:
             await s.end("orchestrator")
             await s.end("learner")
-            await s.start_supervisor(TRAIN_SECONDS)
-        wrong = await verdict(s, await s.wait(180.0), iterations)
+            await start_supervisor(s, TRAIN_SECONDS)
+        wrong = await verdict(s, await s.wait(180.0), iterations) + await weights_verdict(s, iterations)
         assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
     return s
 
@@ -78,3 +80,26 @@ async def test_a_storm_of_faults_around_a_supervisor(tmp_path: Path, staleness: 
 async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
     """Groups take seconds, so that takeovers go on from drafts."""
     await endure_all(tmp_path, seed_of(200), 60, 60, supervised=False, pace=0.6, step_seconds=0.1, max_staleness=1)
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.timeout(1500)
+async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
+    """vLLM, megatron-core on two tensor ranks, and all the rest. A killed learner must train to the same numbers again."""
+    seed, iterations = seed_of(300), 40
+    faults = schedule(seed, 32, 1, (*DIRECT, "supervisor"), pace=4.0)
+    faults = [replace(fault, action="kill" if fault.action in ("usurp", "cut") else fault.action) for fault in faults]
+    print(f"seed {seed}:", *faults, sep="\n  ")
+    nursery = await Nursery.open(MODULES)
+    try:
+        async with real_storm(nursery, tmp_path / "real", seed, iterations) as s:
+            await s.running(300.0)
+            done = await s.rage(faults)
+            await s.calm()
+            wrong = await verdict(s, await s.wait(400.0), iterations)
+            print(table([s]))
+            assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
+            assert done >= 30
+    finally:
+        await nursery.close()

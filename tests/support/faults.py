@@ -11,11 +11,11 @@ import os
 import random
 import re
 import signal
-import socket
+import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,45 +24,19 @@ from urllib.parse import urlsplit
 import psutil
 
 from polyreme.errors import PolyremeError, StaleTermError
+from polyreme.lifecycle import Child
 from polyreme.log.audit import Snapshot
-from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run, RunState
 from polyreme.log.scripts import _text
-from polyreme.log.store import EmbeddedServer, connect
+from polyreme.log.store import EmbeddedServer
 from polyreme.supervision import last_error
-from polyreme_trainer.learner.simulated import after_plan, newest
 from support.nursery import Born, Nursery
 from support.proxy import Proxy, bad_network
-from support.simulated import ROWS, config_tree
-from support.tiny_tokenizer import model_files
 
-MODULES = (
-    "polyreme.cli",
-    "polyreme_reward.command",
-    "polyreme_reward.server",
-    "polyreme_rollout.simulation",
-    "polyreme_trainer.learner.simulated",
-    "polyreme_trainer.orchestrator.main",
-    "polyreme_trainer.simulation",
-)
 PATIENCE = 3.0
 """Seconds to wait for a phase, or for a process that is down."""
 STALL = 120.0
 """Seconds without a new sample after which the run counts as stuck."""
-
-REWARD = '''
-import os, socket, time
-
-def reward(response, label):
-    """1 for the right answer; it tells the driver that scoring goes on."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
-        try:
-            wire.sendto(b"score", {path!r})
-        except OSError:
-            pass  # the driver has ended
-    time.sleep(0.005)
-    return float(label in response)
-'''
 
 
 def _sha(script: str) -> bytes:
@@ -149,7 +123,10 @@ def schedule(seed: int, count: int, replicas: int, victims: Sequence[str], pace:
 
 @dataclass
 class Part:
-    """One process of the run, with a way to Redis of its own. It is started again when it ends."""
+    """One process of the run, with a way to Redis of its own. It is started again when it ends.
+
+    `forked`: from the nursery; else it is a new interpreter, as what forks or imports torch must be.
+    """
 
     name: str
     module: str
@@ -157,6 +134,7 @@ class Part:
     proxy: Proxy
     log: Path
     born: Born | None = None
+    forked: bool = True
     pause: float = 0.0
     ends: Counter[str] = field(default_factory=Counter)
 
@@ -173,7 +151,7 @@ class Storm:
     def __init__(
         self, run: Run, folder: Path, nursery: Nursery, server: EmbeddedServer, rng: random.Random, proxies: AsyncExitStack
     ) -> None:
-        self.run, self.folder, self._nursery, self._server, self._rng = run, folder, nursery, server, rng
+        self.run, self.folder, self.nursery, self._server, self._rng = run, folder, nursery, server, rng
         self._proxies = proxies
         self.parts: dict[str, Part] = {}
         self.done: Counter[tuple[str, str]] = Counter()
@@ -184,21 +162,22 @@ class Storm:
         self._waiting: list[tuple[str, str, float]] = []
         self._armed: tuple[Fault, asyncio.Event] | None = None
         self._background: set[asyncio.Task[None]] = set()
+        self._mending: set[asyncio.Task[None]] = set()
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._append = re.compile(re.escape(_sha("append")))
         self.appends = 0
         self.last_append = time.monotonic()
         self._redis_busy = asyncio.Lock()
         self._began = time.monotonic()
-        self._watcher = self.later(self.watch())
+        self.later(self.watch())
 
     # -- processes
 
-    async def start(self, name: str, module: str, *arguments: str) -> None:
+    async def start(self, name: str, module: str, *arguments: str, forked: bool = True) -> None:
         """Starts `python -m module arguments`, and again whenever it ends badly."""
         proxy = await self._proxies.enter_async_context(bad_network("127.0.0.1", urlsplit(self._server.url).port or 0))
         proxy.listener = lambda data: self._heard(name, data)
-        part = self.parts[name] = Part(name, module, arguments, proxy, self.folder / f"{name}.log")
+        part = self.parts[name] = Part(name, module, arguments, proxy, self.folder / f"{name}.log", forked=forked)
         part.born = await self._spawn(part)
         self._keepers[name] = asyncio.create_task(self._keep(part))
 
@@ -213,14 +192,20 @@ class Storm:
         part.born.signal(signal.SIGKILL)
         await part.born.over.wait()
 
-    async def start_supervisor(self, train_seconds: float) -> None:
-        training = ("--log-dir", str(self.folder), "--train-seconds", str(train_seconds))
-        await self.start("supervisor", "polyreme_trainer.simulation", *training)
-
     async def _spawn(self, part: Part) -> Born:
         url = f"redis://127.0.0.1:{part.proxy.port}/0"
         environment = {"POLYREME_REDIS": url, "POLYREME_RUN": self.run.run_id}
-        return await self._nursery.spawn(part.module, part.arguments, environment, part.log)
+        if part.forked:
+            return await self.nursery.spawn(part.module, part.arguments, environment, part.log)
+        child = Child.spawn(part.name, (sys.executable, "-m", part.module, *part.arguments), environment, part.log)
+        born = Born(child.pid)
+
+        async def reap() -> None:
+            born.status = await child.wait()
+            born.over.set()
+
+        self.later(reap())
+        return born
 
     async def _keep(self, part: Part) -> None:
         while True:
@@ -231,6 +216,8 @@ class Storm:
                 continue
             if born.status == 0:
                 return
+            if not part.forked:
+                born.end_group()
             if born.status != -signal.SIGKILL:
                 self._note(f"{part.name} ended with {born.status}: {self._last_words(part)}")
                 part.ends[f"{born.status}"] += 1
@@ -286,7 +273,7 @@ class Storm:
             await asyncio.sleep(delay)
             await self._strike(fault)
 
-        self.later(strike())
+        self._mend(strike())
 
     def later(self, work: Any) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
@@ -294,8 +281,12 @@ class Storm:
         task.add_done_callback(self._ended)
         return task
 
+    def _mend(self, work: Any) -> None:
+        self._mending.add(self.later(work))
+
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._background.discard(task)
+        self._mending.discard(task)
         if not task.cancelled() and (error := task.exception()):
             self.problems.append(f"the driver failed: {error!r}")
 
@@ -373,7 +364,7 @@ class Storm:
         self.done[kind, phase or fault.phase] += 1
         self._waiting.append((kind, fault.action, time.monotonic()))
         if fault.victim == "redis":
-            self.later(self._strike_redis(fault))
+            self._mend(self._strike_redis(fault))
             if fault.action == "kill":
                 os.kill(self._server.pid, signal.SIGKILL)
             return
@@ -387,12 +378,12 @@ class Storm:
                 os.kill(pid, signal.SIGKILL)
             case "stop":
                 os.kill(pid, signal.SIGSTOP)
-                self.later(self._continue(pid, fault.seconds))
+                self._mend(self._continue(pid, fault.seconds))
             case "cut":
                 part.proxy.hold() if self._rng.random() < 0.5 else part.proxy.refuse()
-                self.later(self._heal(part, fault.seconds))
+                self._mend(self._heal(part, fault.seconds))
             case "usurp":
-                self.later(self._usurp(part, fault.seconds))
+                self._mend(self._usurp(part, fault.seconds))
 
     async def _strike_redis(self, fault: Fault) -> None:
         async with self._redis_busy:
@@ -437,9 +428,15 @@ class Storm:
             if old.status not in (StaleTermError.exit_code, -signal.SIGKILL, 0):
                 self._note(f"{part.name}, taken over, ended with {old.status}: {self._last_words(part)}")
 
+    async def running(self, seconds: float) -> None:
+        """Waits until samples come."""
+        async with asyncio.timeout(seconds):
+            while not self.appends:  # noqa: ASYNC110 (it is seen on the wire)
+                await asyncio.sleep(0.1)
+
     async def calm(self) -> None:
         """Everything that was broken is whole again; processes that were killed come back."""
-        while tasks := self._background - {self._watcher}:
+        while tasks := set(self._mending):
             await asyncio.wait(tasks)
         self._armed = None
         for part in self.parts.values():
@@ -460,110 +457,9 @@ class Storm:
         for task in (*self._background, *self._keepers.values()):
             task.cancel()
         await asyncio.gather(*self._background, *self._keepers.values(), return_exceptions=True)
-
-
-def _prepare(folder: Path) -> str:
-    """Makes the run's folder and its reward. Returns the path that the reward tells its calls to."""
-    folder.mkdir(parents=True)
-    wire = str(folder / "wire")
-    (folder / "telling.py").write_text(REWARD.format(path=wire))
-    return wire
-
-
-@asynccontextmanager
-async def storm(
-    nursery: Nursery,
-    folder: Path,
-    seed: int,
-    *,
-    iterations: int,
-    supervised: bool,
-    replicas: int = 3,
-    step_seconds: float = 0.003,
-    train_seconds: float = 0.03,
-    **sections: Any,
-) -> AsyncIterator[Storm]:
-    """A simulated run under way.
-
-    Args:
-        supervised: whether a supervisor keeps orchestrator and learner, or the driver itself.
-    """
-    wire_path = _prepare(folder)
-    sections = {
-        "iterations": iterations,
-        "rollout": {"start_timeout": 90.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
-        "reward": {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 60.0},
-        **sections,
-        "trainer": {"save_interval": 3, "max_restarts": 1000, **sections.get("trainer", {})},
-    }
-    config = config_tree(folder, ROWS, **sections)
-    rng = random.Random(seed)
-    async with AsyncExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer.start(folder / "redis"))
-        redis = await connect(server.url)
-        stack.push_async_callback(redis.aclose)
-        run = await Run.create(redis, f"storm-{seed}-{os.urandom(3).hex()}", config, model_files())
-        storm = Storm(run, folder, nursery, server, rng, stack)
-        stack.push_async_callback(storm.close)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
-            wire.bind(wire_path)
-            wire.setblocking(False)
-            loop = asyncio.get_running_loop()
-
-            def scored() -> None:
-                with suppress(BlockingIOError):
-                    while wire.recv(16):
-                        storm.scored()
-
-            loop.add_reader(wire, scored)
-            stack.callback(loop.remove_reader, wire)
-
-            for place in range(replicas):
-                await storm.start(f"rollout-{place}", "polyreme_rollout.simulation", "--step-seconds", str(step_seconds))
-            await storm.start("reward", "polyreme", "reward")
-            if supervised:
-                await storm.start_supervisor(train_seconds)
-            else:
-                await storm.start("learner", "polyreme_trainer.learner.simulated", "--train-seconds", str(train_seconds))
-                await storm.start("orchestrator", "polyreme_trainer.orchestrator")
-            try:
-                yield storm
-            finally:
-                await storm.close()
-                for each in storm.parts.values():
-                    if each.born is not None:
-                        each.born.end_group()
-
-
-async def verdict(storm: Storm, state: RunState, iterations: int) -> list[str]:
-    """What is wrong with a run that has ended: nothing may be."""
-    wrong, log = list(storm.problems), ExperienceLog(storm.run)
-    if state is not RunState.DONE:
-        wrong.append(f"the run is {state}")
-    audit = await log.audit()
-    if not audit.clean:
-        wrong.append(f"the log is not whole: {audit}")
-    chain = bytes(32)
-    for iteration in range(1, iterations + 1):
-        plan = await log.find_plan(iteration)
-        if plan is None:
-            return [*wrong, f"there is no plan {iteration}"]
-        chain = after_plan(chain, plan)
-    last = newest(storm.folder / "run" / "checkpoints")
-    if last is None or (last.version, last.plans) != (iterations, chain):
-        wrong.append(f"the last checkpoint was not trained on plans 1 to {iterations}, each once and in order: {last}")
-    weights: dict[int, set[str]] = defaultdict(set)
-    seen = "0"
-    while batch := await storm.run.records(seen, 0):
-        seen = batch[-1][0]
-        for record in (record for _, record in batch if record["kind"] == "iteration"):
-            weights[record["iteration"]].add(record["weights"])
-    wrong += [f"iteration {i} was trained to different weights" for i, digests in weights.items() if len(digests) > 1]
-    if last is not None and weights[iterations] != {(last.plans + last.payloads).hex()}:
-        wrong.append("the last checkpoint does not hold the last iteration's weights")
-    if audit.counts["failed"]:
-        wrong.append(f"{audit.counts['failed']} groups failed")
-    return wrong
+        for part in self.parts.values():
+            if part.born is not None:
+                part.born.end_group()
 
 
 def table(storms: Sequence[Storm]) -> str:

@@ -1,0 +1,200 @@
+"""Runs for a storm of faults to rage over, and what is to be said of them afterwards."""
+
+import asyncio
+import os
+import random
+import socket
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from polyreme.config import RunConfig, load_config
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run, RunState
+from polyreme.log.store import EmbeddedServer, connect
+from polyreme.rundir import read_model_files
+from polyreme_trainer.learner.simulated import after_plan, newest
+from support.faults import Storm
+from support.nursery import Nursery
+from support.simulated import ROWS, config_tree
+from support.tiny_tokenizer import model_files
+from support.whole_run import make_task
+
+MODULES = (
+    "polyreme.cli",
+    "polyreme_reward.command",
+    "polyreme_reward.server",
+    "polyreme_rollout.simulation",
+    "polyreme_trainer.learner.simulated",
+    "polyreme_trainer.orchestrator.main",
+    "polyreme_trainer.simulation",
+)
+SAME_IN_A_REPLAY = ("weights", "loss/policy", "grad_norm", "reward/mean", "mismatch_kl", "tokens/generated")
+
+REWARD = '''
+import os, socket, time
+
+def reward(response, label):
+    """1 for the right answer; it tells the driver that scoring goes on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
+        try:
+            wire.sendto(b"score", {path!r})
+        except OSError:
+            pass  # the driver has ended
+    time.sleep(0.005)
+    return float(label in response)
+'''
+
+
+@asynccontextmanager
+async def _ground(nursery: Nursery, folder: Path, seed: int, config: RunConfig, files: dict[str, bytes]) -> AsyncIterator[Storm]:
+    """A run in a Redis of its own, without processes yet. Rewards tell the driver of their calls at FOLDER/wire."""
+    async with AsyncExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer.start(folder / "redis"))
+        redis = await connect(server.url)
+        stack.push_async_callback(redis.aclose)
+        run = await Run.create(redis, f"storm-{seed}-{os.urandom(3).hex()}", config, files)
+        storm = Storm(run, folder, nursery, server, random.Random(seed), stack)
+        wire = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        wire.bind(str(folder / "wire"))
+        wire.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        def scored() -> None:
+            with suppress(BlockingIOError):
+                while wire.recv(16):
+                    storm.scored()
+
+        loop.add_reader(wire, scored)
+        stack.callback(loop.remove_reader, wire)
+        try:
+            yield storm
+        finally:
+            await storm.close()
+
+
+def _telling_reward(folder: Path) -> dict[str, Any]:
+    """Writes the reward into a new folder, and gives its configuration."""
+    folder.mkdir(parents=True)
+    (folder / "telling.py").write_text(REWARD.format(path=str(folder / "wire")))
+    return {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 60.0}
+
+
+@asynccontextmanager
+async def simulated_storm(
+    nursery: Nursery,
+    folder: Path,
+    seed: int,
+    *,
+    iterations: int,
+    supervised: bool,
+    step_seconds: float = 0.003,
+    train_seconds: float = 0.03,
+    **sections: Any,
+) -> AsyncIterator[Storm]:
+    """A run with three simulated replicas under way.
+
+    Args:
+        supervised: whether a supervisor keeps orchestrator and learner, or the driver itself.
+        sections: of the configuration: see `config_tree`.
+    """
+    sections = {
+        "iterations": iterations,
+        "rollout": {"start_timeout": 90.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
+        "reward": _telling_reward(folder),
+        "trainer": {"save_interval": 3, "max_restarts": 1000},
+        **sections,
+    }
+    async with _ground(nursery, folder, seed, config_tree(folder, ROWS, **sections), model_files()) as storm:
+        for place in range(3):
+            await storm.start(f"rollout-{place}", "polyreme_rollout.simulation", "--step-seconds", str(step_seconds))
+        await storm.start("reward", "polyreme", "reward")
+        if supervised:
+            await start_supervisor(storm, train_seconds)
+        else:
+            await storm.start("learner", "polyreme_trainer.learner.simulated", "--train-seconds", str(train_seconds))
+            await storm.start("orchestrator", "polyreme_trainer.orchestrator")
+        yield storm
+
+
+async def start_supervisor(storm: Storm, train_seconds: float) -> None:
+    """From now on a supervisor keeps orchestrator and simulated learner."""
+    options = ("--log-dir", str(storm.folder), "--train-seconds", str(train_seconds))
+    await storm.start("supervisor", "polyreme_trainer.simulation", *options)
+
+
+def _real_task(folder: Path, iterations: int) -> Path:
+    """Makes the run's folders and files. Returns its configuration's path."""
+    reward = _telling_reward(folder)
+    path = make_task(folder)
+    tree = yaml.safe_load(path.read_text())
+    tree |= {"name": "storm", "iterations": iterations, "groups_per_iteration": 4, "reward": reward}
+    tree["data"].pop("eval")
+    tree["rollout"] |= {"start_timeout": 240.0, "chunk_timeout": 10.0}
+    tree["trainer"] |= {"save_interval": 2, "max_restarts": 1000}
+    tree["trainer"]["sft"][0]["steps"] = 20
+    path.write_text(yaml.safe_dump(tree))
+    load_config(path).run_dir.mkdir(parents=True)
+    return path
+
+
+@asynccontextmanager
+async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int) -> AsyncIterator[Storm]:
+    """A run of vLLM and megatron-core (tensor parallel 2) under way, with `polyreme train`."""
+    path = _real_task(folder, iterations)
+    config = load_config(path)
+    async with _ground(nursery, folder, seed, config, read_model_files(config.model.path)) as storm:
+        run = ("--run", storm.run.run_id, "--log-dir", str(folder))
+        await storm.start("rollout-0", "polyreme", "rollout", forked=False)
+        await storm.start("reward", "polyreme", "reward")
+        await storm.start("supervisor", "polyreme", "train", str(path), *run, forked=False)
+        yield storm
+
+
+async def verdict(storm: Storm, state: RunState, iterations: int) -> list[str]:
+    """What is wrong with a run that has ended: nothing may be."""
+    wrong, log = list(storm.problems), ExperienceLog(storm.run)
+    if state is not RunState.DONE:
+        wrong.append(f"the run is {state}")
+    audit = await log.audit()
+    if not audit.clean:
+        wrong.append(f"the log is not whole: {audit}")
+    if audit.counts["failed"]:
+        wrong.append(f"{audit.counts['failed']} groups failed")
+    if missing := [i for i in range(1, iterations + 1) if await log.find_plan(i) is None]:
+        wrong.append(f"there are no plans {missing}")
+    trained: dict[int, set[tuple[Any, ...]]] = defaultdict(set)
+    for record in await records(storm.run, "iteration"):
+        trained[record["iteration"]].add(tuple(record.get(name) for name in SAME_IN_A_REPLAY))
+    wrong += [f"iteration {i} was not trained alike every time: {found}" for i, found in trained.items() if len(found) > 1]
+    if sorted(trained) != list(range(1, iterations + 1)):
+        wrong.append(f"iterations {sorted(trained)} are on record")
+    return wrong
+
+
+async def weights_verdict(storm: Storm, iterations: int) -> list[str]:
+    """What is wrong with the last weights of a simulated learner, which prove what it was trained on."""
+    log, chain = ExperienceLog(storm.run), bytes(32)
+    for iteration in range(1, iterations + 1):
+        plan = await log.find_plan(iteration)
+        chain = after_plan(chain, plan) if plan else b""
+    last = newest(storm.folder / "run" / "checkpoints")
+    if last is None or (last.version, last.plans) != (iterations, chain):
+        return [f"the last checkpoint was not trained on plans 1 to {iterations}, each once and in order: {last}"]
+    told = {record["weights"] for record in await records(storm.run, "iteration") if record["iteration"] == iterations}
+    return (
+        [] if told == {(last.plans + last.payloads).hex()} else ["the last checkpoint does not hold the last iteration's weights"]
+    )
+
+
+async def records(run: Run, kind: str) -> list[dict[str, Any]]:
+    """The run's records of a kind."""
+    found, last = [], "0"
+    while batch := await run.records(last, 0):
+        last = batch[-1][0]
+        found += [record for _, record in batch if record["kind"] == kind]
+    return found
