@@ -1,0 +1,175 @@
+"""Whether 64 replicas make 64 times what one makes, and what each sample costs the orchestrator.
+
+    python bench/scale.py [--replicas 1 4 16 64] [--slots 8] [--step 0.01] [--seconds 18]
+
+Replicas (all in one process) and learner are simulated, everything else is real: Redis with every write on disk, gRPC, reward server,
+supervisor, orchestrator and log as processes of their own. A replica decodes `--slots` samples at once, each at `--step` seconds per
+token: 100 tokens/s, as a 7B model on one accelerator; that one would decode more at once, which two cores cannot simulate. Lengths have
+a long tail: they are geometric, with a mean that varies log-normally over samples, and cut at 512 tokens; half have less than 65, a tenth
+more than 360. What a replica gets per iteration is the same for all sizes: 4 groups of 8 samples. At `max_staleness` 2 the longest
+answers of an iteration overlap with the next ones.
+
+linear_at_64                 tokens/s of 64 replicas over 64 times those of one (>= 0.95)
+orchestrator_ms_per_sample   processor time of the orchestrator per sample, at 64 replicas
+first_group_seconds          from the start of a replica that joins the largest run to the end of its first group, most of it decoding
+first_call_seconds           from there to its first call
+
+The table has each run's tokens/s beside those of an engine that never waits; the lines above it say what share of a core each process took.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from simulated_side.runs import COUNT, Stretch, measured
+
+from polyreme.log.store import EmbeddedServer
+from polyreme_rollout.engine.base import Delta, EngineRequest, Sampling
+from polyreme_rollout.engine.simulated import Lengths, SimulatedEngine, sample
+from polyreme_rollout.replica import Place, fetch_orders
+from polyreme_rollout.serving import serve
+from polyreme_rollout.simulation import WEIGHT_NAMES
+from polyreme_rollout.slots import CHUNK_TOKENS
+from support.simulated import VOCAB
+from support.simulated_run import SimulatedRun, simulated_run
+
+TARGET = {"linear_at_64": 0.95}
+GROUPS, SAMPLES = 4, 8  # per replica and iteration
+LENGTHS, LONGEST = Lengths(mean=96.0, spread=1.0), 512
+TRAIN_SECONDS = 0.5
+WARM_UP = 1  # iterations that do not count
+JOIN_SECONDS = 60.0
+CONTEXT = LONGEST + 32
+
+
+class JoiningEngine(SimulatedEngine):
+    """Notes when its first call comes, and when the first group is whole."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.called: float | None = None
+        self.whole: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._ended = 0
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        self.called = self.called or time.perf_counter()
+        async for delta in super().generate(request):
+            yield delta
+            if delta.finish and int(request.request_id.rpartition(".")[2]) < SAMPLES:  # of the first group
+                self._ended += 1
+                if self._ended == SAMPLES:
+                    self.whole.set_result(time.perf_counter())
+
+
+async def join(started: SimulatedRun, options: argparse.Namespace) -> dict[str, float]:
+    """One more replica, in this process, until it has made a group: seconds from its start to its first call, and to the group's end."""
+    orders = await fetch_orders(started.redis_url, started.run.run_id)
+    engine = JoiningEngine(WEIGHT_NAMES, CONTEXT, VOCAB, options.step, options.slots, LENGTHS)
+    stop, began = asyncio.Event(), time.perf_counter()
+    serving = asyncio.create_task(serve(engine, orders, started.redis_url, Place("127.0.0.1", 0, None), stop))
+    try:
+        whole = await asyncio.wait_for(engine.whole, JOIN_SECONDS)
+        assert engine.called is not None
+        return {"first_call_seconds": engine.called - began, "first_group_seconds": whole - began}
+    finally:
+        stop.set()
+        await serving
+        engine.close()
+
+
+async def one(
+    server: EmbeddedServer, folder: Path, replicas: int, options: argparse.Namespace, found: dict[str, float]
+) -> Stretch:
+    """A run of its own. The largest gets one more replica behind what is measured; its times go into `found`."""
+    (folder / "run").mkdir(parents=True)
+    async with simulated_run(
+        server.url,
+        folder.name,
+        folder,
+        replicas=(
+            *("--replicas", str(replicas), "--step-seconds", str(options.step)),
+            *("--mean-length", str(LENGTHS.mean), "--length-spread", str(LENGTHS.spread)),
+            *("--count", str(folder / COUNT)),
+        ),
+        train_seconds=TRAIN_SECONDS,
+        iterations=1000,
+        groups_per_iteration=GROUPS * replicas,
+        group_size=SAMPLES,
+        max_staleness=2,
+        rollout={
+            **{"replicas": replicas, "max_num_seqs": options.slots, "start_timeout": 60.0},
+            **{"max_new_tokens": LONGEST, "max_model_len": CONTEXT},
+        },
+        trainer={"save_interval": 3},
+    ) as started:
+        stretch = await measured(started, server.pid, WARM_UP, options.seconds)
+        if replicas == max(options.replicas):
+            found |= await join(started, options)
+        return stretch
+
+
+def engine_rate(options: argparse.Namespace) -> float:
+    """Tokens per second of one replica that never waits. A slot is taken up to the end of its last chunk."""
+    sampling = Sampling(1.0, 1.0, -1, (LENGTHS.end_id,))
+    lengths = np.array([len(sample(0, [0], seed, sampling, LONGEST, VOCAB, LENGTHS)[0]) for seed in range(4000)])
+    return float(options.slots / options.step * lengths.mean() / (np.ceil(lengths / CHUNK_TOKENS) * CHUNK_TOKENS).mean())
+
+
+async def measure(server: EmbeddedServer, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    table = Table(
+        title=f"{GROUPS} groups x {SAMPLES} samples per replica and iteration, {options.slots} slots x {1 / options.step:.0f} tokens/s"
+    )
+    for column in ("replicas", "tokens/s", "each", "of engine", "linear", "samples/s", "iteration s", "orchestrator ms/sample"):
+        table.add_column(column, justify="right")
+    alone, rates, found = engine_rate(options), dict[int, float](), dict[str, float]()
+    for replicas in options.replicas:
+        stretch = await one(server, folder / f"bench-{replicas}", replicas, options, found)
+        iterations = len(stretch.records) - 1
+        samples = iterations * GROUPS * SAMPLES * replicas
+        tokens, seconds = stretch.tokens
+        rates[replicas] = tokens / seconds
+        linear = rates[replicas] / replicas * min(options.replicas) / rates[min(options.replicas)]
+        cost = stretch.cpu_seconds["orchestrator"] / samples * 1e3
+        shares = ", ".join(f"{name} {seconds / stretch.seconds:.2f}" for name, seconds in stretch.cpu_seconds.items())
+        print(f"{replicas} replicas: {linear:.3f}; cores: {shares}", flush=True)
+        table.add_row(
+            *(
+                str(replicas),
+                f"{rates[replicas]:.0f}",
+                f"{rates[replicas] / replicas:.0f}",
+                f"{rates[replicas] / replicas / alone:.3f}",
+            ),
+            *(f"{linear:.3f}", f"{samples / stretch.seconds:.1f}", f"{stretch.seconds / iterations:.2f}", f"{cost:.2f}"),
+        )
+    Console(width=120).print(table)
+    return {"linear_at_64": linear, "orchestrator_ms_per_sample": cost, **found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--slots", type=int, default=8, help="samples that a replica decodes at once")
+    parser.add_argument("--step", type=float, default=0.01, help="seconds per token")
+    parser.add_argument("--seconds", type=float, default=18.0, help="measured time of each run")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, EmbeddedServer.start(Path(folder) / "redis") as server:
+        found = asyncio.run(measure(server, Path(folder), options))
+    measurements = {name: round(value, 3) for name, value in found.items()}
+    met = found["linear_at_64"] >= TARGET["linear_at_64"]
+    print(json.dumps({"bench": "scale", "measured": measurements, "target": TARGET, "met": met}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

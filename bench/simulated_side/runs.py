@@ -1,0 +1,98 @@
+"""One measured run whose replicas and learner are simulated and whose other processes are real.
+
+Kept here: rates are between two iteration records in mid-run, and CPU seconds are those of the same stretch, so neither start-up nor the
+run's end counts.
+"""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from support.simulated_run import SimulatedRun
+
+COUNT = "tokens.txt"
+"""The file in a run's folder that its replicas count tokens in (`--count`)."""
+LIMIT = 120.0  # seconds from one iteration to the next, start-up included
+
+
+@dataclass
+class Stretch:
+    """The measured iterations of a run.
+
+    Attributes:
+        records: theirs, and the one before as the first.
+        tokens: sampled by all replicas, and the seconds that this took.
+        cpu_seconds: by process.
+    """
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    tokens: tuple[int, float] = (0, 0.0)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return float(self.records[-1]["time"] - self.records[0]["time"])
+
+    def total(self, key: str) -> float:
+        """A record's number, summed over the measured iterations."""
+        return float(sum(record[key] for record in self.records[1:]))
+
+    def mean(self, key: str) -> float:
+        return self.total(key) / (len(self.records) - 1)
+
+
+async def measured(started: SimulatedRun, redis_pid: int, warm_up: int, seconds: float) -> Stretch:
+    """Follows a run through `warm_up` iterations and `seconds` more, to the end of an iteration.
+
+    Raises:
+        RuntimeError: the run ended or stood still; shows the logs.
+    """
+    stretch, before = Stretch(), dict[str, float]()
+    async for record in _iterations(started):
+        if record["iteration"] < warm_up:
+            continue
+        if not stretch.records:
+            before = cpu_seconds(started, redis_pid)
+        stretch.records.append(record)
+        if stretch.seconds >= seconds:
+            break
+    after = cpu_seconds(started, redis_pid)
+    stretch.cpu_seconds = {name: after[name] - before[name] for name in before}
+    stretch.tokens = _sampled(started.folder / COUNT, stretch.records[0]["time"], stretch.records[-1]["time"])
+    return stretch
+
+
+def _sampled(path: Path, start: float, end: float) -> tuple[int, float]:
+    """Tokens between the first line after `start` and the last before `end`, and the seconds between these lines."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    (first, before), *_, (last, after) = [(float(at), int(tokens)) for at, tokens in lines if start <= float(at) <= end]
+    return after - before, last - first
+
+
+async def _iterations(started: SimulatedRun) -> AsyncIterator[dict[str, Any]]:
+    last, deadline = "0", time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        for at, record in await started.run.records(last, 1000):
+            last = at
+            if record["kind"] == "iteration":
+                deadline = time.monotonic() + LIMIT
+                yield record
+        if started.children["train"].poll() is not None:
+            break
+    raise RuntimeError(f"the run ended or stood still: {await started.run.state()}\n{started.logs()}")
+
+
+def cpu_seconds(started: SimulatedRun, redis_pid: int) -> dict[str, float]:
+    """CPU seconds of each process so far."""
+    children = {name: child.pid for name, child in started.children.items()}
+    pids = {"redis": [redis_pid], "replicas": [pid for name, pid in children.items() if name.startswith("rollout")]}
+    pids["reward"] = [children["reward"], *(child.pid for child in psutil.Process(children["reward"]).children(recursive=True))]
+    pids["supervisor"] = [children["train"]]
+    for child in psutil.Process(children["train"]).children():
+        pids["orchestrator" if "polyreme_trainer.orchestrator" in child.cmdline() else "learner"] = [child.pid]
+    pids["bench"] = [psutil.Process().pid]
+    return {name: sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in group) for name, group in pids.items()}
