@@ -1,6 +1,9 @@
 """RewardService as its proto promises it."""
 
 import asyncio
+import random
+from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import pytest
@@ -70,6 +73,41 @@ async def test_a_full_queue_is_resource_exhausted_with_a_time_to_come_back(tmp_p
             if call is not refused[0]:
                 assert [r.score for r in (await call).results] == [1.0, 1.0]
         assert [r.score for r in (await stub.Score(request("a"), timeout=10)).results] == [1.0]
+
+
+async def test_callers_that_give_up_and_ask_again_have_every_key_scored_once(tmp_path: Path) -> None:
+    """Random calls over the same keys, on both wires, many cancelled half way: nothing is scored twice, nothing is lost."""
+    plugin = tmp_path / "noted.py"
+    plugin.write_text(
+        "import time\n"
+        "def reward(response, metadata):\n"
+        f"    with open({str(tmp_path / 'seen')!r}, 'a') as seen: seen.write(response + '\\n')\n"
+        "    time.sleep(0.002)\n"
+        "    return int(response) / 2\n"
+    )
+    rng = random.Random(0)
+    async with serving({"file": str(plugin)}, workers=2) as (stub, client, _):
+
+        async def by_grpc(numbers: list[int]) -> list[float]:
+            items = [reward_pb2.ScoreItem(key=f"k{n}", response=str(n)) for n in numbers]
+            return [r.score for r in (await stub.Score(reward_pb2.ScoreRequest(items=items), timeout=20)).results]
+
+        async def by_http(numbers: list[int]) -> list[float]:
+            reply = await client.post("/v1/score", json={"items": [{"key": f"k{n}", "response": str(n)} for n in numbers]})
+            return [result["score"] for result in reply.json()["results"]]
+
+        async def caller() -> None:
+            numbers = [rng.randrange(300) for _ in range(rng.randint(1, 40))]
+            ask = rng.choice([by_grpc, by_http])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rng.choice([0.005, 0.05])):
+                    await ask(numbers)
+            assert await ask(numbers) == [n / 2 for n in numbers]
+
+        await asyncio.gather(*(caller() for _ in range(60)))
+        assert "polyreme_reward_items_inside 0.0" in (await client.get("/metrics")).text
+    seen = (tmp_path / "seen").read_text().split()
+    assert len(seen) == len(set(seen)) > 250
 
 
 async def test_health_goes_with_the_service() -> None:

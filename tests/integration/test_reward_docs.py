@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from polyreme_reward.rules import BUILTINS
+from support.certificates import issue
+from support.models import tiny_reward_model
 
 GUIDE = Path(__file__).parents[2] / "docs" / "rewards.md"
 BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -24,6 +26,7 @@ def folder(tmp_path: Path) -> Path:
     for _, info, text in BLOCK.findall(GUIDE.read_text()):
         if info.startswith("file="):
             (tmp_path / info.removeprefix("file=")).write_text(text.replace("8731", port))
+    (tmp_path / "port").write_text(port)
     return tmp_path
 
 
@@ -32,8 +35,10 @@ def commands() -> list[str]:
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a snippet to its end, and ends whatever it leaves behind."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "COLUMNS": "160"}
+    environment = {**os.environ, "PATH": path, "COLUMNS": "160", "NO_PROXY": "127.0.0.1"}
+    script = f"trap 'kill $(jobs -p) || true' EXIT\n{script}".replace("8731", (folder / "port").read_text())
     return subprocess.run(["bash", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -49,6 +54,29 @@ def test_the_server_in_another_language(folder: Path) -> None:
     done = run(commands()[1], folder)
     assert done.returncode == 0, done.stderr
     assert "mean 0.5 of 2, 0 without a score" in done.stdout
+
+
+def test_the_reward_model(folder: Path) -> None:
+    tiny_reward_model(folder / "reward-model")
+    done = run(commands()[2], folder)
+    assert done.returncode == 0, done.stderr
+    assert "preference" in done.stdout and "of 2, 0 without a score" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the guide asks with curl whether the service is ready")
+def test_a_secured_service_and_its_caller(folder: Path) -> None:
+    issued = issue(folder / "tls")
+    for side in ("server", "client"):
+        shutil.copy(issued.certificate, folder / "tls" / f"{side}.pem")
+        shutil.copy(issued.key, folder / "tls" / f"{side}.key")
+    done = run(commands()[3], folder)
+    assert done.returncode == 0, done.stderr
+    assert '{"ready":true}' in done.stdout
+    assert "mean 0.5 of 2, 0 without a score" in done.stdout
+    (folder / "far.yaml").write_text((folder / "far.yaml").read_text().replace("token_env: REWARD_TOKEN", "#"))
+    refused = run(commands()[3], folder)
+    assert refused.returncode == 1
+    assert "2 without a score" in refused.stdout and "401" in refused.stdout
 
 
 def test_a_failure_shows_and_ends_with_an_error(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from polyreme.errors import ConfigError
 from support.rewards import item, scoring, summary
 
 PLUGIN = '''
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, signal, sys, tempfile, threading, time
 
 def reward(response, label):
     """1 if the response is the label; otherwise what the response asks for."""
@@ -79,6 +80,9 @@ def do_print():
 def do_close_everything():
     os.closerange(0, 100)
     return 1.0
+def do_leave_a_file():
+    tempfile.mkstemp()
+    return 1.0
 def do_chdir():
     os.chdir("/")
     return 1.0
@@ -92,7 +96,9 @@ EXPECTED = {
     **dict.fromkeys(HANGS, "TIMEOUT"),
     **dict.fromkeys(("allocate", "exit", "sys_exit", "segfault", "raise", "recurse", "keyboard", "close_everything"), "ERROR"),
     **dict.fromkeys(("nan", "string", "none", "list"), "INVALID"),
-    **dict.fromkeys(("fork", "fork_and_return_twice", "daemon", "exit_soon", "spin_behind", "print", "chdir"), "OK"),
+    **dict.fromkeys(
+        ("fork", "fork_and_return_twice", "daemon", "exit_soon", "spin_behind", "print", "chdir", "leave_a_file"), "OK"
+    ),
     "unprintable": "ERROR",
 }
 
@@ -123,8 +129,12 @@ async def test_a_fault_gets_its_status_and_its_neighbours_their_scores(plugin: d
     assert not [p for p in descendants() if p.pid not in before]
 
 
-async def test_a_thousand_random_faults_among_good_items(plugin: dict[str, str]) -> None:
+async def test_a_thousand_random_faults_among_good_items(
+    plugin: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(0)
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     quick = [fault for fault in EXPECTED if fault not in HANGS and fault != "spin_behind"]
     faults = [rng.choice(quick) for _ in range(980)] + [rng.choice(HANGS) for _ in range(20)]
     rng.shuffle(faults)
@@ -154,7 +164,10 @@ async def test_a_thousand_random_faults_among_good_items(plugin: dict[str, str])
         assert parent.memory_info().rss < memory + (64 << 20)
         alive = [p for p in descendants() if p.pid not in before]
         assert len(alive) <= 1 + 2 + 2, "the keeper, the workers, and those being replaced"
+        (workers,) = folder.iterdir()
+        assert len(list(workers.iterdir())) <= 2 + 2, "a folder for each of them"
     assert not [p for p in descendants() if p.pid not in before]
+    assert not list(folder.iterdir())
 
 
 async def test_a_hang_takes_no_longer_than_its_deadline(plugin: dict[str, str]) -> None:

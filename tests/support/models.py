@@ -1,7 +1,10 @@
 """Tiny Hugging Face directories: real architectures, random weights, a few thousand parameters."""
 
+import json
 from pathlib import Path
 from typing import Literal
+
+from support.tiny_tokenizer import CHAT_TEMPLATE, model_files, vocabulary
 
 Kind = Literal["tied", "untied"]
 
@@ -39,3 +42,40 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32) -> 
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(path)
     return Path(path)
+
+
+def tiny_reward_model(
+    path: Path, *, outputs: int = 1, pad: int | None = 0, template: str | None = CHAT_TEMPLATE, seed: int = 0, wide: int = 56
+) -> Path:
+    """Saves a random Qwen2 sequence classifier with the tiny tokenizer, whose padding side is the wrong one; returns its directory.
+
+    pad: the model's padding token; None: it has none. wide: size of its MLP. The text "z" makes its output NaN.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    config = Qwen2Config(
+        vocab_size=48,
+        hidden_size=32,
+        intermediate_size=wide,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16384,
+        pad_token_id=pad,
+        num_labels=outputs,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForSequenceClassification(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            model.get_input_embeddings().weight[vocabulary()["z"]] = float("nan")
+    model.save_pretrained(path)
+    for name, content in model_files(template).items():
+        if name != "config.json":
+            (path / name).write_bytes(content)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "padding_side": "left"}))
+    return path

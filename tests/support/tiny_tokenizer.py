@@ -13,10 +13,14 @@ CHAT_TEMPLATE = (
 )
 
 
+def vocabulary() -> dict[str, int]:
+    """Id of every token."""
+    return {token: i for i, token in enumerate(SPECIAL + CHARS)}
+
+
 @cache
 def _tokenizer_json() -> bytes:
-    vocab = {token: i for i, token in enumerate(SPECIAL + CHARS)}
-    tokenizer = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary(), unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(SPECIAL)

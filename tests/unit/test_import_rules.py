@@ -103,10 +103,18 @@ def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
     assert not offenders(tuple(f"polyreme_trainer.{name}" for name in light), ("torch", "megatron"))
 
 
+def test_the_reward_service_has_torch_only_where_a_model_runs() -> None:
+    model = ("polyreme_reward.model.classifier", "polyreme_reward.model.device")
+    assert not offenders(("polyreme_reward",), ("torch", "transformers", "torch_npu"), allowed=model)
+    importers = {found.importer for found in IMPORTS if under(found.imported, *model)}
+    assert importers == {"polyreme_reward.model.worker", "polyreme_reward.model.classifier"}
+
+
 def test_each_framework_has_one_place() -> None:
     assert not offenders(tuple(PACKAGES), ("vllm",), allowed=("polyreme_rollout.engine",))
     assert not offenders(tuple(PACKAGES), ("megatron",), allowed=("polyreme_trainer.model", "polyreme_trainer.learner"))
-    assert not offenders(tuple(PACKAGES), ("torch_npu",), allowed=("polyreme_trainer.model.device", "polyreme_rollout.device"))
+    devices = ("polyreme_trainer.model.device", "polyreme_rollout.device", "polyreme_reward.model.device")
+    assert not offenders(tuple(PACKAGES), ("torch_npu",), allowed=devices)
 
 
 def test_redis_commands_are_in_the_log_and_the_registry() -> None:

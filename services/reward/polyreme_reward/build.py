@@ -11,6 +11,7 @@ from polyreme.errors import ConfigError
 from polyreme_reward.inline import InlineReward
 from polyreme_reward.items import Reward
 from polyreme_reward.metrics import Metrics
+from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
 
 _ENTRY_POINTS = "polyreme.rewards"
@@ -30,10 +31,17 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
             if spec.url is not None:
                 from polyreme_reward.remote.reward import HttpReward  # imports httpx: only where it is used
 
-                urls = [spec.url] if isinstance(spec.url, str) else spec.url
-                remote = HttpReward(spec.label, spec.weight, urls, str(spec.protocol), config.item_timeout, spec.options)
+                remote = HttpReward(
+                    spec.label, spec.weight, spec.urls, str(spec.protocol), config.item_timeout, spec.options, spec.security
+                )
                 stack.push_async_callback(remote.close)
                 rewards.append(remote)
+            elif spec.model is not None:
+                limits = (config.item_timeout, config.start_timeout, config.worker_memory_mib)
+                model = ModelReward(spec.label, spec.weight, spec.model, spec.options, *limits, metrics)
+                stack.push_async_callback(model.close)
+                await model.start()
+                rewards.append(model)
             elif _is_builtin(spec) and (builtin := BUILTINS.get(str(spec.name))) is not None and builtin.inline:
                 name = str(spec.name)
                 rule = make_rule(name, spec.options)
@@ -47,8 +55,9 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
 
             preload = sorted({module for _, s in pooled if "builtin" in s for module in BUILTINS[s["builtin"]].preload})
             sources = [source for _, source in pooled]
-            limits = (config.workers, config.item_timeout, config.start_timeout, config.worker_memory_mib)
-            pool = WorkerPool(sources, preload, *limits, metrics)
+            pool = WorkerPool(
+                sources, preload, config.workers, config.item_timeout, config.start_timeout, config.worker_memory_mib, metrics
+            )
             stack.push_async_callback(pool.close)
             await pool.start()
             for index, (position, _) in enumerate(pooled):

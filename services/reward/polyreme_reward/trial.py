@@ -66,10 +66,11 @@ def read_items(path: Path) -> Iterator[Item]:
             raise DataError(f"a JSON object in {path}, line {number}", str(error), "Mend the line.") from None
         if not isinstance(row, dict) or "response" not in row:
             raise DataError(f"a JSON object with `response` in {path}, line {number}", line[:100], "Mend the line.")
-        texts = {name: row.pop(name, "") for name in _TEXTS}
+        texts = {name: row.get(name, "") for name in _TEXTS}
+        columns = {name: value for name, value in row.items() if name == "prompt" or name not in _TEXTS}
         if odd := [name for name, text in texts.items() if not isinstance(text, str)]:
             raise DataError(f"text under {', '.join(odd)} in {path}, line {number}", line[:100], "Mend the line.")
-        yield Item("", **texts, metadata_json=json.dumps(row) if row else "")
+        yield Item("", **texts, metadata_json=json.dumps(columns) if columns else "")
 
 
 def _table(items: list[Item], answers: list[Scored]) -> Table:

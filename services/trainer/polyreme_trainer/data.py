@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Row:
-    """One line: `prompt` is a text or chat messages, `metadata` the columns that have no role of their own."""
+    """One line: `prompt` is a text or chat messages, `metadata` the columns with no role of their own, and the prompt as it stands there."""
 
     line: int
     prompt: PromptSource
@@ -35,7 +35,7 @@ class Row:
 class Prompt:
     """A prompt ready for generation and scoring.
 
-    `ids` int32 [length], the templated prompt; `text` the same as text; `metadata_json` the row's other columns.
+    `ids` int32 [length], the templated prompt; `text` the same as text; `metadata_json` the row's columns without its label.
     """
 
     ids: np.ndarray
@@ -169,7 +169,7 @@ def _row(line: str, where: str, number: int, data: DataConfig, response_key: str
         if not isinstance(value, str):
             raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Mend the row.")
         response = value
-    roles = {data.prompt_key, data.label_key, response_key}
+    roles = {data.label_key, response_key}  # a reward model puts the prompt into a template of its own
     return Row(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
 
 

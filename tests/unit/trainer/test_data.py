@@ -41,7 +41,7 @@ def test_chat_prompt(write):
     assert template.decode([prompt.ids], special=True) == [prompt.text]
     assert template.decode([prompt.ids], special=False) == ["adda5b8="]
     assert prompt.ids.dtype == np.int32 and len(prompt.ids) == 3 + 3 + 5
-    assert prompt.label == "3" and json.loads(prompt.metadata_json) == {"level": 2} and dataset.filtered == 0
+    assert prompt.label == "3" and json.loads(prompt.metadata_json) == {"prompt": "a5b8=", "level": 2} and dataset.filtered == 0
 
 
 def test_messages_and_own_system_message(write):

@@ -163,11 +163,13 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would start threads, which no fork has
     for module in sys.argv[3:]:
         with suppress(ImportError):  # the worker that needs it says so
             importlib.import_module(module)
     gc.freeze()  # the forks share these pages
     Keeper(control, sys.argv[2]).run()
+    os._exit(0)  # preloaded libraries would take their time to say what they leak
 
 
 if __name__ == "__main__":

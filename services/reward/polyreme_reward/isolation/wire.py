@@ -1,6 +1,7 @@
 """Frames between the pool and its workers: a length, then JSON. Invariant: a frame beyond the limit is an error on both sides."""
 
 import json
+import socket
 import struct
 from typing import Any
 
@@ -14,3 +15,26 @@ def encode(message: Any) -> bytes:
     if len(body) > FRAME_LIMIT:
         raise ValueError(f"expected a frame of at most {FRAME_LIMIT} bytes; found {len(body)}")
     return HEADER.pack(len(body)) + body
+
+
+def receive(channel: socket.socket) -> Any:
+    """The next message; None at the end."""
+    header = _exactly(channel, HEADER.size)
+    if header is None:
+        return None
+    (size,) = HEADER.unpack(header)
+    if size > FRAME_LIMIT:
+        raise ValueError(f"expected a frame of at most {FRAME_LIMIT} bytes; found {size}")
+    body = _exactly(channel, size)
+    return None if body is None else json.loads(body)
+
+
+def _exactly(channel: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = channel.recv_into(view)
+        if count == 0:
+            return None
+        view = view[count:]
+    return data

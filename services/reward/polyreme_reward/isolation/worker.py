@@ -3,7 +3,6 @@ ends; what a plugin returns, raises or prints never leaves but as a bounded, che
 
 import asyncio
 import io
-import json
 import os
 import resource
 import signal
@@ -14,8 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from polyreme.errors import ConfigError
-from polyreme_reward.isolation.wire import FRAME_LIMIT, HEADER, encode
+from polyreme_reward.isolation.wire import encode, receive
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
 from polyreme_reward.plugins.load import Loaded, load
 
@@ -48,14 +49,19 @@ class BoundedOutput(io.TextIOBase):
 
 
 def main(channel: socket.socket) -> int:
-    """Runs a worker on its socket until the socket closes; the first message has `rewards` (sources) and `memory_mib`.
+    """Runs a worker on its socket until the socket closes.
+
+    The first message has `memory_mib`, and `rewards` (sources), or `model` (a directory) and `options` for a model's own process.
 
     Returns the exit status.
     """
-    setup = _receive(channel)
+    setup = receive(channel)
     if setup is None:
         return 0
-    output = _confine(setup["memory_mib"])
+    output = _confine()
+    if "model" in setup:
+        return _run_model(channel, setup)
+    _limit_memory(setup["memory_mib"])
     pid = os.getpid()
     try:
         plugins = [load(source) for source in setup["rewards"]]
@@ -70,7 +76,7 @@ def main(channel: socket.socket) -> int:
     asyncio.set_event_loop(loop)
     left_behind = _leftover_test()
     output.take()
-    while (jobs := _receive(channel)) is not None:
+    while (jobs := receive(channel)) is not None:
         for index, fields in jobs:
             outcome, memory = _score(plugins[index], Item(*fields), loop)
             if os.getpid() != pid:  # a plugin forked and both sides came back
@@ -81,13 +87,30 @@ def main(channel: socket.socket) -> int:
     return 0
 
 
-def _confine(memory_mib: int) -> BoundedOutput:
-    """Sets the process's limits and takes its standard streams away."""
+def _run_model(channel: socket.socket, setup: dict[str, Any]) -> int:
+    from polyreme_reward.model import worker as model  # it imports torch: only in a process that has a model
+
+    try:
+        classifier = model.load(setup)
+    except ConfigError as error:
+        channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
+        return 2
+    _limit_memory(setup["memory_mib"], beyond=psutil.Process().memory_info().data)
+    channel.sendall(encode({"ready": [[classifier.version, classifier.description]]}))
+    return model.run(channel, classifier, setup["options"]["batch_tokens"])
+
+
+def _limit_memory(mib: int, beyond: int = 0) -> None:
+    """Limits data memory to so many MiB beyond the bytes in use."""
+    limit = (mib << 20) + beyond
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _confine() -> BoundedOutput:
+    """Sets the process's signals and takes its standard streams away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit = memory_mib << 20
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -142,26 +165,3 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _receive(channel: socket.socket) -> Any:
-    """The next message; None at the end."""
-    header = _exactly(channel, HEADER.size)
-    if header is None:
-        return None
-    (size,) = HEADER.unpack(header)
-    if size > FRAME_LIMIT:
-        raise ValueError(f"expected a frame of at most {FRAME_LIMIT} bytes; found {size}")
-    body = _exactly(channel, size)
-    return None if body is None else json.loads(body)
-
-
-def _exactly(channel: socket.socket, size: int) -> bytearray | None:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        count = channel.recv_into(view)
-        if count == 0:
-            return None
-        view = view[count:]
-    return data

@@ -116,7 +116,7 @@ def _trl(
 ) -> Adapted:
     if "completion_ids" in required:
         raise _misfit(function, "the required parameter completion_ids, but rewards are given text and no token ids")
-    special = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    special = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
     def call(item: Item) -> Any:
         columns = item.metadata

@@ -1,0 +1,217 @@
+"""The service's ends of its worker processes: started through a keeper, heard until they end. Invariant: a worker that can be talked to
+has loaded the same rewards as the first one did; closing leaves no process and no file."""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from polyreme.errors import ConfigError, UnavailableError
+from polyreme_reward.isolation.wire import HEADER, encode
+
+log = logging.getLogger(__name__)
+
+_REPLY_BYTES = 1 << 20
+_STOP_SECONDS = 5.0
+
+
+class Gone(Exception):
+    """The worker's process has ended; the message says how."""
+
+
+class Worker:
+    """The service's end of one worker process."""
+
+    def __init__(self, name: int, sock: socket.socket) -> None:
+        self.name, self._sock = name, sock
+        self.ended: str | None = None
+        self.fresh = True
+        self.marked = False  # an item left threads or processes in it
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=self._sock, limit=1 << 20)
+
+    async def send(self, message: Any) -> None:
+        with suppress(ConnectionError):  # its end is told by receive
+            self._writer.write(encode(message))
+            await self._writer.drain()
+
+    async def receive(self) -> Any:
+        """The next message. Raises Gone at the worker's end and ValueError for what is no message."""
+        try:
+            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            if size > _REPLY_BYTES:
+                raise ValueError(f"expected a frame of at most {_REPLY_BYTES} bytes; found {size}")
+            return json.loads(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            for _ in range(100):  # the keeper's word on how it ended comes by another way
+                if self.ended is not None:
+                    break
+                await asyncio.sleep(0.01)
+            raise Gone(self.ended or "closed its connection") from None
+
+    def end(self, reason: str) -> None:
+        """Its process is gone: what it sent can still be read, then comes the end, whoever else holds the other socket."""
+        self.ended = reason
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
+    def close(self) -> None:
+        if hasattr(self, "_writer"):
+            self._writer.transport.abort()
+        else:
+            self._sock.close()
+
+
+class Workers:
+    """Worker processes with one set-up, and the keeper that owns them.
+
+    Args:
+        setup: the first message to every worker.
+        preload: modules that the keeper imports once for all workers; trusted ones only.
+        start_timeout: seconds for a worker to load.
+
+    Attributes:
+        facts: version and description of every reward, as the first worker told them.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], preload: Sequence[str], start_timeout: float) -> None:
+        self._setup, self._preload, self._start_timeout = setup, preload, start_timeout
+        self._alive: dict[int, Worker] = {}
+        self._names = 0
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._folder = ""
+        self.facts: list[tuple[str, str]] = []
+
+    async def spawn(self) -> Worker:
+        """A worker that has loaded. Raises ConfigError when it cannot; UnavailableError when that takes too long."""
+        if self._control is None:
+            self._start_keeper()
+        ours, theirs = socket.socketpair()
+        self._names += 1
+        worker = Worker(self._names, ours)
+        self._alive[worker.name] = worker
+        ours.setblocking(False)
+        try:
+            with theirs:
+                self._tell({"spawn": worker.name}, [theirs.fileno()])
+            await worker.open()
+            await worker.send(self._setup)
+            async with asyncio.timeout(self._start_timeout):
+                message = await worker.receive()
+            facts = [(str(version), str(description)) for version, description in message.get("ready", ())]
+        except TimeoutError:
+            self.discard(worker)
+            raise UnavailableError(
+                f"rewards that load within {self._start_timeout:g} s", "none", "Raise reward.start_timeout."
+            ) from None
+        except Gone as gone:
+            self.discard(worker)
+            raise ConfigError("rewards that load", f"their process {gone}", "Mend what they do when imported.") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            self.discard(worker)
+            raise ConfigError(
+                "rewards that load", f"no message of theirs ({error})", "Mend what they do when imported."
+            ) from None
+        except BaseException:
+            self.discard(worker)
+            raise
+        if "failed" in message:
+            self.discard(worker)
+            raise ConfigError(*message["failed"])
+        if self.facts and facts != self.facts:
+            self.discard(worker)
+            raise ConfigError(f"the same rewards as at start ({self.facts})", str(facts), "Restart the reward service.")
+        self.facts = facts
+        return worker
+
+    async def respawn(self, give_up: Callable[[str], None]) -> Worker:
+        """A worker in the place of another, with growing pauses while none comes up; each time `give_up` is told why."""
+        pause = 0.1
+        while True:
+            try:
+                return await self.spawn()
+            except (ConfigError, UnavailableError, OSError) as error:
+                log.error("a worker could not be replaced: %s", error)
+                give_up(f"no worker could be started: {error}")
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, 5.0)
+
+    def discard(self, worker: Worker) -> None:
+        """Ends the worker's process and lets go of it."""
+        with suppress(OSError):
+            self._tell({"kill": worker.name})
+        worker.close()
+        self._alive.pop(worker.name, None)
+
+    def close(self) -> None:
+        """Ends every worker and whatever they started."""
+        self._stop_keeper()
+        for worker in list(self._alive.values()):
+            worker.close()
+        self._alive.clear()
+
+    def _tell(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        if self._control is None:
+            raise ConnectionError("the worker keeper has ended")
+        socket.send_fds(self._control, [json.dumps(message).encode()], list(fds))
+
+    def _start_keeper(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._folder = tempfile.mkdtemp(prefix="polyreme-reward-")
+        with theirs:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-m", "polyreme_reward.isolation.keeper", str(theirs.fileno()), self._folder, *self._preload],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        self._control = ours
+        asyncio.get_running_loop().add_reader(ours, self._hear)
+
+    def _hear(self) -> None:
+        """A worker's end, told by the keeper; or the keeper's own end, which is the end of all workers."""
+        if self._control is None:
+            return
+        try:
+            data = self._control.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            message = json.loads(data)
+            if (worker := self._alive.get(message["exited"])) is not None:
+                worker.end(message["reason"])
+            return
+        log.error("the worker keeper ended; it is started again with the next worker")
+        self._stop_keeper()
+        for worker in self._alive.values():
+            worker.end("ended with its keeper")
+
+    def _stop_keeper(self) -> None:
+        if self._control is not None:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+            self._control = None
+        if self._keeper is not None:
+            try:
+                self._keeper.wait(_STOP_SECONDS)  # it kills its workers when the socket closes: milliseconds
+            except subprocess.TimeoutExpired:
+                os.killpg(self._keeper.pid, signal.SIGKILL)
+                self._keeper.wait()
+            self._keeper = None
+            shutil.rmtree(self._folder, ignore_errors=True)  # it has done this, unless it was killed

@@ -1,0 +1,205 @@
+"""A Hugging Face sequence classifier that scores texts. Invariants: a text's score does not depend on the batch it is in (but for
+rounding); nothing is truncated; no weight is made up.
+
+Only a model's own process imports this module.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time, in one thread
+
+import torch
+import xxhash
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from polyreme.errors import ConfigError
+from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
+from polyreme_reward.model.device import open_device
+
+_UNBOUNDED = 1 << 24  # tokenizers without a limit say 1e30
+_MEND = "Mend the model's directory, or its options under reward.rewards."
+
+
+class Classifier:
+    """A model that is ready to score.
+
+    Args:
+        path: a directory as `save_pretrained` writes it, tokenizer included.
+        options: as ModelOptions.
+
+    Raises:
+        ConfigError: it cannot be loaded, lacks weights, has several outputs and no `label`, or does not score a short text.
+    """
+
+    def __init__(self, path: str, options: Mapping[str, Any]) -> None:
+        disable_progress_bar()
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        self._chat, self._column = options["template"] == "chat", options["prompt_column"]
+        self._device = open_device(options["device"], options["threads"])
+        self._model, self._tokenizer = _load(path, options["dtype"])
+        self._model.eval().to(self._device)
+        self._text_config = self._model.config.get_text_config()
+        self._embeddings: int = self._model.get_input_embeddings().weight.shape[0]
+        self._longest = _longest(self._text_config, self._tokenizer, options["max_length"])
+        self._label = _label(self._model.config.num_labels, options["label"])
+        if self._chat and not self._tokenizer.chat_template:
+            raise ConfigError(f"a chat template in {path}", "none", "Add chat_template.jinja, or set options.template: none.")
+        self._probe(path)
+        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        kind = type(self._model).__name__
+        self.version = f"{os.path.basename(path)}-{_digest(path, options)}"
+        self.description = f"{kind}, {parameters / 1e6:.3g}M parameters, {options['dtype']} on {options['device']}"
+
+    def encode(self, item: Item) -> list[int]:
+        """Token ids of prompt and response. Raises RewardError when there are none, too many, or some the model does not know."""
+        text = self._conversation(item) if self._chat else (item.prompt + item.raw).removeprefix(self._tokenizer.bos_token or "")
+        try:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=not self._chat)["input_ids"]  # a chat template is complete
+        except TypeError:  # it means lone surrogates
+            raise RewardError(f"expected text that UTF-8 can hold; found {text[:200]!r}") from None
+        if not 0 < len(ids) <= self._longest:
+            raise RewardError(
+                f"expected prompt and response of 1 to {self._longest} tokens of the reward model; found {len(ids)}. "
+                "Nothing is truncated: make responses shorter, or raise options.max_length if the model allows it"
+            )
+        if max(ids) >= self._embeddings:
+            raise RewardError(f"expected token ids below the model's {self._embeddings} embeddings; found {max(ids)}")
+        return ids
+
+    def score(self, batch: Sequence[list[int]]) -> list[Outcome]:
+        """One outcome per text of token ids; a batch that does not fit into memory is scored text by text."""
+        try:
+            return [judge(value) for value in self._forward(batch)]
+        except (RuntimeError, MemoryError) as error:
+            if not _is_memory(error):
+                raise
+        if len(batch) > 1:
+            return [outcome for ids in batch for outcome in self.score([ids])]
+        return [failed(Status.ERROR, f"a text of {len(batch[0])} tokens does not fit into memory (reward.worker_memory_mib)")]
+
+    @torch.inference_mode()
+    def _forward(self, batch: Sequence[list[int]]) -> list[float]:
+        pad = configured = self._text_config.pad_token_id
+        if pad is None and len(batch) > 1:
+            # The classifier finds a row's end by its padding: any id that no row has will do.
+            used = set().union(*batch)
+            pad = next((token for token in range(self._embeddings) if token not in used), None)
+            if pad is None:
+                return [value for ids in batch for value in self._forward([ids])]
+        width = max(map(len, batch))
+        # On the right, whatever side the tokenizer prefers: positions then count from each text's own start.
+        rows = [ids + [pad or 0] * (width - len(ids)) for ids in batch]
+        mask = [[1] * len(ids) + [0] * (width - len(ids)) for ids in batch]
+        self._text_config.pad_token_id = pad
+        try:
+            logits = self._model(
+                input_ids=torch.tensor(rows, device=self._device), attention_mask=torch.tensor(mask, device=self._device)
+            ).logits
+        finally:
+            self._text_config.pad_token_id = configured
+        values: list[float] = logits[:, self._label].float().tolist()
+        return values
+
+    def _prompt(self, item: Item) -> Any:
+        """The prompt as text, or as it stands in the row's column."""
+        if self._column is None:
+            return item.prompt
+        columns = item.metadata
+        if self._column not in columns:
+            raise RewardError(
+                f"expected the prompt in the row's column {self._column!r}; found the columns {sorted(columns)}. "
+                "Mend options.prompt_column; null takes the prompt as it is sent"
+            )
+        value = columns[self._column]
+        return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
+
+    def _conversation(self, item: Item) -> str:
+        prompt = self._prompt(item)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            raise RewardError(f"expected a text or a list of chat messages as prompt; found {prompt!r:.200}")
+        messages = [*messages, {"role": "assistant", "content": item.response}]
+        try:
+            text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # noqa: BLE001 the template is a program of the model's
+            raise RewardError(
+                f"expected messages that the model's chat template accepts; found {type(error).__name__}: {error}"
+            ) from None
+        return text
+
+    def _probe(self, path: str) -> None:
+        """One short text, so that what cannot work is an error at start; on an accelerator it also warms up."""
+        row = Item("", "Hi", "Hi", metadata_json=json.dumps({self._column: "Hi"}))
+        try:
+            (outcome,) = self.score([self.encode(row)])
+        except RewardError as error:
+            raise ConfigError(f"a model in {path} that scores a short text", str(error), _MEND) from None
+        if outcome.status is not Status.OK:
+            raise ConfigError(f"a model in {path} that scores a short text", outcome.message, _MEND)
+
+
+def _load(path: str, dtype: str) -> tuple[Any, Any]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # noqa: BLE001 transformers raises whatever a file makes it raise
+        raise ConfigError(
+            f"a sequence classifier and its tokenizer in {path}", f"{type(error).__name__}: {str(error)[:1000]}", _MEND
+        ) from None
+    wanted = list(tokenizer.vocab_files_names.values())
+    if wanted and not any(Path(path, name).is_file() for name in wanted):  # transformers makes up an empty one
+        raise ConfigError(f"a tokenizer in {path} ({' or '.join(wanted)})", "none", "Save it there: save_pretrained writes it.")
+    if missing := sorted(loading["missing_keys"]):
+        raise ConfigError(
+            f"weights for the whole classifier in {path}",
+            f"none for {', '.join(missing[:5])}, which would be random",
+            "Give a trained reward model, not the language model it may have come from.",
+        )
+    return model, tokenizer
+
+
+def _label(outputs: int, label: int | None) -> int:
+    if label is None and outputs != 1:
+        raise ConfigError(
+            "a reward model with one output (num_labels 1)",
+            f"{outputs} outputs",
+            "Say which one is the score with options.label.",
+        )
+    if label is not None and label >= outputs:
+        raise ConfigError(f"options.label below the model's {outputs} outputs", str(label), "Mend it; the first one is 0.")
+    return label or 0
+
+
+def _longest(config: Any, tokenizer: Any, asked: int | None) -> int:
+    """Tokens that the model takes, or fewer if the options say so."""
+    known = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    most = min([int(limit) for limit in known if limit is not None and 0 < limit < _UNBOUNDED], default=_UNBOUNDED)
+    if asked is not None and asked > most:
+        raise ConfigError(f"options.max_length of at most the model's {most} tokens", str(asked), "Lower it, or take it away.")
+    return asked or most
+
+
+def _digest(path: str, options: Mapping[str, Any]) -> str:
+    """12 hex digits of what decides the scores: the directory's files, and the options but for those of speed."""
+    decides = sorted((name, value) for name, value in options.items() if name not in ("batch_tokens", "threads"))
+    digest = xxhash.xxh3_64(repr(decides).encode())
+    for file in sorted(Path(path).iterdir()):
+        if file.is_file() and not file.name.startswith("."):
+            digest.update(file.name.encode())
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+    return str(digest.hexdigest()[:12])
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether memory ran out: torch says it of accelerators by a type, and of the CPU in words."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,37 @@
+"""What differs between kinds of machines: cpu, cuda, npu. Nothing else in the reward service asks which one a model runs on."""
+
+import torch
+
+from polyreme.errors import ConfigError
+
+
+def open_device(name: str, threads: int) -> torch.device:
+    """The device, ready for this process.
+
+    Args:
+        name: cpu, or cuda or npu with or without a number.
+        threads: compute threads on CPU.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    torch.set_num_threads(threads)
+    kind, _, number = name.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "npu":
+        try:
+            import torch_npu  # type: ignore[import-not-found]  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("torch_npu for device: npu", str(error), "Use the npu image, or set another device.") from None
+    module = getattr(torch, kind)
+    count = module.device_count() if module.is_available() else 0
+    if int(number or 0) >= count:
+        raise ConfigError(
+            f"a machine with {name}",
+            f"torch {torch.__version__} sees {count} of this kind",
+            "Set options.device: cpu, or another.",
+        )
+    device = torch.device(kind, int(number or 0))
+    module.set_device(device)
+    return device

@@ -1,0 +1,243 @@
+"""A reward that a model gives, asked in a process of its own. Invariants: every item gets an outcome, whatever becomes of the process;
+no more than a window of items is in it, and batches are formed of whatever callers' items are there.
+
+The process says which items it has under way. When it falls silent for an item's deadline it is killed, and those items are asked once
+more, each alone: one that is alone then is to blame itself. The same goes for a process that dies.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from polyreme.errors import ConfigError
+from polyreme_reward.isolation.processes import Gone, Worker, Workers
+from polyreme_reward.items import Item, Outcome, Status, failed, judge
+from polyreme_reward.metrics import Metrics
+
+_PRELOAD = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto")
+_WINDOW = 1024  # items inside the process: what it chooses its batches from
+_FRAME = 64
+_FRAME_CHARS = 1 << 20
+_STRIKES = 3
+
+
+@checked(frozen=True, config={"extra": "forbid"})
+class ModelOptions:
+    """What a reward model's `options` may set.
+
+    Args:
+        device: cpu, cuda or npu, or one of several as cuda:1.
+        dtype: of weights and compute.
+        threads: compute threads on CPU.
+        batch_tokens: padded tokens in one batch; a longer text goes alone.
+        template: chat: the model's own template around prompt and response; none: prompt and response as the policy wrote them.
+        prompt_column: under chat, the row's column with the prompt, a text or messages; null: the prompt as it is sent.
+        max_length: tokens of prompt and response beyond which an item is an ERROR; null: as many as the model takes.
+        label: which output is the score, of a model that has several.
+    """
+
+    device: Annotated[str, Field(pattern=r"^(cpu|(cuda|npu)(:\d+)?)$")] = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: Annotated[int, Field(ge=1)] = 1
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    template: Literal["chat", "none"] = "chat"
+    prompt_column: str | None = "prompt"
+    max_length: Annotated[int, Field(ge=1)] | None = None
+    label: Annotated[int, Field(ge=0)] | None = None
+
+
+class _Job:
+    """An item on its way to an outcome."""
+
+    __slots__ = ("alone", "answer", "chars", "fields", "number")
+
+    def __init__(self, number: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
+        self.number, self.fields, self.answer = number, tuple(item), answer
+        self.chars = sum(map(len, item))
+        self.alone = False  # it was under way when a process failed
+
+    def end(self, outcome: Outcome) -> None:
+        if not self.answer.done():
+            self.answer.set_result(outcome)
+
+
+class ModelReward:
+    """A sequence classifier as a reward.
+
+    Args:
+        path: the model's directory.
+        options: as ModelOptions.
+        item_timeout: seconds for one batch, and so for each of its items.
+        start_timeout: seconds to load the model.
+        memory_mib: data memory that scoring may take beside the loaded model.
+        metrics: counts replaced processes.
+
+    Raises:
+        ConfigError: an option is unknown or does not fit, or there is no such directory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weight: float,
+        path: Path,
+        options: Mapping[str, Any],
+        item_timeout: float,
+        start_timeout: float,
+        memory_mib: int,
+        metrics: Metrics,
+    ) -> None:
+        try:
+            checked_options = TypeAdapter(ModelOptions).validate_python(options)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            known = ", ".join(ModelOptions.__dataclass_fields__)
+            raise ConfigError(f"options of a reward model ({known})", problems, "Mend reward.rewards.") from None
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                f"a Hugging Face model directory {path}", "no config.json there", "Mend `model`; nothing is downloaded."
+            )
+        self.name, self.weight = name, weight
+        self._item_timeout, self._metrics = item_timeout, metrics
+        setup = {"model": str(path), "options": asdict(checked_options), "memory_mib": memory_mib}
+        self._processes = Workers(setup, _PRELOAD, start_timeout)
+        self._numbers = itertools.count()
+        self._queue: deque[_Job] = deque()
+        self._inside: dict[int, _Job] = {}  # sent to the process
+        self._under_way: list[int] = []
+        self._strikes = 0  # processes lost since an item was last answered
+        self._wake = asyncio.Event()
+        self._deadline: asyncio.Timeout | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> str:
+        return self._processes.facts[0][0]
+
+    @property
+    def description(self) -> str:
+        return self._processes.facts[0][1]
+
+    async def start(self) -> None:
+        """Loads the model. Raises ConfigError when it cannot be loaded; UnavailableError when it takes too long."""
+        try:
+            worker = await self._processes.spawn()
+        except BaseException:
+            self._processes.close()
+            raise
+        self._task = asyncio.create_task(self._serve(worker))
+
+    async def score(self, items: Sequence[Item]) -> list[Outcome]:
+        loop = asyncio.get_running_loop()
+        jobs = [_Job(next(self._numbers), item, loop.create_future()) for item in items]
+        self._queue.extend(jobs)
+        self._wake.set()
+        return [await job.answer for job in jobs]
+
+    async def close(self) -> None:
+        """Ends the model's process."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for job in [*self._queue, *self._inside.values()]:
+            job.answer.cancel()
+        self._processes.close()
+
+    async def _serve(self, worker: Worker) -> None:
+        while True:
+            feeder = asyncio.create_task(self._feed(worker))
+            try:
+                failure = await self._hear(worker)
+            finally:
+                feeder.cancel()
+                await asyncio.gather(feeder, return_exceptions=True)
+            self._processes.discard(worker)
+            self._blame(failure)
+            worker = await self._processes.respawn(self._give_up)
+
+    async def _feed(self, worker: Worker) -> None:
+        """Sends what is queued as long as the window has room."""
+        while True:
+            while not (jobs := self._take()):
+                self._wake.clear()
+                await self._wake.wait()
+            if not self._inside and self._deadline is not None:
+                self._deadline.reschedule(asyncio.get_running_loop().time() + self._item_timeout)
+            self._inside |= {job.number: job for job in jobs}
+            await worker.send([[job.number, job.fields] for job in jobs])
+
+    def _take(self) -> list[_Job]:
+        """The next frame of jobs, bounded in number and characters; a suspect only when nothing else is inside."""
+        alone = bool(self._queue) and self._queue[0].alone
+        if alone or any(job.alone for job in self._inside.values()):
+            return [self._queue.popleft()] if alone and not self._inside else []
+        jobs: list[_Job] = []
+        chars = 0
+        room = min(_FRAME, _WINDOW - len(self._inside))
+        while self._queue and not self._queue[0].alone and len(jobs) < room and chars < _FRAME_CHARS:
+            jobs.append(self._queue.popleft())
+            chars += jobs[-1].chars
+        return jobs
+
+    async def _hear(self, worker: Worker) -> Outcome:
+        """Takes the process's answers until it fails; gives the outcome for what it had under way."""
+        while True:
+            try:
+                async with asyncio.timeout(self._item_timeout if self._inside else None) as self._deadline:
+                    message = await worker.receive()
+                if "broken" in message:
+                    self._metrics.workers_replaced.labels("exit").inc()
+                    return failed(Status.ERROR, f"the model's process broke: {message['broken']}")
+                self._answer(message["done"])
+                self._under_way = list(message["begin"])
+            except TimeoutError:
+                self._metrics.workers_replaced.labels("timeout").inc()
+                return failed(
+                    Status.TIMEOUT,
+                    f"expected a score within {self._item_timeout:g} s; found none, the model's process was ended. "
+                    "Lower options.batch_tokens, or raise reward.item_timeout",
+                )
+            except Gone as gone:
+                self._metrics.workers_replaced.labels("exit").inc()
+                return failed(Status.ERROR, f"the model's process {gone}")
+            except (ValueError, TypeError, KeyError) as error:
+                self._metrics.workers_replaced.labels("exit").inc()
+                return failed(Status.INVALID, f"the model's process sent what is no answer: {error}")
+
+    def _answer(self, done: Iterable[Sequence[Any]]) -> None:
+        for number, status, value, text in done:
+            outcome = judge(value) if status == Status.OK else failed(Status(status), str(text))
+            self._inside.pop(number).end(outcome)
+            self._strikes = 0
+        self._wake.set()
+
+    def _blame(self, failure: Outcome) -> None:
+        """After a process is lost: whose doing it may have been is asked again alone, or has its outcome; the others go on."""
+        inside, self._inside = self._inside, {}
+        blamed = [inside.pop(number) for number in self._under_way if number in inside]
+        if not blamed and inside:  # it heard nothing
+            blamed, inside = list(inside.values()), {}
+        self._under_way = []
+        self._strikes += 1
+        if self._strikes > _STRIKES:  # no item answered in all these processes: it is not the items' doing
+            blamed += [job for job in self._queue if job.alone]
+            self._queue = deque(job for job in self._queue if not job.alone)
+        for job in blamed:
+            last_word = job.alone or self._strikes > _STRIKES or (failure.status is Status.TIMEOUT and len(blamed) == 1)
+            if last_word:
+                job.end(failure)
+            else:
+                job.alone = True
+                self._queue.append(job)
+        self._queue.extendleft(reversed(inside.values()))
+
+    def _give_up(self, reason: str) -> None:
+        while self._queue:
+            self._queue.popleft().end(failed(Status.ERROR, reason))

@@ -1,0 +1,63 @@
+"""The life of a model's process: load, then batch after batch. Invariant: every text it is sent is answered once, or the process ends
+after it has said which ones it had under way.
+
+Frames in: lists of [number, item]. Frames out: {"begin": numbers under way now, "done": [[number, status, value, message], ...]}; and
+{"broken": why} before an end of its own.
+"""
+
+import select
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from polyreme.errors import ConfigError
+from polyreme_reward.isolation.wire import encode, receive
+from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
+from polyreme_reward.model.batches import next_batch
+
+
+def load(setup: Mapping[str, Any]) -> Any:
+    """The Classifier that a set-up names. Raises ConfigError."""
+    try:
+        from polyreme_reward.model.classifier import Classifier
+    except ImportError as error:
+        raise ConfigError(
+            "the packages torch and transformers for a reward model",
+            str(error),
+            "Install them: pip install 'polyreme-reward[model]'.",
+        ) from None
+    return Classifier(setup["model"], setup["options"])
+
+
+def run(channel: socket.socket, classifier: Any, batch_tokens: int) -> int:
+    """Scores until the socket closes. Returns the process's exit status."""
+    waiting: list[tuple[int, list[int]]] = []  # number and token ids, the oldest first
+    while True:
+        while not waiting or select.select([channel], [], [], 0)[0]:
+            jobs = receive(channel)
+            if jobs is None:
+                return 0
+            _say(channel, begin=[number for number, _ in jobs])
+            refused = []
+            for number, fields in jobs:
+                try:
+                    waiting.append((number, classifier.encode(Item(*fields))))
+                except RewardError as error:
+                    refused.append((number, failed(Status.ERROR, str(error))))
+            _say(channel, done=refused)
+        chosen = next_batch([len(ids) for _, ids in waiting], batch_tokens)
+        numbers = [waiting[position][0] for position in chosen]
+        _say(channel, begin=numbers)
+        try:
+            outcomes = classifier.score([waiting[position][1] for position in chosen])
+        except Exception as error:  # noqa: BLE001 an accelerator may be in no state to go on
+            channel.sendall(encode({"broken": failed(Status.ERROR, f"{type(error).__name__}: {error}").message}))
+            return 1
+        _say(channel, done=list(zip(numbers, outcomes, strict=True)))
+        taken = set(chosen)
+        waiting = [entry for position, entry in enumerate(waiting) if position not in taken]
+
+
+def _say(channel: socket.socket, begin: list[int] | None = None, done: list[tuple[int, Outcome]] | None = None) -> None:
+    answers = [[number, outcome.status, outcome.value, outcome.message] for number, outcome in done or ()]
+    channel.sendall(encode({"begin": begin or [], "done": answers}))
