@@ -14,7 +14,6 @@ import pytest
 from support.faults import Storm, schedule, table
 from support.nursery import Nursery
 from support.storms import MODULES, real_storm, simulated_storm, start_supervisor, verdict, weights_verdict
-from support.storms import MODULES, real_storm, start_supervisor, verdict, weights_verdict
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
 TRAIN_SECONDS = 0.03

@@ -353,9 +353,10 @@ class Storm:
         if supervisor is None or supervisor.status is not None:
             return None
         with suppress(psutil.Error):
-            for child in psutil.Process(supervisor.pid).children():
-                if any(f".{victim}" in word for word in child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
-                    return child.pid
+            children = psutil.Process(supervisor.pid).children()
+            running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+            ours = [child.pid for child in running if any(f".{victim}" in word for word in child.cmdline())]
+            return self._rng.choice(ours) if ours else None  # a learner has several ranks
         return None
 
     async def _strike(self, fault: Fault, phase: str = "") -> None:
