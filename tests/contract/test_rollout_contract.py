@@ -111,6 +111,15 @@ async def test_greedy_slots_of_a_group_agree_and_a_prefix_is_continued(world: Wo
     assert rest[3].spans == [(world_version(rest[3]), 0, 23)]
 
 
+async def test_chunks_of_a_call_share_messages(world: World) -> None:
+    call = world.rollout.Generate(world.ask([(i, [], 64, i) for i in range(4)], temperature=1.0))
+    messages = [message async for message in call]
+    chunks = [chunk for message in messages for chunk in message.chunks]
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 4 * 4 * 64
+    assert len(messages) <= len(chunks) / 2
+    assert sum(len(message.ends) for message in messages) == 4
+
+
 async def test_chunks_are_large_and_lengths_exact(world: World) -> None:
     answers = await world.generate([(i, [], length, i) for i, length in enumerate((1, 15, 16, 17, 50))], temperature=1.0)
     for answer, length in zip(answers.values(), (1, 15, 16, 17, 50), strict=True):
