@@ -47,6 +47,7 @@ class Classifier:
         self._text_config = self._model.config.get_text_config()
         self._embeddings: int = self._model.get_input_embeddings().weight.shape[0]
         self._longest = _longest(self._text_config, self._tokenizer, options["max_length"])
+        self._most_chars = self._longest * max(map(len, self._tokenizer.get_vocab()))
         self._label = _label(self._model.config.num_labels, options["label"])
         if self._chat and not self._tokenizer.chat_template:
             raise ConfigError(f"a chat template in {path}", "none", "Add chat_template.jinja, or set options.template: none.")
@@ -59,6 +60,8 @@ class Classifier:
     def encode(self, item: Item) -> list[int]:
         """Token ids of prompt and response. Raises RewardError when there are none, too many, or some the model does not know."""
         text = self._conversation(item) if self._chat else (item.prompt + item.raw).removeprefix(self._tokenizer.bos_token or "")
+        if len(text) > self._most_chars:  # tokenizing it would take much memory for nothing
+            raise RewardError(f"expected prompt and response of at most {self._longest} tokens; found {len(text)} characters")
         try:
             ids: list[int] = self._tokenizer(text, add_special_tokens=not self._chat)["input_ids"]  # a chat template is complete
         except TypeError:  # it means lone surrogates

@@ -2,7 +2,8 @@
 no more than a window of items is in it, and batches are formed of whatever callers' items are there.
 
 The process says which items it has under way. When it falls silent for an item's deadline it is killed, and those items are asked once
-more, each alone: one that is alone then is to blame itself. The same goes for a process that dies.
+more, each alone: one that is alone then is to blame itself. The same goes for a process that dies. A model that can score nothing any
+more does not come up again: loading includes a first score.
 """
 
 import asyncio
@@ -25,7 +26,6 @@ _PRELOAD = ("torch", "transformers.models.auto.modeling_auto", "transformers.mod
 _WINDOW = 1024  # items inside the process: what it chooses its batches from
 _FRAME = 64
 _FRAME_CHARS = 1 << 20
-_STRIKES = 3
 
 
 @checked(frozen=True, config={"extra": "forbid"})
@@ -112,7 +112,6 @@ class ModelReward:
         self._queue: deque[_Job] = deque()
         self._inside: dict[int, _Job] = {}  # sent to the process
         self._under_way: list[int] = []
-        self._strikes = 0  # processes lost since an item was last answered
         self._wake = asyncio.Event()
         self._deadline: asyncio.Timeout | None = None
         self._task: asyncio.Task[None] | None = None
@@ -215,7 +214,6 @@ class ModelReward:
         for number, status, value, text in done:
             outcome = judge(value) if status == Status.OK else failed(Status(status), str(text))
             self._inside.pop(number).end(outcome)
-            self._strikes = 0
         self._wake.set()
 
     def _blame(self, failure: Outcome) -> None:
@@ -225,13 +223,8 @@ class ModelReward:
         if not blamed and inside:  # it heard nothing
             blamed, inside = list(inside.values()), {}
         self._under_way = []
-        self._strikes += 1
-        if self._strikes > _STRIKES:  # no item answered in all these processes: it is not the items' doing
-            blamed += [job for job in self._queue if job.alone]
-            self._queue = deque(job for job in self._queue if not job.alone)
         for job in blamed:
-            last_word = job.alone or self._strikes > _STRIKES or (failure.status is Status.TIMEOUT and len(blamed) == 1)
-            if last_word:
+            if job.alone or (failure.status is Status.TIMEOUT and len(blamed) == 1):
                 job.end(failure)
             else:
                 job.alone = True
