@@ -220,7 +220,7 @@ class TrainerConfig(Section):
     max_restarts: int = Field(
         3,
         ge=0,
-        description="How often each process of a run is started again when it dies: every server, the run's own Redis, the trainer, its orchestrator, its learner (all ranks as one).",
+        description="How often each process of a run is started again when it dies: every server, the run's own Redis, the trainer, its orchestrator, its learner (all ranks as one). Five minutes in order, and earlier deaths are forgotten.",
     )
 
 
@@ -321,10 +321,12 @@ class RunConfig(Section):
         fields = self.model_dump(mode="json")
         for dotted in _NOT_TRAINED_ON:
             *parents, last = dotted.split(".")
-            node = fields
+            nodes = [fields]
             for parent in parents:
-                node = node[parent]
-            del node[last]
+                found = [node[parent] for node in nodes]
+                nodes = [one for each in found for one in (each if isinstance(each, list) else [each])]
+            for node in nodes:
+                del node[last]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -339,6 +341,7 @@ _NOT_TRAINED_ON = (
         "reward.queue",
         "reward.start_timeout",
         "reward.security",
+        "reward.rewards.security",
         "security",
     ),
     *("trainer.save_interval", "trainer.keep_checkpoints", "trainer.max_restarts"),

@@ -6,7 +6,6 @@ However supervision ends, nothing that it started is left running.
 """
 
 import asyncio
-import itertools
 import logging
 import random
 import re
@@ -24,6 +23,8 @@ FINAL_CODES = frozenset(kind.exit_code for kind in (ConfigError, UnavailableErro
 """Exit codes after which a restart would end the same way."""
 _TOGETHER_SECONDS = 600.0
 """How long a unit's other processes may take to end after the first has ended well: one of them still saves."""
+_WELL_SECONDS = 300.0
+"""A unit that has run for so long was in order: its earlier restarts are forgotten, so that a long run bears any number of kills."""
 _ERROR_LINE = re.compile(r"error: |^[\w.]*(Error|Exception)\b")
 
 
@@ -146,14 +147,19 @@ class Supervisor:
         await asyncio.gather(*(unit.stop(grace) for unit in self._units))
 
     async def _keep(self, unit: Unit) -> None:
-        for restart in itertools.count(1):
+        restart = 0
+        while True:
             unit.start()
+            started = asyncio.get_running_loop().time()
             child = await unit.ended()
             if child is None:
                 return
             unit.kill()
             await unit.reap()
-            self._judge(child, restart - 1)
+            if asyncio.get_running_loop().time() - started > _WELL_SECONDS:
+                restart = 0
+            self._judge(child, restart)
+            restart += 1
             pause = backoff(restart, self._first_backoff)
             _log.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
             await asyncio.sleep(pause)

@@ -49,6 +49,13 @@ async def test_a_dead_child_is_started_again_until_it_ends_well(tmp_path: Path) 
     assert notes(tmp_path) == ["start"] * 3
 
 
+async def test_restarts_before_a_long_good_time_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme.supervision._WELL_SECONDS", 0.0)
+    script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 6 else 1)"
+    await Supervisor([unit(tmp_path, script)], max_restarts=1, first_backoff=0.01).run()
+    assert notes(tmp_path) == ["start"] * 6
+
+
 async def test_each_unit_has_its_own_restarts(tmp_path: Path) -> None:
     dying = "note('start'); raise ValueError('of no use')"
     twice = f"note('twice'); sys.exit(0 if open({str(tmp_path / 'notes.txt')!r}).read().count('twice') > 2 else 1)"
