@@ -23,7 +23,7 @@ FINAL_CODES = frozenset(kind.exit_code for kind in (ConfigError, UnavailableErro
 """Exit codes after which a restart would end the same way."""
 _TOGETHER_SECONDS = 600.0
 """How long a unit's other processes may take to end after the first has ended well: one of them still saves."""
-_WELL_SECONDS = 300.0
+WELL_SECONDS = 300.0
 """A unit that has run for so long was in order: its earlier restarts are forgotten, so that a long run bears any number of kills."""
 _ERROR_LINE = re.compile(r"error: |^[\w.]*(Error|Exception)\b")
 
@@ -156,7 +156,7 @@ class Supervisor:
                 return
             unit.kill()
             await unit.reap()
-            if asyncio.get_running_loop().time() - started > _WELL_SECONDS:
+            if asyncio.get_running_loop().time() - started > WELL_SECONDS:
                 restart = 0
             self._judge(child, restart)
             restart += 1

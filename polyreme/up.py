@@ -5,7 +5,6 @@ ends all at once, and when this process is killed the kernel tells its children,
 """
 
 import asyncio
-import itertools
 import signal
 import sys
 import time
@@ -34,7 +33,7 @@ from polyreme.rundir import (
     open_run,
     owned,
 )
-from polyreme.supervision import FINAL_CODES, ChildFailedError, Program, Supervisor, Unit, backoff
+from polyreme.supervision import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, backoff
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 
 _GRACE_SECONDS = 15.0
@@ -92,7 +91,9 @@ class _Session:
             return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir)
 
         services = [unit("reward", "reward", *server)]
-        services += [unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)]
+        services += [
+            unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
+        ]
         self._serving = Supervisor(services, config.trainer.max_restarts)
         self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, "--log-dir", str(log_dir))
         self._training = Supervisor([self._trainer], config.trainer.max_restarts)
@@ -149,9 +150,12 @@ class _Session:
         Raises:
             StoreError: it died too often, or does not start.
         """
-        for deaths in itertools.count(1):
+        deaths = 0
+        while True:
+            started = time.monotonic()
             while self._own_store is None or self._own_store.alive:  # noqa: ASYNC110 (a process gives no event)
                 await asyncio.sleep(_STORE_POLL_SECONDS)
+            deaths = 1 if time.monotonic() - started > WELL_SECONDS else deaths + 1
             if deaths > (limit := self._config.trainer.max_restarts):
                 raise StoreError(
                     "the run's own Redis to keep running",

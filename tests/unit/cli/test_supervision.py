@@ -50,7 +50,7 @@ async def test_a_dead_child_is_started_again_until_it_ends_well(tmp_path: Path) 
 
 
 async def test_restarts_before_a_long_good_time_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme.supervision._WELL_SECONDS", 0.0)
+    monkeypatch.setattr("polyreme.supervision.WELL_SECONDS", 0.0)
     script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 6 else 1)"
     await Supervisor([unit(tmp_path, script)], max_restarts=1, first_backoff=0.01).run()
     assert notes(tmp_path) == ["start"] * 6
