@@ -121,6 +121,15 @@ def test_the_fingerprint_is_of_what_decides_the_weights(tmp_path: Path) -> None:
     assert len({base.model_copy(update=change).fingerprint() for change in [{}, *other]}) == len(other) + 1
 
 
+def test_how_an_endpoint_is_secured_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
+    far = {"url": "https://h/", "protocol": "native"}
+    prints = []
+    for security in (None, {"token_env": "T"}, {"ca": "/ca.pem"}):
+        tree["reward"]["rewards"] = [{"name": "exact"}, {**far, "security": security}]
+        prints.append(parse_config(tree, "the test").fingerprint())
+    assert len(set(prints)) == 1
+
+
 @given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz_.", min_size=1, max_size=30))
 def test_no_unknown_key_is_taken(key: str) -> None:
     tree = yaml.safe_load(run_config(Path("/nowhere")).to_yaml())
