@@ -12,7 +12,7 @@ PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
-.PHONY: demo test bench lint proto env
+.PHONY: secrets certs wheels demo test bench lint proto env
 
 ## demo: train the example model (about five minutes on two cores)
 demo: env
@@ -37,6 +37,20 @@ lint: $(VENV)/.dev
 ## proto: write the stubs anew from proto/
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+## secrets: .env with fresh passwords, for docker compose
+secrets:
+	deploy/secrets.sh .env
+
+## certs: a CA and the services' certificate in secrets/tls, for mutual TLS; NAMES="DNS:host IP:address" adds names
+certs:
+	deploy/certs.sh secrets/tls $(NAMES)
+
+## wheels: the lock's wheels in deploy/wheels, for images that are built without a network
+wheels:
+	@torch=$$(grep '^torch==' requirements/cpu.txt); download="$(PYTHON) -m pip download -q --no-deps --only-binary :all: -d deploy/wheels"; \
+	$$download "$$torch" 2>/dev/null || $$download --index-url $(TORCH_INDEX) "$$torch"; \
+	grep -v '^torch==' requirements/cpu.txt | $$download -r /dev/stdin
 
 env: $(VENV)/.run
 

@@ -1,0 +1,51 @@
+"""Whether a service in this container answers: `healthy http://127.0.0.1:8080/ready`, `healthy redis://127.0.0.1:6379`.
+
+Invariant: standard library only, since it runs every few seconds. It shows the service's own certificate where the other side asks for
+one, and does not look at the other's: it never leaves the container.
+"""
+
+import os
+import socket
+import ssl
+import sys
+import urllib.request
+from urllib.parse import urlsplit
+
+SECONDS = 5
+
+
+def http(url: str) -> None:
+    context = None
+    certificate, key = os.environ.get("POLYREME_CERTIFICATE"), os.environ.get("POLYREME_KEY")
+    if certificate and key:
+        url = url.replace("http:", "https:", 1)
+        context = ssl._create_unverified_context()
+        context.load_cert_chain(certificate, key)
+    with urllib.request.urlopen(url, timeout=SECONDS, context=context):  # raises for a bad status
+        pass
+
+
+def redis(host: str, port: int) -> None:
+    password = os.environ.get("POLYREME_REDIS_PASSWORD", "").encode()
+    with socket.create_connection((host, port), SECONDS) as connection, connection.makefile("rb") as replies:
+        if password:
+            connection.sendall(b"*2\r\n$4\r\nAUTH\r\n$%d\r\n%s\r\n" % (len(password), password))
+            replies.readline()
+        connection.sendall(b"PING\r\n")
+        if (answer := replies.readline()) != b"+PONG\r\n":
+            raise OSError(answer.decode(errors="replace").strip())
+
+
+def main() -> None:
+    url = urlsplit(sys.argv[1])
+    try:
+        if url.scheme == "redis":
+            redis(url.hostname or "127.0.0.1", url.port or 6379)
+        else:
+            http(sys.argv[1])
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]}: {error}")
+
+
+if __name__ == "__main__":
+    main()

