@@ -1,0 +1,17 @@
+#!/bin/sh
+# secrets.sh FILE: writes .env.example with fresh secrets to FILE, for its owner alone. An existing file stays as it is.
+set -eu
+cd "$(dirname "$0")/.."
+umask 077
+if [ -e "$1" ]; then
+    echo "$1 is there already"
+    exit 0
+fi
+while IFS= read -r line; do
+    case $line in
+    POLYREME_*=) echo "$line$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')" ;;
+    *) echo "$line" ;;
+    esac
+done <.env.example >"$1.partial"
+mv "$1.partial" "$1"
+echo "$1: fresh secrets"

@@ -1,0 +1,223 @@
+"""What can be said of the deployment without a Docker daemon or a cluster; .ci/deploy runs it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE = (ROOT / "docker-compose.yml").read_text()
+SERVICES = yaml.safe_load(COMPOSE)["services"]
+OURS = ["reward", "rollout", "trainer"]
+DOCKERFILES = {name: (ROOT / "deploy" / "docker" / f"{name}.Dockerfile").read_text() for name in OURS}
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+SECRETS = {"POLYREME_REDIS_PASSWORD", "POLYREME_TOKEN", "POLYREME_GRAFANA_PASSWORD"}
+
+
+def variables() -> dict[str, str | None]:
+    """What the compose file reads, with its defaults; None: it must be set."""
+    found = re.findall(r"(?<!\$)\$\{(\w+)(?::(-|\?)([^}]*))?\}", COMPOSE)
+    return {name: default if kind == "-" else None for name, kind, default in found}
+
+
+def example() -> dict[str, tuple[str, bool]]:
+    """The variables of .env.example: value, and whether it is commented out."""
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    found = [re.fullmatch(r"(#?)([A-Z_]+)=(.*)", line) for line in lines]
+    return {match[2]: (match[3], match[1] == "#") for match in found if match}
+
+
+def test_env_example_names_every_variable_with_its_default() -> None:
+    known = example()
+    assert known.keys() - {"COMPOSE_PROFILES"} == variables().keys()
+    for name, default in variables().items():
+        value, commented = known[name]
+        if name in SECRETS:
+            assert (value, commented, default) == ("", False, None), f"{name} has a default"
+        else:
+            assert commented, name
+            alternatives = {"POLYREME_TLS", "POLYREME_CERTIFICATE", "POLYREME_KEY", "POLYREME_SECURITY"}
+            assert value == default or name in alternatives, name
+
+
+def test_services_that_scale_have_no_name_or_port_of_the_host() -> None:
+    for name, service in SERVICES.items():
+        assert "container_name" not in service
+        for port in service.get("ports", []):
+            assert port.startswith("${POLYREME_BIND:-127.0.0.1}:"), name
+    assert {name for name, service in SERVICES.items() if service.get("ports")} == {"redis", "grafana"}
+
+
+def test_every_service_is_watched_restarted_and_given_time() -> None:
+    for name, service in SERVICES.items():
+        assert "restart" in service, name
+        if name not in ("prepare", "prometheus", "grafana"):
+            assert "healthcheck" in service and "stop_grace_period" in service, name
+    assert SERVICES["trainer"]["depends_on"]["redis"] == {"condition": "service_healthy"}
+    flags = SERVICES["redis"]["command"][0]
+    assert all(flag in flags for flag in ("--appendonly yes", "--appendfsync always", "--maxmemory-policy noeviction"))
+
+
+def test_a_card_belongs_to_one_service() -> None:
+    for profile in ("cuda", "npu"):
+        ours = [service for service in SERVICES.values() if service.get("profiles") == [profile]]
+        cards = [device for service in ours for device in service.get("devices", []) if re.search(r"davinci\d", device)]
+        for service in ours:
+            reserved = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+            cards += [card for device in reserved for card in device["device_ids"]]
+        assert len(ours) == len(cards) == len(set(cards)), profile
+
+
+def test_dockerfiles_share_their_first_stages_and_fetch_nothing_unasked() -> None:
+    shared = {name: re.search(r"# -- shared.*?(?=\n# -- )", text, re.S)[0] for name, text in DOCKERFILES.items()}  # type: ignore[index]
+    assert len(set(shared.values())) == 1
+    for name, text in DOCKERFILES.items():
+        assert "# syntax" not in text
+        assert all(image.startswith("${") or image in _stages(text) for image in re.findall(r"^FROM (\S+)", text, re.M)), name
+        assert all(line.startswith("[") for line in re.findall(r"^(?:ENTRYPOINT|CMD) (.*)", text, re.M)), f"{name}: shell form"
+        finals = [stage for stage in re.split(r"^(?=FROM )", text, flags=re.M) if "ENTRYPOINT" in stage]
+        assert [re.search(r" AS (\w+)", stage)[1] for stage in finals] == (
+            ["reward"] if name == "reward" else ["cpu", "cuda", "npu"]
+        )  # type: ignore[index]
+        assert all(stage.rindex("USER 10001") > stage.rfind("USER root") for stage in finals), f"{name} runs as root"
+
+
+def _stages(text: str) -> set[str]:
+    return set(re.findall(r"^FROM \S+ AS (\S+)", text, re.M))
+
+
+def test_every_image_installs_a_part_of_the_lock() -> None:
+    sys.path.insert(0, str(ROOT / "requirements"))
+    try:
+        import images
+    finally:
+        sys.path.pop(0)
+    for image in images.ROOTS:
+        assert (ROOT / "requirements" / f"{image}.txt").read_text().splitlines() == images.lines(image), (
+            f"requirements/{image}.txt is old: run python requirements/images.py"
+        )
+    assert not [line for line in images.lines("reward") if line.startswith(("torch", "transformers", "vllm"))]
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed; .ci/deploy installs it")
+def test_compose_takes_the_file_and_starts_nothing_without_secrets(tmp_path: Path) -> None:
+    def config(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("POLYREME_", "COMPOSE_"))}
+        command = ["docker-compose", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=60, check=False)
+
+    refused = config("--env-file", ".env.example", "config")
+    assert refused.returncode != 0 and "make secrets" in refused.stderr
+    secrets = tmp_path / "env"
+    subprocess.run([ROOT / "deploy" / "secrets.sh", secrets], check=True, timeout=10)
+    assert secrets.stat().st_mode & 0o077 == 0
+    resolved = config("--env-file", str(secrets), "config")
+    assert resolved.returncode == 0, resolved.stderr
+    assert yaml.safe_load(resolved.stdout)["services"].keys() == SERVICES.keys()
+
+
+def test_secrets_are_fresh_and_never_overwritten(tmp_path: Path) -> None:
+    def write(name: str) -> dict[str, str]:
+        subprocess.run([ROOT / "deploy" / "secrets.sh", tmp_path / name], check=True, timeout=10)
+        lines = (tmp_path / name).read_text().splitlines()
+        return {key: value for key, _, value in (line.partition("=") for line in lines) if key in SECRETS}
+
+    first, second = write("a"), write("b")
+    assert first.keys() == SECRETS and all(re.fullmatch("[0-9a-f]{48}", value) for value in first.values())
+    assert not set(first.values()) & set(second.values())
+    assert write("a") == first
+
+
+def test_certificates_are_what_the_services_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyreme import security
+    from polyreme.config import SecurityConfig
+
+    folder = tmp_path / "tls"
+    subprocess.run([ROOT / "deploy" / "certs.sh", folder, "DNS:elsewhere"], check=True, timeout=30, capture_output=True)
+    files = {"certificate": folder / "certificate.pem", "key": folder / "key.pem", "ca": folder / "ca.pem"}
+    config = SecurityConfig(**files, mutual=True, server_name="polyreme")
+    assert security.server_credentials(config) is not None
+    subprocess.run(["openssl", "verify", "-CAfile", files["ca"], files["certificate"]], check=True, timeout=10)
+    authority = files["ca"].read_bytes()
+    subprocess.run([ROOT / "deploy" / "certs.sh", folder], check=True, timeout=30, capture_output=True)
+    assert files["ca"].read_bytes() == authority, "a CA is kept"
+
+
+def documents(folder: Path) -> list[dict[str, Any]]:
+    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return [
+        document for name in names if (folder / name).is_file() for document in yaml.safe_load_all((folder / name).read_text())
+    ]
+
+
+def test_kubernetes_objects_fit_their_published_schemas() -> None:
+    import kubernetes_validate
+
+    for document in documents(KUBERNETES / "base"):
+        kubernetes_validate.validate(document, "1.33", strict=True)
+    kinds = [document["kind"] for document in documents(KUBERNETES / "base")]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {
+        **{"Service": 1, "StatefulSet": 1, "Deployment": 2, "Job": 1, "PersistentVolumeClaim": 2},
+        **{"PodDisruptionBudget": 4, "HorizontalPodAutoscaler": 2, "NetworkPolicy": 1},
+    }
+
+
+def test_the_base_trains_the_demo() -> None:
+    assert (KUBERNETES / "base" / "run.yaml").read_text() == (ROOT / "examples" / "running_total" / "run.yaml").read_text()
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: overlays are built with its kustomize")
+@pytest.mark.parametrize(("overlay", "card"), [("cpu", None), ("cuda", "nvidia.com/gpu"), ("npu", "huawei.com/Ascend910")])
+def test_overlays_build_to_valid_objects(overlay: str, card: str | None) -> None:
+    import kubernetes_validate
+
+    built = subprocess.run(
+        ["kubectl", "kustomize", KUBERNETES / "overlays" / overlay], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    pods = {}
+    for document in yaml.safe_load_all(built):
+        kubernetes_validate.validate(document, "1.33", strict=True)
+        if document["kind"] in ("Deployment", "Job", "StatefulSet"):
+            pods[document["metadata"]["name"]] = document["spec"]["template"]["spec"]
+    for name in ("rollout", "trainer"):
+        (container,) = pods[name]["containers"]
+        assert container["image"] == f"polyreme/{name}:{overlay}"
+        assert container["resources"]["limits"].get(card) == (card and "1")
+    arguments = pods["trainer"]["containers"][0]["args"]
+    assert (f"device={overlay}" in arguments) == (overlay != "cpu")
+    assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods.values())
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    from prometheus_client import generate_latest
+
+    from polyreme_reward.metrics import Metrics as RewardMetrics
+    from polyreme_rollout.metrics import Metrics as RolloutMetrics
+
+    board = json.loads((ROOT / "deploy" / "observability" / "dashboards" / "polyreme.json").read_text())
+    asked = {
+        name
+        for panel in board["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"polyreme_[a-z_]+", target["expr"])
+    }
+    there = generate_latest(RolloutMetrics().registry).decode() + generate_latest(RewardMetrics().registry).decode()
+    known = set(re.findall(r"^(?:# TYPE )?(polyreme_\w+)", there, re.M))
+    known |= {name + "_bucket" for name in known}
+    of_the_run = {name for name in asked if name.startswith("polyreme_train_")}
+    assert asked - of_the_run - known == {"polyreme_device_busy_ratio", "polyreme_device_memory_bytes"}, "of devices only"
+    source = (ROOT / "services" / "trainer" / "polyreme_trainer" / "learner" / "metrics.py").read_text()
+    derived = {"accuracy", "alarms", "iteration", "learner_wait_ratio", "state", "time_rollout_wait_seconds"}
+    for name in of_the_run:
+        short = name.removeprefix("polyreme_train_")
+        parts = short.removesuffix("_seconds")
+        assert (
+            short in derived or parts.startswith("time_") or f'"{parts.replace("_", "/", 1)}"' in source or f'"{parts}"' in source
+        ), name
