@@ -3,17 +3,21 @@
 Each test prints its seed and schedule; POLYREME_FAULT_SEED=N repeats one.
 """
 
+import asyncio
 import os
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.faults import Storm, schedule, table
+from polyreme.log.ledger import ExperienceLog
+from polyreme.registry import Registry
+from support.faults import Fault, Storm, schedule, table
 from support.nursery import Nursery
-from support.storms import MODULES, real_storm, simulated_storm, start_supervisor, verdict, weights_verdict
+from support.storms import MODULES, real_storm, records, simulated_storm, start_supervisor, verdict, weights_verdict
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
 TRAIN_SECONDS = 0.03
@@ -60,6 +64,49 @@ async def test_faults_in_every_phase(tmp_path: Path) -> None:
     await endure_all(tmp_path, seed_of(random.randrange(1 << 31)), 40, 40, supervised=False)
 
 
+async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> None:
+    """It stands still for longer than its lease lasts, with samples under way and weights on their way to it."""
+    nursery = await Nursery.open(MODULES)
+    try:
+        async with simulated_storm(nursery, tmp_path / "run", 0, iterations=10_000, supervised=False) as s:
+            await s.running(60.0)
+            replicas = {lease.id for lease in await Registry(s.run).leases("rollout")}
+            await s.rage([Fault("chunk", "after", 0.03, "rollout-0", "stop", 12.0, 0.0)])
+            longest = 0.0
+            for _ in range(110):
+                await asyncio.sleep(0.1)
+                longest = max(longest, time.monotonic() - s.last_append)
+            assert longest < 8.0  # far less than its lease, and than any call's deadline
+            await s.calm()
+            newest = await ExperienceLog(s.run).version()
+            async with asyncio.timeout(30):
+                while replicas != {r["replica"] for r in await records(s.run, "commit") if r["version"] > newest}:
+                    await asyncio.sleep(0.2)
+            assert not s.problems
+            assert (await ExperienceLog(s.run).audit()).clean
+    finally:
+        await nursery.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_redis_stands_still_for_20_seconds_and_is_killed(tmp_path: Path) -> None:
+    faults = [Fault(phase, "after", 0.01, "redis", action, away, 1.0) for phase, action, away in (
+        ("generate", "stop", 20.0), ("train", "kill", 0.5), ("append", "stop", 20.0), ("plan", "kill", 3.0),
+    )]  # fmt: skip
+    nursery = await Nursery.open(MODULES)
+    try:
+        async with simulated_storm(nursery, tmp_path / "run", 0, iterations=30, supervised=True) as s:
+            await s.running(60.0)
+            await s.rage(faults)
+            await s.calm()
+            wrong = await verdict(s, await s.wait(120.0), 30) + await weights_verdict(s, 30)
+            assert not wrong, "\n".join([*wrong, *s.notes])
+            assert not await records(s.run, "alarm")
+    finally:
+        await nursery.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("default", range(6))
@@ -89,6 +136,7 @@ async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
     seed, iterations = seed_of(300), 40
     faults = schedule(seed, 32, 1, (*DIRECT, "supervisor"), pace=4.0)
     faults = [replace(fault, action="kill" if fault.action in ("usurp", "cut") else fault.action) for fault in faults]
+    faults.insert(16, Fault("plan", "after", 0.0, "redis", "stop", 20.0, 4.0))
     print(f"seed {seed}:", *faults, sep="\n  ")
     nursery = await Nursery.open(MODULES)
     try:
