@@ -197,9 +197,13 @@ class Scorer:
         ]
 
     async def _ask(self, reward: Reward, batch: Sequence[Item]) -> list[Outcome]:
-        outcomes = await reward.score(batch)
-        if len(outcomes) != len(batch):
-            raise AssertionError(f"the reward {reward.name} gave {len(outcomes)} outcomes for {len(batch)} items")
+        try:
+            outcomes = await reward.score(batch)
+            if len(outcomes) != len(batch):
+                raise AssertionError(f"the reward {reward.name} gave {len(outcomes)} outcomes for {len(batch)} items")
+        except Exception as error:  # a defect of ours; the batch's other rewards, and its callers, still get their answers
+            log.exception("the reward %s broke its contract", reward.name)
+            outcomes = [failed(Status.ERROR, f"the reward itself failed: {type(error).__name__}: {error}")] * len(batch)
         self._metrics.count(reward.name, outcomes)
         return outcomes
 

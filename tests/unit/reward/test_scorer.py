@@ -52,6 +52,26 @@ async def test_a_sum_beyond_floats_is_invalid() -> None:
     assert answer.status is Status.INVALID
 
 
+@pytest.mark.parametrize("column", [None, "task"])
+async def test_a_reward_that_breaks_its_contract_is_an_error_of_its_items(
+    column: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Scripted):
+        async def score(self, items: Sequence[Item]) -> list[Outcome]:
+            raise KeyError("a defect")
+
+    class Short(Scripted):
+        async def score(self, items: Sequence[Item]) -> list[Outcome]:
+            return []
+
+    service = Scorer([Scripted("fine"), Broken("broken"), Short("short")], 100, Metrics(), column)
+    row = '{"task": ["fine", "broken", "short"]}'
+    (answer,) = await service.score([item("x", metadata_json=row)])
+    assert (answer.status, [part.name for part in answer.parts]) == (Status.ERROR, ["fine"])
+    assert "broken: the reward itself failed: KeyError" in answer.message
+    assert service.inside == 0 and "broke its contract" in caplog.text
+
+
 async def test_a_key_is_scored_once() -> None:
     reward = Scripted()
     service = scorer(reward)
