@@ -25,6 +25,8 @@ _MAX_MESSAGE_BYTES = 32 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_frame_size", 1 << 20),  # a large message in few pieces, which halves the work on a stream of weights
+    ("grpc.http2.write_buffer_size", 4 << 20),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -4,6 +4,10 @@ Kept here: every message is the protobuf message of that schema, whoever wrote i
 copy. (Protobuf's own reading and writing of a mebibyte costs several times its way through the network stack.)
 """
 
+import ctypes
+from contextlib import suppress
+from functools import cache
+
 from google.protobuf.message import DecodeError
 
 from polyreme.api.v1 import weights_pb2 as pb
@@ -12,12 +16,27 @@ STAGE_STREAM = "/polyreme.api.v1.WeightsService/StageStream"
 CHUNK_BYTES = 1 << 20  # larger ones leave the processor's cache before they are hashed
 LONGEST_CHUNK_BYTES = 8 << 20
 
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20
+
 _OFFSET, _DATA = 0x11, 0x1A  # field 2 of 8 bytes, field 3 of a length
 _HEAD = 10
 
 
 class WireError(ValueError):
     """A message is not what it should be."""
+
+
+@cache
+def keep_memory() -> None:
+    """Before a process's first stream: the C library keeps the memory of messages for those that follow.
+
+    It would give each one's back, and have the kernel clear other pages for the next: more work than all the rest of a stream.
+    """
+    with suppress(AttributeError):  # a C library that is not glibc
+        tune = ctypes.CDLL(None).mallopt
+        tune(_MMAP_THRESHOLD, _LARGEST_BYTES)
+        tune(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def encode_manifest(manifest: pb.Manifest) -> bytes:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from polyreme.weights.arena import Arena
 from polyreme.weights.assembly import Assembly
 from polyreme.weights.manifest import Manifest
+from polyreme.weights.wire import keep_memory
 from polyreme_rollout.engine.base import ArenaSource
 
 _SLOT = 0
@@ -110,6 +111,7 @@ class Intake:
             ManifestError: the manifest is not sealed.
             ConfigError: shared memory has no room.
         """
+        keep_memory()
         part = manifest.part
         while older := self._streams.get(part):
             await older.end()

@@ -18,7 +18,7 @@ from polyreme.config import SecurityConfig
 from polyreme.errors import StaleTermError
 from polyreme.registry import Lease
 from polyreme.weights.arena import Arena, ArenaError
-from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_manifest
+from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_manifest, keep_memory
 
 PROBE_SECONDS = 10.0
 STAGE_SECONDS = 30.0
@@ -102,6 +102,7 @@ class Link:
 
     async def stream(self, version: Version) -> None:
         """Sends the replica the version's bytes."""
+        keep_memory()
         seconds = STAGE_SECONDS + version.manifest.nbytes / SLOWEST_STREAM_BYTES_PER_SECOND
         await self._call(lambda stub: self._send(version, seconds))
 
