@@ -80,7 +80,7 @@ async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> 
             await s.calm()
             newest = await ExperienceLog(s.run).version()
             async with asyncio.timeout(30):
-                while replicas != {r["replica"] for r in await records(s.run, "commit") if r["version"] > newest}:
+                while replicas != {r["replica"] for r in await records(s.run, "commit") if r["version"] > newest}:  # noqa: ASYNC110
                     await asyncio.sleep(0.2)
             assert not s.problems
             assert (await ExperienceLog(s.run).audit()).clean
