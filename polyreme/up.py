@@ -159,7 +159,7 @@ class _Session:
             if deaths > (limit := self._config.trainer.max_restarts):
                 raise StoreError(
                     "the run's own Redis to keep running",
-                    f"it ended {deaths} times",
+                    f"it ended {deaths} times" + (f", and says: {words}" if (words := self._own_store.last_words()) else ""),
                     f"See {self._config.run_dir / 'redis' / 'redis.log'}, then go on with --resume.",
                 )
             self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")

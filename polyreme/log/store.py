@@ -200,6 +200,11 @@ class EmbeddedServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def last_words(self) -> str:
+        """The complaint at the end of its log, such as a full disk; empty when there is none."""
+        warnings = [line.partition(" # ")[2] for line in _tail_lines(self._data_dir / "redis.log", 10)]
+        return next((words for words in reversed(warnings) if words and not words.startswith("WARNING")), "")
+
     @classmethod
     def start(cls, data_dir: Path, port: int = 0, timeout: float = LOADING) -> "EmbeddedServer":
         """Starts the server and waits until it has loaded its data and answers.
@@ -318,5 +323,9 @@ def _binary() -> str:
     return str(bundled.get_binary_path())
 
 
-def _tail(path: Path, lines: int = 5) -> str:
-    return " | ".join(path.read_text(errors="replace").splitlines()[-lines:])
+def _tail(path: Path) -> str:
+    return " | ".join(_tail_lines(path, 5))
+
+
+def _tail_lines(path: Path, lines: int) -> list[str]:
+    return path.read_text(errors="replace").splitlines()[-lines:]

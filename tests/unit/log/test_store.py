@@ -184,6 +184,14 @@ async def test_a_lost_redis_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_the_last_words_of_a_server(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        assert server.last_words() == ""
+        with open(tmp_path / "redis.log", "a") as log:
+            log.write("9657:M 20 Nov 2026 16:32:15.842 # Error writing to the AOF file: No space left on device\n")
+        assert server.last_words() == "Error writing to the AOF file: No space left on device"
+
+
 async def test_a_server_that_stays_away(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path / "redis") as server:
         client = await connect(server.url)
