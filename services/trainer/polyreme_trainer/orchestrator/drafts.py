@@ -140,12 +140,15 @@ def part_since(marks: Sequence[Mark], drafts: Drafts, prompt_ids: np.ndarray) ->
     """A serialised Group with what came since `marks`: ids and logprobs behind them, and all spans of the drafts that changed."""
     part = experience_pb2.Group(prompt_ids=prompt_ids.astype("<i4").tobytes())
     for draft, mark in zip(drafts.drafts, marks, strict=True):
-        sample = part.samples.add()
-        if mark != (draft.length, draft.finish_reason):
-            sample.token_ids, sample.logprobs = bytes(draft.ids[4 * mark[0] :]), bytes(draft.logprobs[4 * mark[0] :])
-            sample.finish_reason = draft.finish_reason
-            for version, start, end in draft.spans:
-                sample.spans.add(version=version, start=start, end=end)
+        if mark == (draft.length, draft.finish_reason):
+            part.samples.add()
+            continue
+        part.samples.add(
+            token_ids=bytes(draft.ids[4 * mark[0] :]),
+            logprobs=bytes(draft.logprobs[4 * mark[0] :]),
+            finish_reason=draft.finish_reason,
+            spans=[experience_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in draft.spans],
+        )
     return part.SerializeToString()
 
 
