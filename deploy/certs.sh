@@ -31,6 +31,7 @@ END
 openssl x509 -req -in request.pem -CA ca.pem -CAkey ca.key -CAcreateserial -sha256 -days 825 -extfile extensions.cnf -out certificate.pem 2>/dev/null
 rm -f request.pem extensions.cnf ca.srl
 chmod 644 ca.pem certificate.pem
-# Containers read it as user 10001 or as group 0.
+# Containers read them as POLYREME_USER, or as group 0.
+chmod 750 .
 chmod 640 key.pem
 echo "$(pwd): ca.pem, certificate.pem, key.pem for $names"

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from polyreme.progress import SPLIT
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = (ROOT / "docker-compose.yml").read_text()
 SERVICES = yaml.safe_load(COMPOSE)["services"]
@@ -213,6 +215,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     known |= {name + "_bucket" for name in known}
     of_the_run = {name for name in asked if name.startswith("polyreme_train_")}
     assert asked - of_the_run - known == {"polyreme_device_busy_ratio", "polyreme_device_memory_bytes"}, "of devices only"
+    assert {f"polyreme_train_{key.replace('/', '_')}_seconds" for key in SPLIT.values()} <= asked
     source = (ROOT / "services" / "trainer" / "polyreme_trainer" / "learner" / "metrics.py").read_text()
     derived = {"accuracy", "alarms", "iteration", "learner_wait_ratio", "state", "time_rollout_wait_seconds"}
     for name in of_the_run:

@@ -24,7 +24,7 @@ from polyreme import security as secure
 from polyreme.config import RunConfig, SecurityConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.log.run import Run, RunState
-from polyreme.progress import Progress, Record, stream_time
+from polyreme.progress import SPLIT, Progress, Record, stream_time
 from polyreme.usage import Usage
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Snapshot:
 
 
 def snapshot(state: RunState, progress: Progress, rollout: Record, alarms: int) -> Snapshot:
-    """Every number of the newest iteration's and rollout's records under its own name (`time/wait` is `time_wait_seconds`), and what
+    """Every number of the newest iteration's and rollout's records under its own name (`time/train` is `time_train_seconds`), and what
     follows from them."""
     gauges = {"alarms": float(alarms)}
     if (accuracy := progress.accuracy()) is not None:
@@ -55,7 +55,7 @@ def snapshot(state: RunState, progress: Progress, rollout: Record, alarms: int) 
         gauges |= _numbers(rollout) | _numbers(progress.last)
         gauges["iteration"] = float(progress.last["iteration"])
         seconds = progress.last["time/iteration"]
-        gauges["learner_wait_ratio"] = progress.last.get("time/wait", 0.0) / seconds if seconds else 0.0
+        gauges["learner_wait_ratio"] = progress.last[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
     return Snapshot(state, gauges, dict(progress.replicas))
 
 

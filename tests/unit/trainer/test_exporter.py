@@ -12,7 +12,7 @@ from polyreme.log.run import Run, RunState
 from polyreme.progress import Progress
 from polyreme_trainer.exporter import export, snapshot
 
-ITERATION = {"kind": "iteration", "iteration": 3, "reward/mean": 0.5, "time/iteration": 4.0, "time/wait": 1.0, "alarms": ["x"]}
+ITERATION = {"kind": "iteration", "iteration": 3, "reward/mean": 0.5, "time/iteration": 4.0, "time/learner_wait": 1.0, "alarms": ["x"]}
 
 
 def test_every_number_of_the_newest_iteration_is_a_gauge() -> None:
@@ -26,7 +26,7 @@ def test_every_number_of_the_newest_iteration_is_a_gauge() -> None:
         "iteration": 3.0,
         "reward_mean": 0.5,
         "time_iteration_seconds": 4.0,
-        "time_wait_seconds": 1.0,
+        "time_learner_wait_seconds": 1.0,
         "time_rollout_wait_seconds": 0.25,
         "learner_wait_ratio": 0.25,
     }
