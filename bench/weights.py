@@ -1,6 +1,6 @@
 """What a weight push costs: writing a version into the arena against plain memory copies, and a real replica's swap against its reload.
 
-    python bench/weights.py [--gib 1] [--repeats 5] [--only arena|swap]
+    python bench/weights.py [--gib 1] [--repeats 5] [--only arena|stream|swap]
 
 `arena_vs_memcpy` (>= 0.5): bytes per second of copying a rank's megatron parameters into an arena slot by the layout table, as the
 learner does, over those of one plain torch copy of as many bytes, both with one thread; the worst of tensor parallel 1 and 2.
@@ -9,6 +9,14 @@ Digests are reported apart.
 `stall_over_reload_ms` (<= 25): the demo's model on a vLLM replica of its own, pushed to by the learner's publisher. How long
 generation stands still for a swap while 128 samples are decoded, minus the bare reload of the same weights on the idle replica;
 medians of 20 swaps each. Beside it what one swap costs a fixed batch of samples in time, end to end (`batch_cost_per_swap_ms`).
+
+`stream_vs_socket` (>= 0.35): bytes per second of a version's way to a replica that cannot map the arena, verified, over those of one
+bare TCP socket; both on the loopback, in turn, median of the ratios. `stream_vs_shaped_link` (>= 0.9): the same into a network
+namespace behind a link of 2.5 Gbit/s, over the link's rate (the headers of Ethernet, IP and TCP alone take 4% of it).
+`receivers_N_s`: from a version's publishing to the last of N acks, all by stream, and what that is in bytes per second to all of them.
+
+`late_joiner_s`: from the start of a vLLM replica that cannot map the arena, in a run that is under way, to its first token, which is
+that of the replica that was there before; `late_joiner_after_lease_s`: the part of it that is not vLLM's start.
 """
 
 import argparse
@@ -27,8 +35,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import grpc
 import torch
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from weights_side import streams
 
 from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2 as pb
@@ -48,7 +61,7 @@ from polyreme_trainer.learner.publish import Publisher
 from polyreme_trainer.model import layout
 from polyreme_trainer.model.architecture import Architecture, Rope
 
-LEAST = {"arena_vs_memcpy": 0.5}
+LEAST = {"arena_vs_memcpy": 0.5, "stream_vs_socket": 0.35, "stream_vs_shaped_link": 0.9}
 MOST = {"stall_over_reload_ms": 25.0}
 LAYERS_PER_GIB = 20
 
@@ -57,6 +70,8 @@ SWAPS = 20
 CALLS, SLOTS, NEW_TOKENS = 16, 8, 100
 BATCH_ROUNDS = 5
 SWAP_INTERVAL_SECONDS = 0.25
+RECEIVERS = (1, 4, 16)
+JOIN_SECONDS = 120.0
 
 
 def architecture(gib: float) -> Architecture:
@@ -153,6 +168,7 @@ class Stage:
     """A replica, and a learner's end that pushes versions of the demo's model to it."""
 
     run: Run
+    redis_url: str
     address: str
     arena: Arena
     plan: Manifest
@@ -220,7 +236,7 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
         try:
             [lease] = await Registry(run).wait_for("rollout", 1, 120, alive=lambda: replica.poll() is None)
             publisher.start()
-            yield Stage(run, lease.address, arena, plan, term.counter, publisher, weights)
+            yield Stage(run, server.url, lease.address, arena, plan, term.counter, publisher, weights)
         except BaseException:
             print(replica.log_tail(), file=sys.stderr)
             raise
@@ -240,6 +256,7 @@ async def bench_swap() -> dict[str, float]:
             idle = [await stage.push() for _ in range(SWAPS)]
             loaded = await swaps_under_load(stage)
             still, swapping, swaps = await batches(stage)
+            joined = await late_joiner(stage, Path(folder))
     stall = statistics.median(commit.stall_seconds for commit, _ in loaded)
     reload = statistics.median(commit.reload_seconds for commit, _ in idle)
     return {
@@ -252,6 +269,59 @@ async def bench_swap() -> dict[str, float]:
         "publish_to_ack_ms": 1e3 * statistics.median(seconds for _, seconds in loaded),
         "batch_s": still,
         "batch_cost_per_swap_ms": 1e3 * (swapping - still) / swaps,
+        **joined,
+    }
+
+
+async def late_joiner(stage: Stage, folder: Path) -> dict[str, float]:
+    """A second replica, which has nothing but Redis's address, up to its first token."""
+    expected = await first_token(stage, stage.address)
+    stage.arena.unlink()  # as on another host
+    command = [sys.executable, "-m", "polyreme", "rollout", "--redis", stage.redis_url, "--run", stage.run.run_id]
+    started = time.perf_counter()
+    joiner = Child.spawn("joiner", command, log_path=folder / "joiner.log")
+    try:
+        leases = await Registry(stage.run).wait_for("rollout", 2, JOIN_SECONDS, alive=lambda: joiner.poll() is None)
+        leased = time.perf_counter()
+        [address] = [lease.address for lease in leases if lease.address != stage.address]
+        if await first_token(stage, address) != expected:
+            raise SystemExit("the late joiner's token is not that of the version")
+        ended = time.perf_counter()
+    finally:
+        await joiner.stop(grace=20)
+    return {"late_joiner_s": ended - started, "late_joiner_after_lease_s": ended - leased}
+
+
+async def first_token(stage: Stage, address: str) -> bytes:
+    """The most probable token of the newest version, as soon as the replica has it."""
+    prompt = torch.arange(4, 24, dtype=torch.int32).numpy().tobytes()
+    request = pb.GenerateRequest(
+        run_id=stage.run.run_id,
+        request_id=uuid.uuid4().hex,
+        prompt_ids=prompt,
+        slots=[pb.Slot(max_new=1)],
+        sampling=pb.SamplingParams(temperature=0.0, top_p=1.0, top_k=-1),
+        min_version=stage.version,
+    )
+    deadline = time.monotonic() + JOIN_SECONDS
+    async with rpc.connect(address) as channel:
+        while True:
+            try:
+                async for message in pb_grpc.RolloutServiceStub(channel).Generate(request, timeout=JOIN_SECONDS):
+                    for chunk in message.chunks:
+                        return bytes(chunk.token_ids)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.FAILED_PRECONDITION or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(0.005)
+
+
+async def bench_stream(gib: float, repeats: int) -> dict[str, float]:
+    size = int(gib * 2**30)
+    return {
+        **await streams.against_socket(size, repeats),
+        **await streams.against_shaped_link(size // 4, repeats),
+        **await streams.to_many(size // 8, RECEIVERS, max(1, repeats // 2), load_config(TASK / "run.yaml")),
     }
 
 
@@ -293,13 +363,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the synthetic version")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["arena", "swap"])
+    parser.add_argument("--only", choices=["arena", "stream", "swap"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     measured: dict[str, float] = {}
-    if options.only != "swap":
+    if options.only in (None, "arena"):
         measured |= bench_arena(options.gib, options.repeats)
-    if options.only != "arena":
+    if options.only in (None, "stream"):
+        measured |= asyncio.run(bench_stream(options.gib, options.repeats))
+    if options.only in (None, "swap"):
         measured |= asyncio.run(bench_swap())
     for name, value in measured.items():
         print(f"{name:28} {value:10.3f}")

@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,7 +25,7 @@ ITERATIONS = 100
 
 
 @pytest.fixture
-def net() -> Network:
+def net() -> Iterator[Network]:
     if reason := missing():
         pytest.skip(f"network namespaces are not to be had: {reason}")
     with network() as net:

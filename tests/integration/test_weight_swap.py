@@ -23,12 +23,14 @@ import pytest
 import xxhash
 
 from polyreme.api.v1 import rollout_pb2
-from polyreme.weights.manifest import TensorSpec, plan_manifest
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
+from polyreme_trainer.learner.push import Link, SwapError, Version
 from support.models import Kind, tiny_model
 from support.replicas import Learner, generate, hf_weights, model_files, replica, request, rollout_config
 
 TESTS = Path(__file__).resolve().parents[1]
 PROMPT = [5, 6, 7, 8, 9]
+WRONG = "model.layers.1.self_attn.k_proj.weight"
 LAYOUTS = [("tied", 1), ("untied", 1), ("tied", 2), ("untied", 2)]
 
 
@@ -93,6 +95,7 @@ async def test_answers_are_those_of_the_pushed_weights(kind: Kind, parallel: int
             answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 32, 0)])))[0]
             assert answer.ids != ids
             assert answer.spans == [(9, 0, 32)]
+            await streamed_versions_are_served_and_gone_back_to(learner, there, model, reference)
             assert not [
                 name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist_")
             ]  # also while it runs: a kill leaves nothing
@@ -100,15 +103,42 @@ async def test_answers_are_those_of_the_pushed_weights(kind: Kind, parallel: int
             learner.arena.close()
 
 
+async def streamed_versions_are_served_and_gone_back_to(learner: Learner, there: Any, model: Path, reference: Reference) -> None:
+    """As from another host: into the replica's own memory, from where its workers load."""
+    link = Link(there.lease, learner.arena)
+
+    async def push(version: int, weights: dict[str, np.ndarray]) -> None:
+        staging = learner.write(version, weights)
+        sent = Version(staging.manifest, staging.slot, staging.generation)
+        await link.stream(sent)
+        await link.commit(sent)
+
+    for version, weights in enumerate(versions(model, 3), start=10):
+        await push(version, weights)
+        reference.load(weights)
+        ids, _ = reference.greedy(PROMPT, 32)
+        answer = (await generate(there.rollout, request(learner.run_id, PROMPT, [(0, [], 32, 0)])))[0]
+        assert (answer.ids, answer.spans) == (ids, [(version, 0, 32)])
+    good, learner.layout = learner.layout, misshapen(learner.layout, weights)
+    with pytest.raises(SwapError, match="version 12 is served again"):
+        await push(13, {name: array for name, array in weights.items() if name != WRONG})
+    learner.layout = good
+    answer = (await generate(there.rollout, request(learner.run_id, PROMPT, [(0, [], 32, 0)])))[0]
+    assert (answer.ids, answer.spans) == (ids, [(12, 0, 32)])
+    await link.close()
+
+
+def misshapen(good: Manifest, weights: dict[str, np.ndarray]) -> Manifest:
+    """The layout with one tensor of the wrong shape, inside a fused layer."""
+    specs = [TensorSpec(name, "F32", (3, 3) if name == WRONG else array.shape) for name, array in sorted(weights.items())]
+    return plan_manifest(specs, {tensor.name: tensor.alias_of for tensor in good.tensors if tensor.alias_of})
+
+
 async def broken_version_is_rolled_back(learner: Learner, there: Any, weights: dict[str, np.ndarray]) -> None:
     """A version with one tensor of the wrong shape, inside a fused layer: right digests, right names, and no way to load it."""
-    wrong = "model.layers.1.self_attn.k_proj.weight"
-    specs = [TensorSpec(name, "F32", (3, 3) if name == wrong else array.shape) for name, array in sorted(weights.items())]
-    good = learner.layout
-    aliases = {tensor.name: tensor.alias_of for tensor in good.tensors if tensor.alias_of}
-    learner.layout = plan_manifest(specs, aliases)
+    good, learner.layout = learner.layout, misshapen(learner.layout, weights)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await learner.push(there.weights, 5, {name: array for name, array in weights.items() if name != wrong})
+        await learner.push(there.weights, 5, {name: array for name, array in weights.items() if name != WRONG})
     learner.layout = good
     assert refused.value.code() == grpc.StatusCode.INTERNAL
     assert "version 2 is served again" in refused.value.details()

@@ -1,0 +1,186 @@
+"""The stream path measured: the learner's own link and publisher, the replica's own service, in processes of their own."""
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from weights_side.replica import names
+
+from polyreme.config import RunConfig
+from polyreme.log.ledger import ExperienceLog, Role
+from polyreme.log.run import Run
+from polyreme.log.store import EmbeddedServer, connect
+from polyreme.registry import Registry
+from polyreme.weights.arena import Arena
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
+from polyreme_trainer.learner.publish import Publisher
+from polyreme_trainer.learner.push import Link, Version
+from support.machines import missing, network
+from support.receiver import lease
+
+TENSORS = 64
+SHAPED_BITS = 2.5e9
+SHAPED_RATE = "2500mbit"
+BENCH = Path(__file__).resolve().parents[1]
+
+
+class Versions:
+    """Versions of `nbytes` that differ in every tensor, in an arena of this process."""
+
+    def __init__(self, nbytes: int, run_id: str) -> None:
+        per_tensor = nbytes // TENSORS // 64 * 64
+        self.plan = plan_manifest([TensorSpec(name, "U8", (per_tensor,)) for name in names(TENSORS)])
+        self.run_id, self.arena = run_id, Arena.create(run_id, self.plan.nbytes)
+        self._noise = np.random.default_rng(0).integers(0, 256, per_tensor, np.uint8)
+        self.number = -1
+
+    def write(self, slot: int) -> tuple[Manifest, int]:
+        """The next version; sealed, and its generation."""
+        self.number += 1
+        self.arena.begin(slot)
+        view = np.frombuffer(self.arena.slot_view(slot), np.uint8)
+        for tensor in self.plan.tensors:
+            view[tensor.offset : tensor.offset + tensor.nbytes] = self._noise
+            view[tensor.offset : tensor.offset + 8] = np.frombuffer(self.number.to_bytes(8, "little"), np.uint8)
+        generation = self.arena.complete(slot, self.number, 1)
+        return seal(self.plan.stamped(self.run_id, 1, self.number), self.arena.slot_view(slot)), generation
+
+
+@contextmanager
+def peer(
+    kind: str, nbytes: int, run: str, host: str = "127.0.0.1", place: Callable[[Sequence[str]], Sequence[str]] = tuple
+) -> Iterator[int]:
+    """A replica's end (`stream`) or a bare one (`socket`) as a process at a place; gives its port."""
+    command = [sys.executable, "-m", "weights_side.replica", host, kind, str(TENSORS), str(nbytes), run]
+    paths = os.pathsep.join((str(BENCH), str(BENCH.parent / "tests")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(place(command), stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+async def stream(link: Link, versions: Versions, turn: int) -> float:
+    """Seconds of one version's way, verified at its end."""
+    slot = turn % versions.arena.slots
+    sealed, generation = versions.write(slot)
+    version = Version(sealed.to_proto(), slot, generation)
+    began = time.perf_counter()
+    await link.stream(version)
+    seconds = time.perf_counter() - began
+    await link.commit(version)
+    return seconds
+
+
+def bare(connection: socket.socket, data: memoryview) -> float:
+    """Seconds of as many bytes through a socket."""
+    began = time.perf_counter()
+    connection.sendall(data)
+    connection.recv(1)
+    return time.perf_counter() - began
+
+
+async def against_socket(nbytes: int, repeats: int) -> dict[str, float]:
+    """One stream and one bare socket on the loopback, in turn, so that both meet the same machine."""
+    versions = Versions(nbytes, run_id())
+    try:
+        with peer("stream", nbytes, versions.run_id) as port, peer("socket", versions.plan.nbytes, versions.run_id) as bare_port:
+            link = Link(lease("bench", port), versions.arena)
+            data = versions.arena.slot_view(0)[: versions.plan.nbytes]
+            first = [await stream(link, versions, turn) for turn in range(2)]  # its buffers are made
+            with socket.create_connection(("127.0.0.1", bare_port)) as connection:
+                bare(connection, data)
+                streams, sockets = [], []
+                for turn in range(repeats):
+                    streams.append(await stream(link, versions, turn + 2))
+                    sockets.append(bare(connection, data))
+            await link.close()
+    finally:
+        versions.arena.close()
+    gigabytes = versions.plan.nbytes / 1e9
+    return {
+        "stream_first_gb_s": gigabytes / first[0],
+        "stream_gb_s": gigabytes / statistics.median(streams),
+        "socket_gb_s": gigabytes / statistics.median(sockets),
+        "stream_vs_socket": statistics.median(there / here for here, there in zip(streams, sockets, strict=True)),
+    }
+
+
+async def against_shaped_link(nbytes: int, repeats: int) -> dict[str, float]:
+    """A stream into a network namespace, through a link that carries SHAPED_BITS a second. Nothing where there are no namespaces."""
+    if reason := missing():
+        print(f"no shaped link: {reason}")
+        return {}
+    versions = Versions(nbytes, run_id())
+    try:
+        with network() as net:
+            machine = net.add()
+            machine.shape(SHAPED_RATE)
+            with peer("stream", nbytes, versions.run_id, machine.address, machine.command) as port:
+                link = Link(replace(lease("bench", port), address=f"{machine.address}:{port}"), versions.arena)
+                streams = [await stream(link, versions, turn) for turn in range(repeats + 2)][2:]
+                await link.close()
+    finally:
+        versions.arena.close()
+    rate = versions.plan.nbytes / statistics.median(streams)
+    return {"shaped_mb_s": rate / 1e6, "stream_vs_shaped_link": 8 * rate / SHAPED_BITS}
+
+
+async def to_many(nbytes: int, counts: Sequence[int], repeats: int, config: RunConfig) -> dict[str, float]:
+    """The publisher's way to many receivers: gigabytes a second to all of them together, from the publishing to the last ack."""
+    measured: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder, EmbeddedServer.start(Path(folder)) as server:
+        redis = await connect(server.url)
+        for count in counts:
+            run = await Run.create(redis, run_id(), config, {})
+            seconds = await publish_to(run, server.url, nbytes, count, repeats)
+            measured[f"receivers_{count}_s"] = seconds
+            measured[f"receivers_{count}_gb_s"] = count * nbytes / 1e9 / seconds
+        await redis.aclose()
+    return measured
+
+
+async def publish_to(run: Run, redis_url: str, nbytes: int, count: int, repeats: int) -> float:
+    """Median seconds from a version's publishing to the last of `count` commits."""
+    term = await ExperienceLog(run).take(Role.LEARNER)
+    versions = Versions(nbytes, run.run_id)
+    versions.arena.unlink()  # as on another host
+    publisher = Publisher(redis_url, run.run_id, term, versions.arena)
+    publisher.start()
+    try:
+        with ExitStack() as processes:
+            ports = [processes.enter_context(peer("stream", nbytes, run.run_id)) for _ in range(count)]
+            async with AsyncExitStack() as leases:
+                for number, port in enumerate(ports):
+                    await leases.enter_async_context(await Registry(run).register(lease(f"receiver{number}", port)))
+                taken = []
+                for _ in range(repeats + 2):
+                    slot = await publisher.acquire_slot(30)
+                    sealed, generation = versions.write(slot)
+                    began = time.perf_counter()
+                    publisher.publish(sealed, slot, generation)
+                    await publisher.wait_committed(sealed.version, count, 300)
+                    taken.append(time.perf_counter() - began)
+    finally:
+        publisher.close()
+        versions.arena.close()
+    return statistics.median(taken[2:])
+
+
+def run_id() -> str:
+    return f"bench-{uuid.uuid4().hex[:8]}"
