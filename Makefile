@@ -48,7 +48,8 @@ certs:
 
 ## wheels: the lock's wheels in deploy/wheels, for images that are built without a network
 wheels:
-	@torch=$$(grep '^torch==' requirements/cpu.txt); download="$(PYTHON) -m pip download -q --no-deps --only-binary :all: -d deploy/wheels"; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@torch=$$(grep '^torch==' requirements/cpu.txt); download="$(BIN)/pip download -q --no-deps --only-binary :all: -d deploy/wheels"; \
 	$$download "$$torch" 2>/dev/null || $$download --index-url $(TORCH_INDEX) "$$torch"; \
 	grep -v '^torch==' requirements/cpu.txt | $$download -r /dev/stdin
 

@@ -1,6 +1,7 @@
 # The reward image: `docker build -f deploy/docker/reward.Dockerfile .`. It has no torch; with REQUIREMENTS=reward-torch it does.
 # Everything that comes from outside is a build argument, so that a closed network builds it: docs/deploy.md has the list.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
+ARG REDIS_IMAGE=reward
 
 # -- shared: from here to the next section all three files are the same, and so are the layers
 FROM ${PYTHON_IMAGE} AS outside
@@ -45,3 +46,6 @@ USER 10001:0
 EXPOSE 50051 8080
 ENTRYPOINT ["polyreme"]
 CMD ["reward", "--host", "0.0.0.0", "--port", "50051", "--http-port", "8080"]
+
+# -- redis: the stack's, by default this image
+FROM ${REDIS_IMAGE} AS redis
