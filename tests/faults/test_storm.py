@@ -31,7 +31,7 @@ async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervis
     """A run under `count` faults, fewer when it is done before, and then in peace to its end."""
     iterations = max(8, int(0.55 * count))
     victims = (*DIRECT, "supervisor") if supervised else DIRECT
-    faults = schedule(seed, count, 3, victims, pace)
+    faults = schedule(seed, count, 3, victims, pace, drafts="step_seconds" in kind)
     print(f"seed {seed}:", *faults, sep="\n  ")
     fixed = {"iterations": iterations, "supervised": supervised, "train_seconds": TRAIN_SECONDS}
     async with simulated_storm(nursery, folder, seed, **fixed, **kind) as s:

@@ -61,10 +61,11 @@ PHASES = {
     "admit": _script("orchestrator", "admit"),
     "generate": _script("orchestrator", "admit", "after", spread=(0.0, 0.02)),
     "chunk": _script("orchestrator", "admit", "after", spread=(0.02, 0.12)),
+    "draft": _script("orchestrator", "draft"),
     "score": Phase("reward", re.compile(b"score"), ("after",), (0.0, 0.01)),
     "append": _script("orchestrator", "append"),
     "plan": _script("learner", "plan"),
-    "train": Phase("learner", re.compile(rb"HMGET\r\n[^:]*:payloads|HMGET.*:payloads", re.S), ("after",), (0.0, 0.04)),
+    "train": Phase("learner", re.compile(rb"HMGET.*:payloads", re.S), ("after",), (0.0, 0.04)),
     "write arena": _script("learner", "version", "before"),
     "stage": _script("learner", "version", "after", spread=(0.0, 0.003)),
     "swap": _script("learner", "version", "after", spread=(0.002, 0.012)),
@@ -100,12 +101,18 @@ class Fault:
         return f"{at}: {self.action} {self.victim} for {self.seconds:.2f} s, next after {self.gap:.2f} s"
 
 
-def schedule(seed: int, count: int, replicas: int, victims: Sequence[str], pace: float) -> list[Fault]:
-    """The faults that a seed stands for. `pace`: mean seconds between two."""
+def schedule(seed: int, count: int, replicas: int, victims: Sequence[str], pace: float, drafts: bool = False) -> list[Fault]:
+    """The faults that a seed stands for.
+
+    Args:
+        pace: mean seconds between two.
+        drafts: whether groups last long enough to have drafts.
+    """
     rng = random.Random(seed)
+    phases = [phase for phase in PHASES if drafts or phase != "draft"]
     faults = []
     for _ in range(count):
-        phase = rng.choice(list(PHASES))
+        phase = rng.choice(phases)
         victim = rng.choices(victims, [WEIGHTS[name] for name in victims])[0]
         actions = ACTIONS[victim]
         action = rng.choices(list(actions), list(actions.values()))[0]
@@ -376,9 +383,11 @@ class Storm:
         match fault.action:
             case "kill":
                 part.pause = fault.seconds
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(pid, signal.SIGKILL)
             case "stop":
-                os.kill(pid, signal.SIGSTOP)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
                 self._mend(self._continue(pid, fault.seconds))
             case "cut":
                 part.proxy.hold() if self._rng.random() < 0.5 else part.proxy.refuse()
