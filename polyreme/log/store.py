@@ -184,6 +184,7 @@ class EmbeddedServer:
     """
 
     def __init__(self, data_dir: Path, port: int) -> None:
+        os.environ.pop(PASSWORD, None)  # of another Redis: ours has none, and this process and its children will speak to ours
         data_dir.mkdir(parents=True, exist_ok=True)
         self._data_dir, self._given_port = data_dir, port
         self._launch()

@@ -293,7 +293,7 @@ def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
 
 
 async def test_the_password_comes_from_the_environment_unless_the_url_has_one(
-    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with await connect(own_server.url) as client:
         await client.config_set("requirepass", "right")
@@ -304,6 +304,9 @@ async def test_the_password_comes_from_the_environment_unless_the_url_has_one(
         assert await client.ping()
     with pytest.raises(StoreError, match="to accept us"):
         await connect(own_server.url.replace("redis://", "redis://:wrong@"))
+    with EmbeddedServer.start(tmp_path / "without") as server:
+        async with await connect(server.url) as client:
+            assert await client.ping()
 
 
 async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
