@@ -79,12 +79,16 @@ class Store(Redis):
                 pause = min(2 * pause, 2.0)
 
 
-async def connect(url: str) -> Store:
+async def connect(url: str, patience: float | None = None) -> Store:
     """A client for the Redis at `url` (redis://, rediss:// or unix://), after a check that it keeps what it is told.
 
     A password that the URL lacks is taken from the environment (PASSWORD): URLs are shown and recorded.
 
     It belongs to the running event loop; close it with `aclose()`.
+
+    Args:
+        patience: seconds that it has to answer at first; None: FIRST_CONTACT. A process that was given the address of a Redis
+            known to be there takes RIDE_OVER.
 
     Raises:
         StoreError: no Redis answers there, it refuses us, or its settings could lose experience.
@@ -100,7 +104,7 @@ async def connect(url: str) -> Store:
     except ValueError as error:
         raise StoreError("a Redis URL such as redis://127.0.0.1:6379/0", f"{url!r} ({error})", "Mend the URL.") from None
     try:
-        client.patience = FIRST_CONTACT
+        client.patience = FIRST_CONTACT if patience is None else patience
         await _check(client)
         client.patience = RIDE_OVER
         await client.ping()  # INFO and CONFIG answer while the data is still being loaded; this waits for the rest

@@ -326,3 +326,15 @@ async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
     await run.redis.script_flush()
     await log.take(Role.ORCHESTRATOR)
     assert next(restarts, None) is None
+
+
+async def test_who_knows_that_redis_is_there_waits_for_it(own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SOCKET_TIMEOUT", 0.2)
+    monkeypatch.setattr(store, "FIRST_CONTACT", 0.5)
+    os.kill(own_server.pid, signal.SIGSTOP)
+    with pytest.raises(StoreError):
+        await connect(own_server.url)
+    waiting = asyncio.create_task(connect(own_server.url, patience=20.0))
+    await asyncio.sleep(0.5)
+    os.kill(own_server.pid, signal.SIGCONT)
+    await (await waiting).aclose()

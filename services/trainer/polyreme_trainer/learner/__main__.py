@@ -12,7 +12,7 @@ from polyreme import logs
 from polyreme.config import RunConfig
 from polyreme.lifecycle import exit_on_error
 from polyreme.log.run import Run
-from polyreme.log.store import connect
+from polyreme.log.store import RIDE_OVER, connect
 from polyreme_trainer.learner.desk import ATTACH_SECONDS, DrainError
 from polyreme_trainer.learner.main import Learner
 from polyreme_trainer.learner.ranks import LeaderError, Ranks
@@ -24,7 +24,7 @@ log = logging.getLogger("polyreme_trainer.learner")
 
 async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, bytes]]:
     """The run's configuration and the model's small files."""
-    redis = await connect(redis_url)
+    redis = await connect(redis_url, RIDE_OVER)
     try:
         run = await Run.attach(redis, run_id, ATTACH_SECONDS)
         return await run.config(), await run.model_files()

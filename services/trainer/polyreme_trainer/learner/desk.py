@@ -14,7 +14,7 @@ from polyreme.config import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.log.ledger import ExperienceLog, Role, Term
 from polyreme.log.run import Run, RunState
-from polyreme.log.store import connect
+from polyreme.log.store import RIDE_OVER, connect
 from polyreme.registry import Registry
 from polyreme_trainer.data import load_prompts
 from polyreme_trainer.learner import gates
@@ -47,7 +47,7 @@ class Desk:
     @classmethod
     async def open(cls, redis_url: str, run_id: str) -> "Desk":
         """Connects and takes the learner's role over."""
-        run = await Run.attach(await connect(redis_url), run_id, ATTACH_SECONDS)
+        run = await Run.attach(await connect(redis_url, RIDE_OVER), run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)
         return cls(run, experience, await experience.take(Role.LEARNER))
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.log.ledger import ExperienceLog, Term, TransitionError
 from polyreme.log.run import Run, RunState
-from polyreme.log.store import connect
+from polyreme.log.store import RIDE_OVER, connect
 from polyreme.registry import Registry
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
@@ -25,7 +25,7 @@ from polyreme_trainer.learner.fleet import Commit, Fleet
 from polyreme_trainer.learner.hold import Hold
 from polyreme_trainer.learner.push import Version
 
-START_SECONDS = 30.0
+START_SECONDS = 75.0  # Redis may be away for a minute
 ATTACH_SECONDS = 5.0  # the learner is in the run already
 CLOSE_SECONDS = 10.0
 ANSWER_SECONDS = 90.0  # beyond a question's own deadline: Redis may be away for a minute
@@ -134,7 +134,7 @@ class Publisher:
 
     async def _live(self) -> None:
         try:
-            redis = await connect(self._redis_url)
+            redis = await connect(self._redis_url, RIDE_OVER)
             try:
                 await self._follow(await Run.attach(redis, self._run_id, ATTACH_SECONDS))
             finally:

@@ -24,7 +24,7 @@ from polyreme.experience import GroupRecord, decode_group
 from polyreme.lifecycle import exit_on_error, settle
 from polyreme.log.ledger import ExperienceLog, Plan, Role
 from polyreme.log.run import Run, RunState
-from polyreme.log.store import connect
+from polyreme.log.store import RIDE_OVER, connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
@@ -214,7 +214,7 @@ def newest(checkpoints: Path) -> Weights | None:
 
 async def _learn(train_seconds: float, weight_bytes: int) -> None:
     url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
-    redis = await connect(url)
+    redis = await connect(url, RIDE_OVER)
     try:
         run = await Run.attach(redis, run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)

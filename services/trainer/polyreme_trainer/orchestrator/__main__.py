@@ -7,13 +7,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would ta
 
 from polyreme import lifecycle, logs
 from polyreme.log.run import Run
-from polyreme.log.store import connect
+from polyreme.log.store import RIDE_OVER, connect
 from polyreme_trainer.orchestrator.main import orchestrate
 
 
 async def _main() -> None:
     stop = lifecycle.stop_event()
-    redis = await connect(os.environ["POLYREME_REDIS"])
+    redis = await connect(os.environ["POLYREME_REDIS"], RIDE_OVER)
     try:
         run = await Run.attach(redis, os.environ["POLYREME_RUN"], timeout=10.0)
         work = asyncio.create_task(orchestrate(run))
