@@ -5,6 +5,7 @@ Invariant: looking costs nothing between two scrapes. Other devices have exporte
 
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from types import ModuleType
 
 import psutil
@@ -41,14 +42,14 @@ def process_tree() -> tuple[float, float]:
 
 def _nvml() -> ModuleType | None:
     try:
-        import pynvml
+        nvml = import_module("pynvml")
     except ImportError:
         return None
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # the library without a driver
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # the library without a driver
         return None
-    return pynvml  # type: ignore[no-any-return]
+    return nvml
 
 
 def _devices(nvml: ModuleType) -> Iterator[Metric]:
