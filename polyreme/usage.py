@@ -8,7 +8,7 @@ from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
