@@ -1,0 +1,220 @@
+"""Bad input as a user meets it: the real commands as processes, one message that says what to do, a bad status, nothing left.
+
+What `polyreme up` refuses before it starts anything is in tests/unit/cli/test_cli.py, and rewards that hang or are not finite are in
+test_demo.py.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyreme.log.store import EmbeddedServer, _binary
+from polyreme.ports import free_port
+from support.whole_run import Up, make_task
+
+pytestmark = pytest.mark.timeout(240)
+
+COMMAND = (sys.executable, "-m", "polyreme")
+OTHER_API = (
+    sys.executable,
+    "-c",
+    "import polyreme; polyreme.API_VERSION += 1\nfrom polyreme.cli import main\nmain()",
+)
+"""The command as another release of Polyreme would run it."""
+REWARDS = """
+calls = 0
+def raises(response):
+    global calls
+    calls += 1
+    if calls % 2:  # not always: that might be an outage, which is waited out
+        raise KeyError("no such label")
+    return 0.0
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task in a folder that is none of the usual."""
+    folder = tmp_path_factory.mktemp("task") / "Aufgabe für zwei [b]"
+    folder.mkdir()
+    (folder / "rewards.py").write_text(REWARDS)
+    return make_task(folder)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens at."""
+    with socket.socket() as owner:
+        owner.bind(("127.0.0.1", 0))
+        owner.listen()
+        yield owner.getsockname()[1]
+
+
+def start(*argv: str, command: tuple[str, ...] = COMMAND, cwd: Path | None = None) -> "subprocess.Popen[str]":
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
+    return subprocess.Popen(
+        [*command, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env={**environment, "COLUMNS": "200"},
+        start_new_session=True,
+    )
+
+
+def told(process: "subprocess.Popen[str]", code: int, *pieces: str, seconds: float = 60.0) -> str:
+    """What a command said that ended with `code` and one error, which has these pieces in it."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"not done within {seconds} s: {process.communicate()[0]}") from None
+    assert process.returncode == code, output
+    one_error(output, *pieces)
+    return output
+
+
+def one_error(output: str, *pieces: str) -> str:
+    """The one error in a command's output, which is no traceback."""
+    assert "Traceback" not in output, output
+    errors = [line for line in output.splitlines() if line.startswith("polyreme: error: ")]
+    assert len(errors) == 1, output
+    for piece in pieces:
+        assert piece in errors[0]
+    return errors[0]
+
+
+def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) -> None:
+    alone = tmp_path / "reward.yaml"
+    alone.write_text("reward: {rewards: [{name: exact}]}")
+    misspelt = tmp_path / "misspelt.yaml"
+    misspelt.write_text("reward: {rewards: [{name: exact}], atempts: 3}")
+    cut = shutil.copytree(task.parent / "model", tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 100_000)
+    run, nobody = str(task), "redis://127.0.0.1:1"
+    free = "Choose another port or host, or end its owner."
+    cases = [
+        (("up", run, "trainer.optimizer.lr.x=1"), 2, ["trainer.optimizer.lr.x", "0.001 on the way"]),
+        (("up", run, "reward.rewards.7.name=exact"), 2, ["reward.rewards.7.name"]),
+        (("up", str(task.parent)), 2, ["Is a directory", "a YAML file"]),
+        (("up", str(task.parent / "model" / "model.safetensors")), 2, ["expected YAML in"]),
+        (("up", run, f"output_dir={run}"), 2, ["that can be written", "Set output_dir."]),
+        (("train", run, "trainer.optimiser.lr=1"), 2, ["trainer.optimiser", "did you mean trainer.optimizer?"]),
+        (("up", run, f"model.path={cut}"), 2, ["whole weights in", "Download or save the file again"]),
+        (("train", run, "model.path=nowhere"), 2, ["model.path", "nowhere", "no such directory"]),
+        (("reward", "--config", str(misspelt)), 2, ["reward.atempts", "did you mean reward.attempts?"]),
+        (("reward", "--config", str(alone), "--port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1 for gRPC", free]),
+        (("reward", "--config", str(alone), "--http-port", str(taken)), 2, [f"a free port {taken}", "for HTTP", free]),
+        (("rollout", "--redis", nobody, "--port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1", free]),
+        (("rollout", "--redis", nobody, "--http-port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1", free]),
+    ]
+    for half in (cases[::2], cases[1::2]):  # not all at once
+        for process, (_, code, pieces) in [(start(*case[0]), case) for case in half]:
+            told(process, code, *pieces)
+
+
+def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:
+    nobody = start("rollout", "--redis", "redis://127.0.0.1:1")
+    port = free_port()
+    keeps = ("--appendonly", "yes", "--appendfsync", "always", "--save", "", "--dir", str(tmp_path))
+    redis = subprocess.Popen(
+        [_binary(), "--port", str(port), *keeps, "--maxmemory-policy", "allkeys-lru"], stdout=subprocess.DEVNULL
+    )
+    try:
+        evicts = [start(*argv, "--redis", f"redis://127.0.0.1:{port}") for argv in (("train", str(task)), ("reward",))]
+        for process in evicts:
+            told(process, 3, "maxmemory-policy allkeys-lru (must be noeviction)", "`config set maxmemory-policy noeviction`")
+    finally:
+        redis.terminate()
+        redis.wait(10)
+    output = told(nobody, 3, "connection refused (nothing listens there)", "redis-server --appendonly yes")
+    assert output.count("connection refused") == 2  # once when it begins to wait, once at the end
+
+
+def test_servers_of_another_version_are_named(task: Path, tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path / "redis") as server:
+        reward = start("reward", "--redis", server.url, command=OTHER_API)
+        try:
+            overrides = ("name=skew", f"output_dir={tmp_path}", "data.max_prompt_tokens=4", "reward.start_timeout=8")
+            train = start("train", str(task), *overrides, "--redis", server.url)
+            told(train, 7, "reward.start_timeout = 8 s", "(API 2, ours is 1). Install the same Polyreme version everywhere.")
+        finally:
+            reward.send_signal(signal.SIGTERM)
+            reward.communicate(timeout=20)
+    records = (tmp_path / "skew" / "metrics.jsonl").read_text()
+    assert "filtered as too long" in records
+    assert "is not used: expected API 1, found 2. Install the same Polyreme version everywhere." in records
+
+
+@pytest.mark.real
+def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From another folder, without a home, and with prompts beyond the context."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    rewards = os.path.relpath(task.parent / "rewards.py")
+    changes = [f"reward.rewards=[{{file: '{rewards}', function: raises}}]"]
+    changes += ["trainer.sft=[]", "max_attempts=1", "reward.attempts=1", "eval_samples=4"]
+    up = Up(task, "name=raises", "max_failed_fraction=0", "data.max_prompt_tokens=4", *changes)
+    assert up.wait(150) == 7
+    one_error(up.output, "KeyError: 'no such label' (rewards.py:7)", "Mend the cause, then go on with --resume.")
+    assert "filtered as too long" in up.output
+    assert not up.leftovers()
+
+
+def test_a_prompt_that_is_too_long_may_be_an_error(task: Path) -> None:
+    up = Up(task, "name=overlong", "data.max_prompt_tokens=4", "data.overlong=error")
+    assert up.wait(60) == 7
+    one_error(up.output, "at most data.max_prompt_tokens = 4 tokens in", "train.jsonl:", "or set data.overlong: filter.")
+    assert not up.leftovers()
+
+
+def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
+    up = Up(task, "name=dying", "trainer.max_restarts=1")
+    second = None
+    for count in (1, 2):
+        up.until(lambda: bool(stores(up)), 60)
+        if count == 1:
+            second = start("up", str(task), "name=dying")
+            told(second, 2, "another process that runs it", "choose another name=")
+        stores(up)[0].kill()
+        if count == 1:
+            up.until(lambda: (up.run_dir / "redis" / "redis.log").read_text().count("Ready to accept connections") == 2, 30)
+            assert "Redis has ended; restart 1 of 1" in up.output
+            time.sleep(1.0)  # now `up` has seen that it answers
+    assert up.wait(60) == 3
+    one_error(up.output, "the run's own Redis to keep running; found it ended 2 times", "redis.log", "--resume")
+    assert not up.leftovers()
+
+
+def stores(up: Up) -> list[psutil.Process]:
+    """The run's own Redis."""
+    return [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(up.run_dir / "redis") and not zombie(p)]
+
+
+def zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("moment", ["before the store", "before the trainer listens"])
+def test_ctrl_c_before_there_is_anything_to_save(task: Path, moment: str) -> None:
+    name = moment.replace(" ", "-")
+    up = Up(task, f"name={name}")
+    up.until(lambda: ("iterations" if moment == "before the store" else "starting") in up.output, 60)
+    up.signal(signal.SIGINT)
+    assert up.wait(60) in (0, 128 + signal.SIGINT), up.output  # 0: the trainer listened already
+    assert "Traceback" not in up.output and "error" not in up.output
+    if (up.run_dir / "run.json").exists():
+        assert not up.leftovers()
