@@ -1,7 +1,9 @@
 """Plugins that hang, crash, allocate, fork and lie, among good items: every good item has its score, every bad one a status."""
 
 import asyncio
+import os
 import random
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -114,7 +116,7 @@ def descendants() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
-LIMITS = {"item_timeout": 0.5, "worker_memory_mib": 256, "workers": 2}
+LIMITS = {"item_timeout": 1.0, "worker_memory_mib": 256, "workers": 2}
 
 
 @pytest.mark.parametrize("fault", sorted(EXPECTED))
@@ -136,7 +138,7 @@ async def test_a_thousand_random_faults_among_good_items(
     (folder := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     quick = [fault for fault in EXPECTED if fault not in HANGS and fault != "spin_behind"]
-    faults = [rng.choice(quick) for _ in range(980)] + [rng.choice(HANGS) for _ in range(20)]
+    faults = [rng.choice(quick) for _ in range(988)] + [rng.choice(HANGS) for _ in range(12)]
     rng.shuffle(faults)
     rows = [(fault, "x") for fault in faults] + [(f"r{k}", f"r{k - k % 2}") for k in range(2000)]
     rng.shuffle(rows)
@@ -168,6 +170,21 @@ async def test_a_thousand_random_faults_among_good_items(
         assert len(list(workers.iterdir())) <= 2 + 2, "a folder for each of them"
     assert not [p for p in descendants() if p.pid not in before]
     assert not list(folder.iterdir())
+
+
+async def test_a_keeper_whose_words_are_unheard_ends_all_the_same(
+    plugin: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Workers that end just when the service closes leave the keeper's words on them unread, and its connection reset."""
+    before = {p.pid for p in descendants()}
+    async with scoring(plugin, **{**LIMITS, "workers": 4}) as scorer:
+        await scorer.score([item("a", "a")] * 20)
+        _, *workers = await worker_pids()
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)  # noqa: ASYNC251 not a turn for the event loop, which would hear them
+    assert not [p for p in descendants() if p.pid not in before]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_a_hang_takes_no_longer_than_its_deadline(plugin: dict[str, str]) -> None:

@@ -53,19 +53,24 @@ class Keeper:
         stopping: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        while not stopping:
-            ready, _, _ = select.select([self._control.fileno(), wake_read], [], [])
-            if wake_read in ready:
-                with suppress(BlockingIOError):
-                    os.read(wake_read, 4096)
-                self._reap()
-            if self._control.fileno() in ready and not self._command():
-                break
-        self._end()
+        try:
+            while not stopping:
+                ready, _, _ = select.select([self._control.fileno(), wake_read], [], [])
+                if wake_read in ready:
+                    with suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                    self._reap()
+                if self._control.fileno() in ready and not self._command():
+                    break
+        finally:
+            self._end()
 
     def _command(self) -> bool:
         """Obeys one message. False when the socket is closed."""
-        data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+        except ConnectionError:  # closed, with words of ours unread
+            return False
         if not data:
             return False
         message = json.loads(data)
