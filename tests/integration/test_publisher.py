@@ -256,31 +256,67 @@ async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch
             assert receiver.versions == [0, 1]
 
 
-async def test_a_stream_in_trainings_way_is_broken_off_and_begun_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_connection_of_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(push, "STREAM_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(push, "STAGE_SECONDS", 1.0)
+    world.arena.unlink()
+    receiver = world.receiver()
+    async with (
+        serving(receiver) as server,
+        bad_network("127.0.0.1", server) as proxy,
+        await world.registry.register(lease("far", proxy.port)),
+    ):
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 10)
+        proxy.hold()  # nothing gets through, and nobody is told
+        weights = await world.step()
+        await world.notice("the way to replica far is broken", "the stream stood still after 0 of")
+        proxy.heal()
+        await world.publisher.wait_committed(1, 1, 20)
+        assert same(receiver.weights, weights)
+
+
+async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_the_oldest(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, int]] = []
+    real = push.Link.stream
+
+    async def noted(link: push.Link, version: push.Version) -> None:
+        begun.append((link._address, version.number))
+        await real(link, version)
+
+    monkeypatch.setattr(push.Link, "stream", noted)
     monkeypatch.setattr(fleet, "STREAM_GRACE_SECONDS", 0.05)
     world.arena.unlink()
     receivers = [world.receiver() for _ in range(2)]
-    async with (
-        serving(receivers[0]) as first,
-        serving(receivers[1]) as second,
-        bad_network("127.0.0.1", first) as proxy,
-        bad_network("127.0.0.1", second) as other,
-    ):
-        proxy.hold()
-        other.hold()
-        async with await world.registry.register(lease("one", proxy.port)):
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(serving(receiver)) for receiver in receivers]
+        one, two = [await stack.enter_async_context(bad_network("127.0.0.1", server)) for server in servers]
+        for name, proxy in (("one", one), ("two", two)):
+            await stack.enter_async_context(await world.registry.register(lease(name, proxy.port)))
+        await world.step()
+        await world.publisher.wait_committed(0, 2, 10)
+        for version, slow in ((1, one), (2, two)):
+            slow.hold()
             await world.step()
-            await world.notice("replica one", "joined")
-            async with await world.registry.register(lease("two", other.port)):
-                await world.notice("replica two", "joined")
-                for _ in range(4):
-                    weights = await world.step()  # raises when there is no slot
-                proxy.heal()
-                other.heal()
-                commits = await world.publisher.wait_committed(4, 2, 20)
-                assert {commit.version for commit in commits} == {4}
-                assert all(same(receiver.weights, weights) for receiver in receivers)
-                assert not [text for text in await world.notices() if "quarantined" in text]
+            await until(lambda slow=slow, version=version: (f"127.0.0.1:{slow.port}", version) in begun)
+            if slow is one:
+                await world.publisher.wait_committed(1, 1, 10)
+        for _ in (3, 4, 5, 6):
+            weights = await world.step()  # raises when there is no slot
+        one.heal()
+        two.heal()
+        commits = await world.publisher.wait_committed(6, 2, 20)
+        assert {commit.version for commit in commits} == {6}
+        assert all(same(receiver.weights, weights) for receiver in receivers)
+        assert receivers[0].versions == [0, 1, 6]
+        assert [number for address, number in begun if address == f"127.0.0.1:{one.port}"] == [0, 1, 6]
+        assert len([number for address, number in begun if address == f"127.0.0.1:{two.port}"]) > 4
+        assert not [text for text in await world.notices() if "quarantined" in text]
 
 
 async def test_a_version_that_a_replica_finds_wrong_is_a_failed_swap(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

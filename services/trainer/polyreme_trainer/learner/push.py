@@ -128,6 +128,8 @@ class Link:
             return await act(pb_grpc.WeightsServiceStub(channel))
         except grpc.aio.AioRpcError as error:
             meaning = _meaning(error)
+        except UnreachableError as error:
+            meaning = error
         if isinstance(meaning, UnreachableError):
             await self.close()  # a fresh channel does not inherit this one's reconnect backoff
         raise meaning
@@ -155,7 +157,7 @@ class Link:
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
             raise end.error or UnreachableError("the stream broke off") from None
         except TimeoutError:
-            raise UnreachableError(f"nothing got away for {STREAM_IDLE_SECONDS:g} s, {sent} of {size} bytes did before") from None
+            raise UnreachableError(f"the stream stood still after {sent} of {size} bytes") from None
         finally:
             call.cancel()
 
