@@ -93,18 +93,24 @@ async def test_their_server_is_sent_what_their_client_sends_and_its_logs_are_par
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
+    ("answer", "status", "said"),
     [
-        (b'{"scores":[1]}', "INVALID"),
-        (b'{"rewards":[1,2]}', "INVALID"),
-        (b'{"rewards":[null]}', "INVALID"),
-        (b'{"rewards":1}', "INVALID"),
+        (reply(b'{"scores":[1]}'), "INVALID", "'rewards'"),
+        (reply(b'{"rewards":[1,2]}'), "INVALID", "found 2"),
+        (reply(b'{"rewards":[null]}'), "INVALID", "None"),
+        (reply(b'{"rewards":[NaN]}'), "INVALID", "nan"),
+        (reply(b'{"rewards":1}'), "INVALID", "a list"),
+        (reply(b"Internal Server Error", "500 Internal Server Error"), "ERROR", "found 500: Internal Server Error"),
+        (reply(b'{"detail":[]}', "422 Unprocessable Entity"), "ERROR", 'found 422: {"detail":[]}'),
     ],
 )
-async def test_what_their_server_cannot_answer_is_a_status(body: bytes, status: str) -> None:
+async def test_what_their_server_cannot_answer_is_a_status(answer: bytes, status: str, said: str) -> None:
     async def handler(_: bytes, writer: asyncio.StreamWriter) -> None:
-        writer.write(reply(body))
+        writer.write(answer)
 
-    async with raw_server(handler) as server, scoring({"url": server.url, "protocol": "openrlhf"}) as scorer:
-        (answer,) = await scorer.score([item("r")])
-        assert answer.status.name == status
+    async with (
+        raw_server(handler) as server,
+        scoring({"url": server.url, "protocol": "openrlhf", "options": {"tries": 1}}) as scorer,
+    ):
+        (scored,) = await scorer.score([item("r")])
+    assert (scored.status.name, said in scored.message) == (status, True), scored.message
