@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
 from polyreme.errors import UnavailableError
-from polyreme.log.ledger import ExperienceLog
+from polyreme.log.ledger import ExperienceLog, Role
 from polyreme_rollout.engine.base import Sampling
 from polyreme_rollout.engine.simulated import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.drafts import BadStreamError, Drafts, merged
@@ -213,6 +213,28 @@ async def test_spans_of_a_continuation_on_a_newer_version(world):
     assert len(dying.calls) == 1
 
 
+async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropped(world):
+    """It has replicas serve its checkpoint's version until it is where it was; a group admitted since must not get such tokens."""
+    (replica,) = await world.start({"step_seconds": 0.01, "lengths": Lengths(1e9)})
+
+    async def serve(version):
+        await world.learner.write(version)
+        await world.learner.push(replica)
+        await world.fleet.refresh()
+
+    await serve(1)
+    generating = asyncio.create_task(generate(world.fleet, world.wanted(min_version=1, count=2), silence=5.0, patience=5.0))
+    await replica.asked.wait()
+    await asyncio.sleep(0.3)
+    await world.learner.log.take(Role.LEARNER)
+    await serve(0)
+    await asyncio.sleep(0.3)
+    await serve(1)
+    for draft in await asyncio.wait_for(generating, 10.0):
+        assert draft.length == 96 and draft.spans == [(1, 0, 96)]
+    assert len(replica.calls) >= 2 and any(slot.prefix_ids for slot in replica.calls[-1].slots)
+
+
 async def test_version_gating(world):
     old, new = await world.start({}, {})
     await world.learner.write(1)
@@ -303,6 +325,16 @@ def test_exact_spans_replace_those_of_chunks():
     drafts.add(message(0, [6] * 30, version=3))
     drafts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
     assert drafts.drafts[0].spans == [(3, 0, 31), (4, 31, 51)]
+
+
+def test_what_is_too_old_is_cut_off_with_all_behind_it():
+    drafts = Drafts(2, 96, (1,), min_version=3)
+    drafts.drafts[0].ids, drafts.drafts[0].logprobs = bytearray(range(40)), bytearray(range(40))
+    drafts.drafts[0].spans, drafts.drafts[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
+    drafts.drop_older()
+    (first, _) = drafts.drafts
+    assert (first.length, first.spans, first.finished, drafts.cuts) == (6, [(4, 0, 6)], False, 1)
+    assert first.ids == first.logprobs == bytearray(range(24))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5))))

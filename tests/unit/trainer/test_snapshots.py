@@ -14,7 +14,7 @@ from polyreme.log.run import RunState
 from polyreme_reward.server import serve
 from polyreme_rollout.engine.simulated import Lengths
 from polyreme_trainer.orchestrator import main
-from polyreme_trainer.orchestrator.drafts import BadDraftError, Drafts, joined, part_since
+from polyreme_trainer.orchestrator.drafts import BadDraftError, Drafts, SteppedBackError, joined, part_since
 from polyreme_trainer.orchestrator.snapshots import Snapshots
 from support.simulated import ROWS, config_tree, idle_learner, make_run, simulated_replica
 
@@ -99,6 +99,27 @@ async def test_only_what_is_new_of_groups_that_last_is_written(run):
     await log.append(first.index, 1, b"payload", 0, 0.0)
     assert await log.drafts([first]) == {}
     assert (await log.audit()).clean
+
+
+async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
+    log, learner = ExperienceLog(run), ExperienceLog(run)
+    await log.take(Role.ORCHESTRATOR)
+    await learner.take(Role.LEARNER)
+    await learner.begin(0)
+    (admission,) = await log.admit(1)
+    snapshots = Snapshots(log, interval=0.0)
+    with snapshots.of(admission, PROMPT, Drafts(1, 64, (1,), min_version=1)) as growing:
+        growing.add(chunk(0, [9] * 16, version=1))
+        with pytest.raises(SteppedBackError):
+            growing.add(chunk(0, [8] * 16, version=0))
+        await snapshots.write()
+        growing.drop_older()
+        growing.add(chunk(0, [7] * 20, version=1))
+        await snapshots.write()
+        parts = (await log.drafts([admission]))[admission.index]
+    (draft,) = joined(parts, PROMPT, Drafts(1, 64, (1,), min_version=1)).drafts
+    assert draft.token_ids().tolist() == [9] * 16 + [7] * 20
+    assert draft.spans == [(1, 0, 36)]
 
 
 async def test_drafts_of_another_prompt_are_replaced(run):

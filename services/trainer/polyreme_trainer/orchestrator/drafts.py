@@ -21,6 +21,10 @@ class BadDraftError(Exception):
     """What was kept of drafts does not fit what is wanted now."""
 
 
+class SteppedBackError(Exception):
+    """A replica went back to a version that is too old: a learner that resumed trains its way up to the newest one again."""
+
+
 class BadStreamError(Exception):
     """A replica answered something that its contract rules out."""
 
@@ -60,11 +64,15 @@ class Drafts:
         count: how many, with indices 0 to count - 1.
         max_new: tokens of a whole sample at most.
         stop_ids: tokens that end one.
+        min_version: the oldest policy that may write a token.
+
+    Attributes:
+        cuts: how often tokens were dropped again.
     """
 
-    def __init__(self, count: int, max_new: int, stop_ids: Sequence[int]) -> None:
+    def __init__(self, count: int, max_new: int, stop_ids: Sequence[int], min_version: int = 0) -> None:
         self.drafts = [Draft(index) for index in range(count)]
-        self.max_new = max_new
+        self.max_new, self.min_version, self.cuts = max_new, min_version, 0
         self._stop_ids = frozenset(stop_ids)
 
     def unfinished(self) -> list[Draft]:
@@ -82,6 +90,16 @@ class Drafts:
         """How far each draft is."""
         return [(draft.length, draft.finish_reason) for draft in self.drafts]
 
+    def drop_older(self) -> None:
+        """Cuts every sample in front of the first token that is older than it may be."""
+        for draft in self.drafts:
+            older = next((start for version, start, _ in draft.spans if version < self.min_version), None)
+            if older is not None:
+                del draft.ids[4 * older :], draft.logprobs[4 * older :]
+                draft.spans = cut(draft.spans, older)
+                draft.finish_reason = experience_pb2.FINISH_REASON_UNSPECIFIED
+                self.cuts += 1
+
     def start_call(self) -> list[Draft]:
         """What a new call has to be asked for. A sample whose last token arrived but whose end was lost with its replica is ended here."""
         for draft in self.unfinished():
@@ -97,12 +115,15 @@ class Drafts:
 
         Raises:
             BadStreamError: it does not fit what was asked; the drafts hold what came before the misfit.
+            SteppedBackError: it is of an older version than asked for; `drop_older` mends the drafts.
         """
         tokens = 0
         for chunk in response.chunks:
             tokens += self._add_chunk(chunk)
         for end in response.ends:
             self._end(end)
+        if any(chunk.oldest_version < self.min_version for chunk in response.chunks):
+            raise SteppedBackError
         return tokens
 
     def _running(self, slot: int) -> Draft:
@@ -173,6 +194,7 @@ def joined(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: Drafts) -> Dra
         if draft.length > blank.max_new or len(draft.ids) != len(draft.logprobs) or not _covers(draft.spans, 0, draft.length):
             raise BadDraftError(f"expected at most {blank.max_new} tokens with log-probabilities and spans")
     blank.drafts = drafts
+    blank.drop_older()
     return blank
 
 

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 
 from polyreme.api.v1 import rollout_pb2
-from polyreme_trainer.orchestrator.drafts import BadStreamError, Draft, Drafts
+from polyreme_trainer.orchestrator.drafts import BadStreamError, Draft, Drafts, SteppedBackError
 from polyreme_trainer.orchestrator.fleet import Claim, Fleet
 
 MAX_FAULTS = 5
@@ -51,7 +51,7 @@ class Generation:
 
     def blank(self) -> Drafts:
         """No token of any sample."""
-        return Drafts(self.count, self.max_new, self.stop_ids)
+        return Drafts(self.count, self.max_new, self.stop_ids, self.min_version)
 
 
 async def generate(
@@ -80,6 +80,10 @@ async def generate(
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 what, busy = _judge(error, claim, silence)
                 claim.failed()
+            except SteppedBackError:
+                what, busy = f"replica {claim.target.id} went back to an older version", True
+                drafts.drop_older()
+                last_progress, tokens = time.monotonic(), drafts.missing_tokens()
             except BadStreamError as error:
                 claim.failed()
                 raise GenerateError(f"replica {claim.target.id}: {error}") from error

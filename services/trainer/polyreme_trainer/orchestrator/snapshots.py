@@ -29,6 +29,7 @@ class _Kept:
     drafts: Drafts
     marks: Sequence[Mark]
     parts: int
+    cuts: int = 0
     since: float = field(default_factory=time.monotonic)
 
 
@@ -75,6 +76,8 @@ class Snapshots:
         due = time.monotonic() - self._interval
         batch: list[tuple[_Kept, Sequence[Mark], DraftPart]] = []
         for kept in [kept for kept in self._kept.values() if kept.since <= due]:
+            if kept.cuts != kept.drafts.cuts:  # what the log has is no beginning of it any more: a first part takes its place
+                kept.cuts, kept.parts, kept.marks = kept.drafts.cuts, 0, [(0, 0)] * len(kept.marks)
             marks, index = kept.drafts.marks(), kept.admission.index
             if marks == kept.marks or self._kept.get(index) is not kept:
                 continue
