@@ -49,7 +49,7 @@ def address_towards(redis_url: str) -> str:
     redis = urlsplit(redis_url)
     host, port = redis.hostname or "127.0.0.1", redis.port or 6379
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # of a datagram socket: sends nothing
             return str(probe.getsockname()[0])

@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.weights import arena as arena_module
 from polyreme.weights.arena import Arena, ArenaError
+from polyreme.weights.assembly import Assembly
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme.weights.wire import STAGE_STREAM, encode_chunk, encode_manifest
@@ -341,19 +343,37 @@ async def test_a_larger_version_gets_a_larger_buffer_and_the_small_one_goes() ->
         assert receiver.weights["a"].tobytes() == data[: 4 * 40_000]
 
 
-async def test_generation_of_other_events_goes_on_while_a_version_comes() -> None:
-    """The loop that serves Generate is free between chunks, and takes turns with them."""
-    async with world() as (_, wire):
-        manifest, data = Sent(1).parts[0]
-        call, _ = await wire.begin(manifest)
-        turns = 0
-        for offset in range(0, len(data), 4000):
-            await call.write(encode_chunk(offset, memoryview(data)[offset : offset + 4000]))
-            await asyncio.sleep(0)
-            turns += 1
-        await call.done_writing()
-        assert (await call.read()).HasField("staged")
-        assert turns > 10
+async def test_parts_that_are_no_more_leave_nothing_behind() -> None:
+    before = private_arenas()
+    async with world() as (receiver, wire):
+        await wire.push(Sent(1, parts=HALVES))
+        assert private_arenas() == before + 2
+        for version in (2, 3, 4):
+            await wire.push(Sent(version))
+        assert same(receiver, Sent(4))
+        assert private_arenas() == before + 2
+
+
+async def test_other_calls_are_answered_while_bytes_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing, may_hash = threading.Event(), threading.Event()
+    real = Assembly.add
+
+    def slow(assembly: Assembly, offset: int, data: memoryview) -> None:
+        hashing.set()
+        assert may_hash.wait(20)
+        real(assembly, offset, data)
+
+    monkeypatch.setattr(Assembly, "add", slow)
+    async with world() as (receiver, wire):
+        sent = Sent(1)
+        streaming = asyncio.ensure_future(wire.push(sent))
+        await asyncio.to_thread(hashing.wait, 10)
+        probe = pb.ProbeRequest(run_id="run", term=1, arena_path="/dev/shm/none", nonce=bytes(16))
+        assert not (await wire.stub.Probe(probe, timeout=10)).can_map
+        assert not streaming.done()
+        may_hash.set()
+        await streaming
+        assert same(receiver, sent)
 
 
 def test_an_arena_without_a_name_is_mapped_by_other_processes_and_dies_with_its_owner() -> None:

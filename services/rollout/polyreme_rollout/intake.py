@@ -135,6 +135,8 @@ class Intake:
             if buffer.holds(manifest):
                 return buffer
         in_use = self._in_use()
+        for part in [part for part in self._buffers if part >= manifest.parts]:  # there are fewer trainer hosts than before
+            self._buffers[part] = [buffer for buffer in self._buffers[part] if buffer.arena.nonce in in_use]
         idle = [buffer for buffer in buffers if buffer.arena.nonce not in in_use]
         chosen = next((buffer for buffer in idle if buffer.arena.slot_nbytes >= manifest.nbytes), None)
         for buffer in idle:
