@@ -1,6 +1,7 @@
 """Three machines: a trainer with Redis and the reward, and two rollouts that have nothing but Redis's address."""
 
 import asyncio
+import shutil
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -8,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from polyreme import rpc
+from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.lifecycle import Child
-from polyreme.log.ledger import ExperienceLog
+from polyreme.log.ledger import ExperienceLog, Role
 from polyreme.log.run import Run
 from polyreme.log.store import _binary, connect
+from polyreme.registry import Registry
+from polyreme.weights.manifest import Manifest
+from polyreme_trainer.learner.publish import Publisher
 from support.machines import Machine, Network, missing, network
+from support.models import tiny_model
 from support.proxy import bad_network
+from support.replicas import Learner, generate, hf_weights, request, rollout_config
+from support.replicas import model_files as hf_files
 from support.simulated import ROWS, config_tree
 from support.simulated_run import SimulatedRun
 from support.tiny_tokenizer import model_files
@@ -22,6 +31,7 @@ VERSION_BYTES = 8 << 20
 DELAY_SECONDS = 0.03
 CUT_SECONDS = 8.0
 ITERATIONS = 100
+PROMPT = [5, 6, 7, 8, 9]
 
 
 @pytest.fixture
@@ -127,3 +137,55 @@ async def test_a_run_over_three_machines_outlives_a_cut_link(net: Network, run_i
             near.heal()
             await asyncio.gather(*(child.stop(10.0) for child in started.children.values()))
             await redis.aclose()
+
+
+@pytest.mark.slow
+@pytest.mark.real
+async def test_a_machine_joins_with_nothing_but_redis_address(net: Network, run_id: str, tmp_path: Path) -> None:
+    trainer, machine = net.add(), net.add()
+    machine.shape()
+    model = tiny_model("tied", tmp_path / "model", hidden_size=128)
+    weights, expected = hf_weights(model), greedy(model, 16)
+    async with redis_on(trainer, tmp_path) as url:
+        redis = await connect(url)
+        run = await Run.create(redis, run_id, rollout_config(model), hf_files(model))
+        learner = Learner.of(run_id, model)
+        shutil.rmtree(model)
+        term = await ExperienceLog(run).take(Role.LEARNER)
+        publisher = Publisher(url, run_id, term, learner.arena)
+        publisher.start()
+        command = machine.command((sys.executable, "-m", "polyreme", "rollout", "--redis", url))
+        child = Child.spawn("rollout", command, log_path=tmp_path / "rollout.log")
+        try:
+            staging = learner.write(0, weights)
+            publisher.publish(Manifest.from_proto(staging.manifest), staging.slot, staging.generation)
+            await publisher.wait_committed(0, 1, 120)
+            [lease] = await Registry(run).leases("rollout")
+            assert lease.address.startswith(f"{machine.address}:")
+            assert lease.http_address.startswith(f"{machine.address}:")
+            async with rpc.connect(lease.address) as channel:
+                stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+                answer = (await generate(stub, request(run_id, PROMPT, [(0, [], 16, 0)])))[0]
+            assert (answer.ids, answer.spans) == (expected, [(0, 0, 16)])
+            [commit] = [record for _, record in await run.records("0", 0) if record["kind"] == "commit"]
+            assert commit["path"] == "stream"
+        except Exception:
+            print(child.log_tail(60))
+            raise
+        finally:
+            publisher.close()
+            await child.stop(30)
+            learner.arena.close()
+            await redis.aclose()
+
+
+def greedy(model: Path, tokens: int) -> list[int]:
+    """What `transformers` says comes after PROMPT."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference, ids = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), list(PROMPT)
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(PROMPT) :]
