@@ -147,14 +147,20 @@ class Child:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; a second one ends the process as if nobody listened."""
+    """An event that the first SIGTERM or SIGINT sets; a second one of either is a KeyboardInterrupt, also when both came at once."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def on_signal(number: int) -> None:
+        again = event.is_set()
         event.set()
-        loop.remove_signal_handler(number)
+        for each in numbers:
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.default_int_handler)
+        if again:
+            signal.raise_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     return event
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from importlib import import_module
 from pathlib import Path
 
 from polyreme.config import RunConfig
@@ -57,8 +58,10 @@ class Trainer:
             ended.set()
             if self._orphaned:
                 records.cancel()
-            await asyncio.gather(records, return_exceptions=self._orphaned)
-            remove_stale(self._run.run_id)
+            try:
+                await asyncio.gather(records, return_exceptions=self._orphaned)
+            finally:  # also when a second signal ends all at once
+                remove_stale(self._run.run_id)
 
     async def _supervise(self) -> None:
         work = asyncio.create_task(self._supervisor.run())
@@ -104,6 +107,7 @@ class Trainer:
     async def _write_records(self, ended: asyncio.Event) -> None:
         """Keeps the run directory's records up to date until the stream is read to its end after `ended`."""
         told = False
+        await asyncio.to_thread(import_module, "tensorboardX")  # takes a second, in which signals would not be heard
         while True:
             try:
                 with closing(Recorder(self._config, self._groups_of)) as recorder:
