@@ -116,6 +116,7 @@ class Orchestrator:
         """Until the run drains, is done, or has nothing left to generate and evaluate."""
         await self._schedule.recall()
         self._planned = await self._log.planned()
+        self._fleet.idleness.take(time.monotonic())  # before now there was no work for replicas
         async with task_group() as group:
             helpers = [
                 group.create_task(self._watch()),
