@@ -32,6 +32,25 @@ def write(arena: Arena, slot: int, term: int, version: int, value: float, layout
     return seal(layout.stamped("run", term, version), arena.slot_view(slot)), generation
 
 
+Slot = tuple[int, int]
+"""Of the arena: number and generation."""
+OWN: Slot = (-1, -1)
+"""Memory of the replica's own, where nobody else writes."""
+
+
+AHEAD = st.sampled_from([0] * 10 + [1, -1])
+VERSIONS = st.sampled_from([None] * 6 + [0, 1, 2])
+OTHER = st.sampled_from([False] * 9 + [True])
+
+
+def sent(term: int, version: int, value: float) -> tuple[Manifest, bytearray]:
+    """A version whose numbers are all `value`, as it is streamed."""
+    data = bytearray(LAYOUT.nbytes)
+    for view in tensor_views(LAYOUT, memoryview(data)).values():
+        view[...] = value
+    return seal(LAYOUT.stamped("run", term, version), memoryview(data)), data
+
+
 class SwapMachine(RuleBasedStateMachine):
     """Model: `served` = (term, version, value) or None; `staged` likewise; failures in a row; the highest term seen."""
 
@@ -44,8 +63,8 @@ class SwapMachine(RuleBasedStateMachine):
         self.swapper = Swapper("run", self.engine, lambda: self.redis_term, self._on_swap, self._on_lost)
         self.slots: dict[int, tuple[Manifest, int, float]] = {}
         self.served: tuple[int, int, float] | None = None
-        self.served_slot: tuple[int, int] | None = None
-        self.staged: tuple[int, int, float, int, int] | None = None
+        self.served_slot: Slot | None = None
+        self.staged: tuple[int, int, float, Slot] | None = None
         self.term = self.failures = self.numbers = 0
 
     def teardown(self) -> None:
@@ -79,10 +98,16 @@ class SwapMachine(RuleBasedStateMachine):
     def start(self) -> None:
         assert self.swapper.version is None
 
-    @rule(slot=st.integers(0, 2), term=st.integers(1, 3), version=st.integers(0, 4))
-    def learner_writes(self, slot: int, term: int, version: int) -> None:
+    def identity(self, ahead: int, version: int | None) -> tuple[int, int]:
+        """Term, `ahead` of the newest, and version; None: the one that comes next."""
+        term = max(1, self.term + ahead, self.redis_term + ahead)
+        following = self.served[1] + 1 if self.served and self.served[0] == term else 0
+        return term, following if version is None else version
+
+    @rule(slot=st.integers(0, 2), ahead=AHEAD, version=VERSIONS)
+    def learner_writes(self, slot: int, ahead: int, version: int | None) -> None:
         self.numbers += 1
-        value = float(self.numbers)
+        value, (term, version) = float(self.numbers), self.identity(ahead, version)
         self.slots[slot] = (*write(self.arena, slot, term, version, value), value)
 
     @precondition(lambda self: self.slots)
@@ -93,7 +118,33 @@ class SwapMachine(RuleBasedStateMachine):
         expected = self.gate(manifest.term) or "OK"
         assert self.attempt(self.swapper.stage(manifest, str(self.arena.path), slot, generation)) == expected
         if expected == "OK":
-            self.staged = (manifest.term, manifest.version, value, slot, generation)
+            self.staged = (manifest.term, manifest.version, value, (slot, generation))
+
+    @rule(ahead=AHEAD, version=VERSIONS, chunk=st.integers(1, 200), fate=st.sampled_from(["", "", "", "cut", "wrong"]))
+    def stream(self, ahead: int, version: int | None, chunk: int, fate: str) -> None:
+        """A version of its own into the replica's own memory: whole, cut off before its end, or with a wrong byte."""
+        self.numbers += 1
+        term, version = self.identity(ahead, version)
+        manifest, bytes_ = sent(term, version, float(self.numbers))
+        if fate == "wrong":
+            bytes_[-1] ^= 1
+        expected = self.gate(term) or {"": "OK", "cut": "INVALID_ARGUMENT", "wrong": "DATA_LOSS"}[fate]
+        assert self.attempt(self.receive(manifest, bytes_[: -1 if fate == "cut" else None], chunk)) == expected
+        if expected in ("ABORTED", "FAILED_PRECONDITION"):
+            return
+        if self.staged and self.staged[3] is OWN:
+            self.staged = None  # its memory was taken
+        if expected == "OK":
+            self.staged = (term, version, float(self.numbers), OWN)
+
+    async def receive(self, manifest: Manifest, data: bytearray, chunk: int) -> None:
+        async with self.swapper.receive(manifest) as incoming:
+            assert incoming.position == 0
+            for offset in range(0, len(data), chunk):
+                await incoming.add(offset, memoryview(data)[offset : offset + chunk])
+
+    def intact(self, slot: "Slot | None") -> bool:
+        return slot is OWN or (slot is not None and self.arena.generation(slot[0]) == slot[1])
 
     @precondition(lambda self: self.slots)
     @rule(data=st.data(), damage=st.sampled_from(["bytes", "generation", "path"]))
@@ -112,12 +163,11 @@ class SwapMachine(RuleBasedStateMachine):
         first[0] = kept
         assert outcome == expected
 
-    @rule(data=st.data(), broken=st.integers(0, 2))
-    def commit(self, data: st.DataObject, broken: int) -> None:
-        """`broken`: how many of the loads that follow fail half way."""
-        wanted = (data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4)))
-        if self.staged and data.draw(st.booleans(), label="as staged"):
-            wanted = self.staged[:2]
+    @precondition(lambda self: self.staged or self.numbers % 5 == 0)
+    @rule(ahead=AHEAD, version=VERSIONS, other=OTHER, broken=st.sampled_from([0, 0, 0, 1, 2]))
+    def commit(self, ahead: int, version: int | None, other: bool, broken: int) -> None:
+        """`broken`: how many of the loads that follow fail half way; `other`: what is asked for need not be what is staged."""
+        wanted = self.staged[:2] if self.staged and not other else self.identity(ahead, version)
         self.engine.broken_loads = broken
         expected = self.expect_commit(*wanted, broken)
         assert self.attempt(self.swapper.commit("run", VersionId(*wanted))) == expected
@@ -132,21 +182,20 @@ class SwapMachine(RuleBasedStateMachine):
             return "FAILED_PRECONDITION"
         if not self.staged or self.staged[:2] != (term, version):
             return "FAILED_PRECONDITION"
-        *_, value, slot, generation = self.staged
+        *_, value, slot = self.staged
         self.staged = None
-        if broken == 0 and self.arena.generation(slot) == generation:
-            self.served, self.served_slot, self.failures = (term, version, value), (slot, generation), 0
+        if broken == 0 and self.intact(slot):
+            self.served, self.served_slot, self.failures = (term, version, value), slot, 0
             return "OK"
         self.failures += 1
-        broken -= self.arena.generation(slot) == generation  # a load that never began uses up no damage
-        intact = self.served_slot and self.arena.generation(self.served_slot[0]) == self.served_slot[1]
-        if broken > 0 or not intact:
+        broken -= self.intact(slot)  # a load that never began uses up no damage
+        if broken > 0 or not self.intact(self.served_slot):
             self.served = self.served_slot = None
         return "INTERNAL"
 
-    @rule(term=st.integers(0, 3))
-    def another_learner_takes_over(self, term: int) -> None:
-        self.redis_term = max(self.redis_term, term)
+    @rule(comes=OTHER)
+    def another_learner_takes_over(self, comes: bool) -> None:
+        self.redis_term += comes
 
     @invariant()
     def what_is_served_is_whole(self) -> None:
@@ -160,7 +209,7 @@ class SwapMachine(RuleBasedStateMachine):
             assert self.announced[-1] == self.served[1]
 
 
-SwapMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+SwapMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestSwaps = SwapMachine.TestCase
 
 
