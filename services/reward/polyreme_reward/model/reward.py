@@ -8,6 +8,7 @@ more does not come up again: loading includes a first score.
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -21,6 +22,8 @@ from polyreme.errors import ConfigError
 from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed, judge
 from polyreme_reward.metrics import Metrics
+
+log = logging.getLogger(__name__)
 
 _PRELOAD = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto")
 _WINDOW = 1024  # items inside the process: what it chooses its batches from
@@ -157,6 +160,7 @@ class ModelReward:
             finally:
                 feeder.cancel()
                 await asyncio.gather(feeder, return_exceptions=True)
+            log.warning("the reward model %s is loaded again: %s", self.name, failure.message)
             self._processes.discard(worker)
             self._blame(failure)
             worker = await self._processes.respawn(self._give_up)
