@@ -170,6 +170,7 @@ class Storm:
         self._armed: tuple[Fault, asyncio.Event] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._mending: set[asyncio.Task[None]] = set()
+        self._reapers: list[asyncio.Task[None]] = []
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._append = re.compile(re.escape(_sha("append")))
         self.appends = 0
@@ -183,7 +184,14 @@ class Storm:
     async def start(self, name: str, module: str, *arguments: str, forked: bool = True) -> None:
         """Starts `python -m module arguments`, and again whenever it ends badly."""
         proxy = await self._proxies.enter_async_context(bad_network("127.0.0.1", urlsplit(self._server.url).port or 0))
-        proxy.listener = lambda data: self._heard(name, data)
+
+        async def listen(data: bytes) -> None:
+            try:
+                await self._heard(name, data)
+            except Exception as error:  # noqa: BLE001 - else it would only break a connection
+                self.problems.append(f"the driver failed: {error!r}")
+
+        proxy.listener = listen
         part = self.parts[name] = Part(name, module, arguments, proxy, self.folder / f"{name}.log", forked=forked)
         part.born = await self._spawn(part)
         self._keepers[name] = asyncio.create_task(self._keep(part))
@@ -211,7 +219,7 @@ class Storm:
             born.status = await child.wait()
             born.over.set()
 
-        self.later(reap())
+        self._reapers.append(asyncio.create_task(reap()))
         return born
 
     async def _keep(self, part: Part) -> None:
@@ -470,6 +478,7 @@ class Storm:
         for part in self.parts.values():
             if part.born is not None:
                 part.born.end_group()
+        await asyncio.gather(*self._reapers)
 
 
 def table(storms: Sequence[Storm]) -> str:

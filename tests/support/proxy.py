@@ -58,11 +58,13 @@ class Proxy:
         try:
             await self._answers(server_reader, writer)
         finally:
-            if self._flows.is_set():
-                forth.cancel()
-            with suppress(asyncio.CancelledError, ConnectionError):
-                await forth  # what was held back arrives, though nobody waits for the answer
-            server_writer.close()
+            try:
+                if self._flows.is_set():
+                    forth.cancel()
+                with suppress(asyncio.CancelledError, ConnectionError):
+                    await forth  # what was held back arrives, though nobody waits for the answer
+            finally:
+                server_writer.close()
 
     async def _requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK):
