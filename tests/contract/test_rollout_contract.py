@@ -192,8 +192,12 @@ async def test_slots_under_way_survive_a_swap_and_say_where_it_was(world: World)
     staging = world.learner.write(before + 1, {name: array * 1.5 for name, array in world.arrays.items()})
     await world.weights.StageArena(staging, timeout=30)
     stream = aiter(world.rollout.Generate(world.ask([(0, [], 120, 3), (1, [], 120, 4)], temperature=1.0), timeout=30))
-    responses = [await anext(stream)]
+    first = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(30):
+        while not 0 < await world.outstanding() <= 2 * (120 - 20):  # noqa: ASYNC110 - it asks a server
+            await asyncio.sleep(0.001)
     committed = await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id), timeout=30)
+    responses = [await first]
     assert committed.version == before + 1
     responses += [response async for response in stream]
     ends = [end for response in responses for end in response.ends]
