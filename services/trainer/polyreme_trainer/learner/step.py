@@ -164,7 +164,7 @@ def train_iteration(
 
     With a single step the policy that is trained is the policy of the old log-probabilities, so they are taken from its own
     forward pass; with more they are computed first. Sequences without gradient are not run at all (see `with_gradient`), except
-    that an iteration in which none has one runs a few to measure the mismatch. The optimizer steps in any case: its moments decay.
+    that an iteration in which none has one runs a few first, to measure the mismatch. The optimizer steps in any case: its moments decay.
 
     Args:
         importance_cap: of the tokens' importance weights; None: no correction for who sampled them.
@@ -177,15 +177,15 @@ def train_iteration(
     if reference is not None:
         sequences = replace(sequences, reference=_logprobs(reference, layout, sequences, parts, temperature))
     loss = PolicyLoss(algorithm, layout.device, importance_cap)
-    norms = []
-    for step, part in zip(steps, parts, strict=True):
-        tokens = max(1.0, float(sequences.tokens[step].sum()))
-        norms.append(optimize(policy, optimizer, layout, sequences, part, partial(loss, tokens=tokens), temperature, lr))
     if len(moving) == 0:
         with torch.no_grad():
             probed = replace(sequences, old=None)  # those of a sequence that is not trained on were not computed
             for batch in layout.micro_batches(probed, freshly_sampled(sequences)[:PROBE]):
                 loss(batch, policy.logprobs(batch.ids, batch.targets, temperature).tokens, tokens=1.0)
+    norms = []
+    for step, part in zip(steps, parts, strict=True):
+        tokens = max(1.0, float(sequences.tokens[step].sum()))
+        norms.append(optimize(policy, optimizer, layout, sequences, part, partial(loss, tokens=tokens), temperature, lr))
     layout.sum_over_data(loss.sums)
     sums = dict(zip(PolicyLoss.SUMS, loss.sums.tolist(), strict=True))
     run, corrected = max(1.0, sums["tokens"]), importance_cap is not None
