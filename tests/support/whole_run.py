@@ -21,8 +21,8 @@ RIGHT = "7"
 """The answer to every prompt of the task."""
 
 
-def make_task(folder: Path) -> Path:
-    """Writes model, tokenizer, data and run.yaml. Warmed up, the policy answers any digit; one of them is right.
+def make_task(folder: Path, lead: str = "") -> Path:
+    """Writes model, tokenizer, data and run.yaml. Warmed up, the policy answers any digit behind `lead`; one of them is right.
 
     Returns the configuration's path.
     """
@@ -43,7 +43,7 @@ def make_task(folder: Path) -> Path:
 
     write("train.jsonl", [{"prompt": prompt(), "answer": RIGHT} for _ in range(256)])
     write("eval.jsonl", [{"prompt": prompt(), "answer": RIGHT} for _ in range(40)])
-    write("sft.jsonl", [{"prompt": prompt(), "response": rng.choice("0123456789")} for _ in range(60 * 32)])
+    write("sft.jsonl", [{"prompt": prompt(), "response": lead + rng.choice("0123456789")} for _ in range(60 * 32)])
     tree = {
         "output_dir": "runs",
         "iterations": 8,
@@ -52,7 +52,7 @@ def make_task(folder: Path) -> Path:
         "eval_samples": 40,
         "model": {"path": "model"},
         "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 16},
-        "rollout": {"max_new_tokens": 4, "max_model_len": 32, "max_num_seqs": 64, "kv_cache_mib": 64},
+        "rollout": {"max_new_tokens": 4 + len(lead), "max_model_len": 32 + len(lead), "max_num_seqs": 64, "kv_cache_mib": 64},
         "reward": {"rewards": [{"name": "exact"}]},
         "trainer": {
             "parallel": {"tensor": 2},
