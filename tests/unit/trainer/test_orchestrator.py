@@ -236,6 +236,13 @@ async def test_takeover(world):
         assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}
 
 
+async def test_a_successor_goes_on_with_the_replicas_that_are_left(world):
+    """A run starts when all that it wants are there; once it runs, one of them is enough."""
+    async with world(iterations=1, rollout={"replicas": 2, "start_timeout": 5.0}) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        assert (await w.log.audit()).clean
+
+
 async def test_a_zombie_ends_without_touching_the_run(world):
     slow = {"step_seconds": 0.005, "lengths": Lengths(60)}
     async with world(slow) as w:
