@@ -73,18 +73,14 @@ def logits_and_logprobs_agree(model: str, device: Device) -> None:
     real = ids > 0
     torch.testing.assert_close(policy.logits(ids)[real], expected[real], rtol=0, atol=TOLERANCE)
     for temperature in (1.0, 0.7):
-        got = policy.logprobs(ids, targets, temperature, with_entropy=True)
+        got = policy.logprobs(ids, targets, temperature)
         distribution = torch.distributions.Categorical(logits=expected / temperature)
         trained = targets != IGNORE
         want = distribution.log_prob(targets.clamp(min=0)) * trained
-        assert got.entropy is not None
-        torch.testing.assert_close(got.tokens, want, rtol=0, atol=TOLERANCE)
-        torch.testing.assert_close(got.entropy, distribution.entropy() * trained, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     frozen = policy.reference()
-    assert not frozen.logprobs(ids, targets).tokens.requires_grad
-    torch.testing.assert_close(
-        frozen.logprobs(ids, targets).tokens, policy.logprobs(ids, targets).tokens.detach(), rtol=0, atol=1e-6
-    )
+    assert not frozen.logprobs(ids, targets).requires_grad
+    torch.testing.assert_close(frozen.logprobs(ids, targets), policy.logprobs(ids, targets).detach(), rtol=0, atol=1e-6)
 
 
 def train(policy: Policy, optimizer: Optimizer, steps: int) -> list[float]:
@@ -97,7 +93,7 @@ def train(policy: Policy, optimizer: Optimizer, steps: int) -> list[float]:
     for _ in range(steps):
         optimizer.zero_grad()
         for row in range(data_rank, len(ids), data):
-            logprobs = policy.logprobs(ids[row : row + 1], targets[row : row + 1], 0.9).tokens
+            logprobs = policy.logprobs(ids[row : row + 1], targets[row : row + 1], 0.9)
             (-(logprobs * weight[row]).sum() / tokens).backward()
         optimizer.set_lr(1e-2)
         norms.append(optimizer.step())
@@ -229,7 +225,7 @@ def not_finite_gradients_change_nothing(model: str, device: Device) -> None:
     optimizer = Optimizer(policy, ADAM)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     ids, targets = batch(policy.arch.vocab)
-    (policy.logprobs(ids, targets).tokens.sum() * torch.inf).backward()
+    (policy.logprobs(ids, targets).sum() * torch.inf).backward()
     optimizer.set_lr(1.0)
     with pytest.raises(RunFailedError, match="finite"):
         optimizer.step()

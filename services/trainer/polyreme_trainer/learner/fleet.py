@@ -100,7 +100,14 @@ class Fleet:
     """
 
     def __init__(
-        self, run: Run, experience: ExperienceLog, registry: Registry, arena: Arena, term: int, wanted: int, hold: Hold,
+        self,
+        run: Run,
+        experience: ExperienceLog,
+        registry: Registry,
+        arena: Arena,
+        term: int,
+        wanted: int,
+        hold: Hold,
         security: SecurityConfig | None = None,
     ) -> None:
         self._security = security

@@ -275,7 +275,7 @@ class Learner:
                 torch.from_numpy(ids.reshape(shape).copy()).to(self.device.torch),
                 torch.from_numpy(targets.reshape(shape).copy()).to(self.device.torch),
                 self.config.rollout.temperature,
-            ).tokens
+            )
         self.ranks.tell(lambda: self.desk.gate(gates.replica_gate(ours, sampled, self.limits)))
 
     async def finish(self, version: int) -> None:

@@ -142,7 +142,7 @@ def optimize(
     """
     optimizer.zero_grad()
     for batch in layout.micro_batches(sequences, indices):
-        loss(batch, model.logprobs(batch.ids, batch.targets, temperature).tokens).backward()
+        loss(batch, model.logprobs(batch.ids, batch.targets, temperature)).backward()
     optimizer.set_lr(lr)
     return optimizer.step()
 
@@ -181,7 +181,7 @@ def train_iteration(
         with torch.no_grad():
             probed = replace(sequences, old=None)  # those of a sequence that is not trained on were not computed
             for batch in layout.micro_batches(probed, freshly_sampled(sequences)[:PROBE]):
-                loss(batch, policy.logprobs(batch.ids, batch.targets, temperature).tokens, tokens=1.0)
+                loss(batch, policy.logprobs(batch.ids, batch.targets, temperature), tokens=1.0)
     norms = []
     for step, part in zip(steps, parts, strict=True):
         tokens = max(1.0, float(sequences.tokens[step].sum()))
@@ -211,7 +211,7 @@ def _logprobs(model: Policy, layout: Layout, sequences: Sequences, parts: list[I
         for part in parts:
             mine = share(sequences.lengths, part, layout.data_rank, layout.data_ranks)
             for batch in layout.cut(sequences, mine[~done[mine]]):
-                values = model.logprobs(batch.ids, batch.targets, temperature).tokens.cpu().numpy()
+                values = model.logprobs(batch.ids, batch.targets, temperature).cpu().numpy()
                 for row, index in enumerate(batch.indices):
                     result[index] = values[row, : sequences.lengths[index] - 1]
             done[mine] = True

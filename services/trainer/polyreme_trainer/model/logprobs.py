@@ -13,9 +13,7 @@ from torch.autograd.function import Function, once_differentiable
 
 class _TokenLogprobs(Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, start: int, valid: int, temperature: float, group: Any, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, valid: int, temperature: float, group: Any) -> Tensor:
         scaled = logits[:, :valid].float()
         if temperature != 1.0:
             scaled = scaled / temperature
@@ -30,13 +28,9 @@ class _TokenLogprobs(Function):
             chosen = scaled.new_zeros(targets.shape)
         if group is not None:
             log_sum, chosen = _combine(log_sum, chosen * here, group)
-        entropy = None
-        if with_entropy:
-            entropy = _entropy(scaled, log_sum, group)
-            ctx.mark_non_differentiable(entropy)
         ctx.save_for_backward(scaled, log_sum, column, here)
         ctx.temperature, ctx.shape, ctx.dtype = temperature, logits.shape, logits.dtype
-        return chosen - log_sum, entropy
+        return chosen - log_sum
 
     @staticmethod
     @once_differentiable
@@ -50,7 +44,7 @@ class _TokenLogprobs(Function):
             padded = out.new_zeros(ctx.shape)
             padded[:, : scaled.shape[1]] = out
             out = padded
-        return out.to(ctx.dtype), None, None, None, None, None, None
+        return out.to(ctx.dtype), None, None, None, None, None
 
 
 def _combine(log_sum: Tensor, chosen: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -61,17 +55,7 @@ def _combine(log_sum: Tensor, chosen: Tensor, group: Any) -> tuple[Tensor, Tenso
     return torch.logsumexp(every[:, 0], dim=0), every[:, 1].sum(0)
 
 
-def _entropy(scaled: Tensor, log_sum: Tensor, group: Any) -> Tensor:
-    probability = (scaled - log_sum.unsqueeze(1)).exp_()
-    expected = torch.linalg.vecdot(probability, scaled)
-    if group is not None:
-        torch.distributed.all_reduce(expected, group=group)
-    return log_sum - expected
-
-
-def token_logprobs(
-    logits: Tensor, targets: Tensor, *, start: int, valid: int, temperature: float, group: Any = None, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
+def token_logprobs(logits: Tensor, targets: Tensor, *, start: int, valid: int, temperature: float, group: Any = None) -> Tensor:
     """log softmax(logits / temperature) at the targets, differentiable in the logits.
 
     Args:
@@ -80,9 +64,9 @@ def token_logprobs(
         start: vocabulary index of this rank's first column.
         valid: how many of this rank's columns are not padding.
         group: tensor-parallel process group; None for one rank.
-        with_entropy: also return the entropy of each token's distribution, in nats, without gradient.
 
     Returns:
-        fp32 [tokens] log-probabilities in nats, and the entropies [tokens] or None.
+        fp32 [tokens] log-probabilities in nats.
     """
-    return _TokenLogprobs.apply(logits, targets, start, valid, temperature, group, with_entropy)
+    logprobs: Tensor = _TokenLogprobs.apply(logits, targets, start, valid, temperature, group)
+    return logprobs

@@ -5,7 +5,6 @@ to replicas is the same mapping in both directions.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -26,14 +25,6 @@ from polyreme_trainer.model.mcore import DistributedDataParallel, DistributedDat
 
 IGNORE = -100
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
-
-
-@dataclass(frozen=True)
-class Logprobs:
-    """Of one forward pass. `tokens` is fp32 [b, s], zero where the target was IGNORE; `entropy` likewise, or None if not asked for."""
-
-    tokens: Tensor
-    entropy: Tensor | None = None
 
 
 class Policy:
@@ -61,8 +52,8 @@ class Policy:
         else:
             self.module.requires_grad_(False)
 
-    def logprobs(self, ids: Tensor, targets: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> Logprobs:
-        """Log-probabilities of `targets[b, t]` after `ids[b, : t + 1]`, differentiable in the weights.
+    def logprobs(self, ids: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities of `targets[b, t]` after `ids[b, : t + 1]`, differentiable in the weights: fp32 [b, s].
 
         Args:
             ids: int64 [b, s], padded on the right with any token of the vocabulary.
@@ -74,20 +65,10 @@ class Policy:
         wanted = (flat != IGNORE).nonzero().squeeze(1)
         logits = self._logits(hidden.index_select(0, wanted))
         group = parallel_state.get_tensor_model_parallel_group() if self.rank.tp > 1 else None
-        tokens, entropy = token_logprobs(
-            logits,
-            flat[wanted],
-            start=self._vocab_start,
-            valid=self._vocab_valid,
-            temperature=temperature,
-            group=group,
-            with_entropy=with_entropy,
+        tokens = token_logprobs(
+            logits, flat[wanted], start=self._vocab_start, valid=self._vocab_valid, temperature=temperature, group=group
         )
-        spread = tokens.new_zeros(flat.shape)
-        return Logprobs(
-            spread.index_copy(0, wanted, tokens).view(targets.shape),
-            None if entropy is None else spread.index_copy(0, wanted, entropy).view(targets.shape),
-        )
+        return tokens.new_zeros(flat.shape).index_copy(0, wanted, tokens).view(targets.shape)
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
