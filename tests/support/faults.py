@@ -77,7 +77,7 @@ ACTIONS: Mapping[str, Mapping[str, float]] = {
     "redis": {"kill": 2, "stop": 1},
     "orchestrator": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
     "learner": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
-    "rollout": {"kill": 4, "stop": 2, "cut": 1},
+    "rollout": {"kill": 4, "stop": 2, "cut": 2},
     "reward": {"kill": 2, "stop": 1},
     "supervisor": {"kill": 1},
 }
@@ -161,6 +161,7 @@ class Storm:
         self.run, self.folder, self.nursery, self._server, self._rng = run, folder, nursery, server, rng
         self._proxies = proxies
         self.parts: dict[str, Part] = {}
+        self._links: dict[str, Proxy] = {}
         self.done: Counter[tuple[str, str]] = Counter()
         self.unseen = 0
         self.recoveries: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -175,7 +176,7 @@ class Storm:
         self._append = re.compile(re.escape(_sha("append")))
         self.appends = 0
         self.last_append = time.monotonic()
-        self._redis_busy = asyncio.Lock()
+        self._redis_is_away = False
         self._began = time.monotonic()
         self.later(self.watch())
 
@@ -195,6 +196,11 @@ class Storm:
         part = self.parts[name] = Part(name, module, arguments, proxy, self.folder / f"{name}.log", forked=forked)
         part.born = await self._spawn(part)
         self._keepers[name] = asyncio.create_task(self._keep(part))
+
+    async def link(self, name: str, port: int) -> int:
+        """A port through which the others reach `port` of a process, until that is cut."""
+        self._links[name] = await self._proxies.enter_async_context(bad_network("127.0.0.1", port))
+        return self._links[name].port
 
     async def end(self, name: str) -> None:
         """Ends a process for good, with -9."""
@@ -353,7 +359,7 @@ class Storm:
     async def _victim_is_up(self, victim: str) -> bool:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
-            if victim == "redis" and not self._redis_busy.locked() and self._server.alive:
+            if victim == "redis" and not self._redis_is_away:
                 return True
             if victim != "redis" and self._pid(victim) is not None:
                 return True
@@ -376,13 +382,16 @@ class Storm:
 
     async def _strike(self, fault: Fault, phase: str = "") -> None:
         kind = fault.victim.rstrip("-0123456789")
+        if fault.victim == "redis" and self._redis_is_away:
+            self._note("redis is away: it is not hit twice")
+            return
         self._note(str(fault))
         self.done[kind, phase or fault.phase] += 1
         self._waiting.append((kind, fault.action, time.monotonic()))
         if fault.victim == "redis":
-            self._mend(self._strike_redis(fault))
-            if fault.action == "kill":
-                os.kill(self._server.pid, signal.SIGKILL)
+            self._redis_is_away = True
+            os.kill(self._server.pid, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+            self._mend(self._bring_redis_back(fault))
             return
         pid, part = self._pid(fault.victim), self.parts.get(fault.victim) or self.parts["supervisor"]
         if pid is None:
@@ -398,35 +407,31 @@ class Storm:
                     os.kill(pid, signal.SIGSTOP)
                 self._mend(self._continue(pid, fault.seconds))
             case "cut":
-                part.proxy.hold() if self._rng.random() < 0.5 else part.proxy.refuse()
-                self._mend(self._heal(part, fault.seconds))
+                ways = [part.proxy, *filter(None, [self._links.get(part.name)])]  # to Redis, and from its clients
+                way = self._rng.choice(ways)
+                way.hold() if self._rng.random() < 0.5 else way.refuse()
+                self._mend(self._heal(way, fault.seconds))
             case "usurp":
                 self._mend(self._usurp(part, fault.seconds))
 
-    async def _strike_redis(self, fault: Fault) -> None:
-        async with self._redis_busy:
-            if fault.action == "stop":
-                os.kill(self._server.pid, signal.SIGSTOP)
-                await asyncio.sleep(fault.seconds)
-                os.kill(self._server.pid, signal.SIGCONT)
-            else:
-                await asyncio.sleep(fault.seconds)
-                await self.restart_redis()
-
-    async def restart_redis(self) -> None:
-        """Starts the killed server again on its append-only file."""
-        while self._server.alive:  # noqa: ASYNC110 (a process gives no event)
-            await asyncio.sleep(0.005)
-        await self._server.restart()
+    async def _bring_redis_back(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.seconds)
+        if fault.action == "stop":
+            os.kill(self._server.pid, signal.SIGCONT)
+        else:
+            while self._server.alive:  # noqa: ASYNC110 (a process gives no event)
+                await asyncio.sleep(0.005)
+            await self._server.restart()
+        self._redis_is_away = False
 
     async def _continue(self, pid: int, seconds: float) -> None:
         await asyncio.sleep(seconds)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
-    async def _heal(self, part: Part, seconds: float) -> None:
+    async def _heal(self, way: Proxy, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        part.proxy.heal()
+        way.heal()
 
     async def _usurp(self, part: Part, seconds: float) -> None:
         """A second process takes the role over from one that stands still, which must then end by itself."""
@@ -457,8 +462,8 @@ class Storm:
         while tasks := set(self._mending):
             await asyncio.wait(tasks)
         self._armed = None
-        for part in self.parts.values():
-            part.proxy.heal()
+        for way in (*(part.proxy for part in self.parts.values()), *self._links.values()):
+            way.heal()
 
     async def wait(self, seconds: float) -> RunState:
         """Until the supervisor has ended the run. Returns its state."""

@@ -45,7 +45,7 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         try:
-            with suppress(ConnectionError, asyncio.CancelledError):
+            with suppress(OSError, asyncio.CancelledError):
                 if not self._refuses:
                     await self._connect(reader, writer)
         finally:
@@ -61,7 +61,7 @@ class Proxy:
             try:
                 if self._flows.is_set():
                     forth.cancel()
-                with suppress(asyncio.CancelledError, ConnectionError):
+                with suppress(asyncio.CancelledError, OSError):
                     await forth  # what was held back arrives, though nobody waits for the answer
             finally:
                 server_writer.close()

@@ -16,6 +16,7 @@ from polyreme.config import RunConfig, load_config
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import EmbeddedServer, connect
+from polyreme.ports import free_port
 from polyreme.rundir import read_model_files
 from polyreme_trainer.learner.simulated import after_plan, newest
 from support.faults import Storm
@@ -111,7 +112,9 @@ async def simulated_storm(
     }
     async with _ground(nursery, folder, seed, config_tree(folder, ROWS, **sections), model_files()) as storm:
         for place in range(3):
-            await storm.start(f"rollout-{place}", "polyreme_rollout.simulation", "--step-seconds", str(step_seconds))
+            name, port = f"rollout-{place}", free_port()
+            reached = ("--port", str(port), "--advertise", f"127.0.0.1:{await storm.link(name, port)}")
+            await storm.start(name, "polyreme_rollout.simulation", "--step-seconds", str(step_seconds), *reached)
         await storm.start("reward", "polyreme", "reward")
         if supervised:
             await start_supervisor(storm, train_seconds)
