@@ -177,8 +177,9 @@ class VllmEngine:
         if self.llm is None:
             return
         started = time.perf_counter()
-        self.llm.shutdown(timeout=SHUTDOWN_SECONDS)
-        self.llm = None  # its finalizer fails when the interpreter is half gone
+        llm, self.llm = self.llm, None
+        llm.shutdown(timeout=SHUTDOWN_SECONDS)
+        llm.shutdown = _nothing  # its finalizer calls it once more, and fails when the interpreter is half gone
         log.debug("vLLM shut down in %.1f s", time.perf_counter() - started)
         for pid, process in self._processes.items():
             with suppress(ProcessLookupError):
@@ -190,6 +191,10 @@ class VllmEngine:
             return await awaitable
         except self._dead_error as error:
             raise EngineDeadError(f"vLLM's engine is gone: {error}") from None
+
+
+def _nothing() -> None:
+    """What is left to do for an engine that was shut down."""
 
 
 def _prepare_environment(config: RunConfig) -> None:

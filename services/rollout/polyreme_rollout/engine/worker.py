@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ class PolicyWorker:
             for (arena, slot, _), manifest in zip(slots, manifests, strict=True)
             for item in _tensors(manifest, arena.slot_view(slot))
         ]
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+        with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
             initialize_layerwise_reload(model)
             model.load_weights(iter(tensors))
             self._polyreme_finalize()
@@ -98,8 +99,13 @@ class PolicyWorker:
             arena.check(slot, generation)  # what was read is what had been verified
 
     def _polyreme_finalize(self) -> None:
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+        with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
+
+
+def _default(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` torch's default. The CPU is that anyway, and a context would cost at every call of torch: a quarter of a load."""
+    return nullcontext() if device.type == "cpu" else device
 
 
 def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
