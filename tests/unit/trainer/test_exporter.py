@@ -12,7 +12,14 @@ from polyreme.log.run import Run, RunState
 from polyreme.progress import Progress
 from polyreme_trainer.exporter import export, snapshot
 
-ITERATION = {"kind": "iteration", "iteration": 3, "reward/mean": 0.5, "time/iteration": 4.0, "time/learner_wait": 1.0, "alarms": ["x"]}
+ITERATION = {
+    "kind": "iteration",
+    "iteration": 3,
+    "reward/mean": 0.5,
+    "time/iteration": 4.0,
+    "time/learner_wait": 1.0,
+    "alarms": ["x"],
+}
 
 
 def test_every_number_of_the_newest_iteration_is_a_gauge() -> None:
