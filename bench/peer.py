@@ -3,8 +3,8 @@
     python bench/peer.py [--work runs/bench-peer]
 
 TRL (Hugging Face generate, two threads) runs in a venv of its own, made from requirements/peer.txt. Polyreme runs whole: Redis, reward,
-rollout, orchestrator, learner, in its fastest layout on two cores. Both clocks leave out start-up and evaluations. The sides run one after
-the other.
+rollout, orchestrator, learner, in its fastest layout on two cores. Both clocks leave out start-up and evaluations. The sides run in turns,
+the short task more than once, since a machine's speed drifts by more than what is measured there.
 
 demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 1.5)
 demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are right (<= 0.8)
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ SAMPLES = 32 * 8
 WARM_UP = 10  # iterations that do not count in a throughput
 ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.threads=2")
 FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.data=2", "rollout.threads=1")
+SHORT_TURNS = 3
 GATE = 0.8
 SIDE = ROOT / "bench" / "peer_side"
 
@@ -120,9 +122,9 @@ def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
     return result
 
 
-def throughput(side: dict[str, Any]) -> float:
-    """Samples per second after the warm-up."""
-    counted = side["step_seconds"][WARM_UP:]
+def throughput(turns: Sequence[dict[str, Any]]) -> float:
+    """Samples per second over a side's turns, after the warm-up of each."""
+    counted = [seconds for turn in turns for seconds in turn["step_seconds"][WARM_UP:]]
     return SAMPLES * len(counted) / sum(counted)
 
 
@@ -139,27 +141,30 @@ def main() -> int:
 
     demo_trl = trl(python, demo, 24, 1e-4, 2)
     demo_ours = polyreme(work, "demo", demo, 24, 1e-4, 2)
-    short_trl = trl(python, short, 60, 1e-5, 0)
-    short_ours = polyreme(work, "short", short, 60, 1e-5, 0)
+    short_trl, short_ours = [], []
+    for _ in range(SHORT_TURNS):
+        short_trl.append(trl(python, short, 60, 1e-5, 0))
+        short_ours.append(polyreme(work, "short", short, 60, 1e-5, 0))
     still = polyreme(work, "still", demo, 20, 1e-12, 0)  # the policy stands still: equal work in every iteration
     single = parts(demo, 16, 1e-12)
 
     iteration = statistics.median(still["step_seconds"][WARM_UP:])
     measured = {
-        "demo_throughput_vs_trl": round(throughput(demo_ours) / throughput(demo_trl), 3),
+        "demo_throughput_vs_trl": round(throughput([demo_ours]) / throughput([demo_trl]), 3),
         "demo_time_to_80_vs_trl": round(time_to_gate(demo_ours) / time_to_gate(demo_trl), 3),
         "short_throughput_vs_trl": round(throughput(short_ours) / throughput(short_trl), 3),
         "service_tax": round(iteration / sum(single.values()) - 1, 3),
     }
-    for name, side in (
-        ("demo TRL", demo_trl),
-        ("demo Polyreme", demo_ours),
+    for name, turns in (
+        ("demo TRL", [demo_trl]),
+        ("demo Polyreme", [demo_ours]),
         ("short TRL", short_trl),
         ("short Polyreme", short_ours),
     ):
-        length = statistics.mean(side["mean_lengths"][WARM_UP:])
-        print(f"{name:15} {throughput(side):7.1f} samples/s  mean length {length:5.1f}", end="")
-        print(f"  80% after {time_to_gate(side):.1f} s" if side["evaluations"] else "")
+        length = statistics.mean(length for turn in turns for length in turn["mean_lengths"][WARM_UP:])
+        each = ", ".join(f"{throughput([turn]):.1f}" for turn in turns)
+        print(f"{name:15} {throughput(turns):7.1f} samples/s ({each})  mean length {length:5.1f}", end="")
+        print(f"  80% after {time_to_gate(turns[0]):.1f} s" if turns[0]["evaluations"] else "")
     print(
         f"one iteration {iteration:.3f} s; its parts in one process: "
         + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in single.items())
