@@ -1,6 +1,5 @@
 """The step around the model: what is measured of which policy."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ class Drifting:
 
     steps = 0
 
-    def logprobs(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float) -> Any:
-        return SimpleNamespace(tokens=torch.full(targets.shape, -1.0 - self.steps))
+    def logprobs(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        return torch.full(targets.shape, -1.0 - self.steps)
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
