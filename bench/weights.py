@@ -47,7 +47,7 @@ from weights_side import streams
 from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme.config import load_config
+from polyreme.configfile import load_config
 from polyreme.lifecycle import Child
 from polyreme.log.ledger import ExperienceLog, Role
 from polyreme.log.run import Run

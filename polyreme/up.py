@@ -18,7 +18,8 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from polyreme import live
-from polyreme.config import RunConfig, load_config
+from polyreme.config import RunConfig
+from polyreme.configfile import load_config
 from polyreme.errors import PolyremeError, RunFailedError, StoreError
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import EmbeddedServer, connect

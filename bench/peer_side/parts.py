@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyreme.config import load_config
+from polyreme.configfile import load_config
 from polyreme_rollout.engine import vllm as engine_module
 from polyreme_rollout.engine.base import ArenaSource, EngineRequest, Sampling
 

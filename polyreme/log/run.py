@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import xxhash
 from redis.asyncio import Redis
 
-from polyreme.config import RunConfig, parse_config
+from polyreme.config import RunConfig
+from polyreme.configfile import parse_config
 from polyreme.errors import ConfigError, RunFailedError, StoreError, UnavailableError
 from polyreme.log.scripts import Scripts, key
 

@@ -15,7 +15,8 @@ from redis.asyncio import Redis
 
 from polyreme import rpc
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
-from polyreme.config import RewardConfig, SecurityConfig, load_reward_config
+from polyreme.config import RewardConfig, SecurityConfig
+from polyreme.configfile import load_reward_config
 from polyreme.errors import ConfigError
 from polyreme.log.run import Run
 from polyreme_reward.server import Addresses, serve

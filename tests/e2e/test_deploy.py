@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,12 @@ import redis as redis_py
 
 from polyreme.lifecycle import Child
 from polyreme.log.store import _binary
-from support.machines import Machine, Network, missing, network
+from support.machines import Machine, Network
 from support.whole_run import make_task
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD, TOKEN = "open-sesame", "s3cret-token"
 PORT = 16379
-
-
-@pytest.fixture
-def net() -> Iterator[Network]:
-    if reason := missing():
-        pytest.skip(f"network namespaces are not to be had: {reason}")
-    with network() as net:
-        yield net
 
 
 def documented(address: str) -> tuple[dict[str, str], list[str]]:

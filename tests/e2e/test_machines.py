@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from polyreme.log.store import _binary, connect
 from polyreme.registry import Registry
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.learner.publish import Publisher
-from support.machines import Machine, Network, missing, network
+from support.machines import Machine, Network
 from support.models import tiny_model
 from support.proxy import bad_network
 from support.replicas import Learner, generate, hf_weights, request, rollout_config
@@ -32,14 +32,6 @@ DELAY_SECONDS = 0.03
 CUT_SECONDS = 8.0
 ITERATIONS = 100
 PROMPT = [5, 6, 7, 8, 9]
-
-
-@pytest.fixture
-def net() -> Iterator[Network]:
-    if reason := missing():
-        pytest.skip(f"network namespaces are not to be had: {reason}")
-    with network() as net:
-        yield net
 
 
 class Spread(SimulatedRun):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polyreme import API_VERSION
-from polyreme.config import parse_config
+from polyreme.configfile import parse_config
 from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
 from polyreme.log.ledger import ExperienceLog, Role, Term
 from polyreme.log.run import Run, RunState

@@ -12,7 +12,8 @@ import numpy as np
 
 from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
-from polyreme.config import RunConfig, parse_config
+from polyreme.config import RunConfig
+from polyreme.configfile import parse_config
 from polyreme.lifecycle import Child
 from polyreme.log.run import Run
 from polyreme.log.store import connect

@@ -16,7 +16,8 @@ import numpy as np
 
 from polyreme import API_VERSION, rpc
 from polyreme.api.v1 import rollout_pb2_grpc
-from polyreme.config import RunConfig, parse_config
+from polyreme.config import RunConfig
+from polyreme.configfile import parse_config
 from polyreme.experience import GroupRecord, decode_group
 from polyreme.log.ledger import ExperienceLog, Role
 from polyreme.log.run import Run

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from polyreme.config import RunConfig, load_config
+from polyreme.config import RunConfig
+from polyreme.configfile import load_config
 from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import EmbeddedServer, connect

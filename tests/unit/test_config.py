@@ -9,7 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.config import AlgorithmConfig, RunConfig, known_keys, load_config, parse_config
+from polyreme.config import AlgorithmConfig, RunConfig
+from polyreme.configfile import known_keys, load_config, parse_config
 from polyreme.errors import ConfigError
 from support.configs import run_config
 

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from polyreme import logs
-from polyreme.config import load_reward_config
+from polyreme.configfile import load_reward_config
 from polyreme.errors import ConfigError
 from polyreme.lifecycle import stop_event
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from polyreme import logs
-from polyreme.config import RunConfig, load_config
+from polyreme.config import RunConfig
+from polyreme.configfile import load_config
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.plan import plan_lines
