@@ -1,0 +1,170 @@
+"""Weights for replicas that cannot map the arena: by stream, over real gRPC, whole or not at all."""
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack
+
+import pytest
+
+from polyreme.weights.wire import encode_chunk
+from polyreme_trainer.learner import fleet, push
+from support.proxy import bad_network
+from support.publishing import World, same, until
+from support.receiver import lease, serving
+
+
+async def test_a_replica_that_cannot_map_gets_every_version_by_stream(world: World) -> None:
+    world.arena.unlink()  # as on another host
+    async with world.replica("far") as far:
+        for version in range(4):
+            weights = await world.step()
+            await world.publisher.wait_committed(version, 1, 10)
+            assert same(far.weights, weights)
+        assert list(far.calls) == ["Probe"] + ["StageStream", "Commit"] * 4
+        await world.notice("replica far", "cannot map", "by stream", "No such file")
+    records = [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
+    assert [record["path"] for record in records] == ["stream"] * 4
+
+
+async def test_a_late_joiner_of_another_host_and_one_of_this_host_serve_the_same(world: World) -> None:
+    await world.step()
+    weights = await world.step()
+    async with world.replica("near") as near:
+        await world.publisher.wait_committed(1, 1, 10)
+        world.arena.unlink()
+        async with world.replica("far") as far:
+            await world.publisher.wait_committed(1, 2, 10)
+            assert (near.versions, far.versions) == ([1], [1])
+            assert same(near.weights, weights)
+            assert same(far.weights, weights)
+            weights = await world.step()
+            await world.publisher.wait_committed(2, 2, 10)
+            assert same(near.weights, weights)
+            assert same(far.weights, weights)
+
+
+async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(push, "CHUNK_BYTES", 16)
+    world.arena.unlink()
+    receiver = world.receiver()
+    async with serving(receiver) as server, bad_network("127.0.0.1", server) as proxy:
+        pieces = 0
+
+        async def cut(_: bytes) -> None:
+            nonlocal pieces
+            pieces += 1
+            if pieces == 4:
+                proxy.refuse()
+
+        async with await world.registry.register(lease("far", proxy.port)):
+            weights = await world.step()
+            await world.publisher.wait_committed(0, 1, 10)
+            proxy.listener = cut
+            weights = await world.step()
+            await world.notice("the way to replica far is broken, it is tried again: version 1: UNAVAILABLE")
+            proxy.heal()
+            await world.publisher.wait_committed(1, 1, 20)
+            assert same(receiver.weights, weights)
+            assert receiver.versions == [0, 1]
+
+
+async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_connection_of_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(push, "STREAM_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(push, "STAGE_SECONDS", 1.0)
+    world.arena.unlink()
+    receiver = world.receiver()
+    async with (
+        serving(receiver) as server,
+        bad_network("127.0.0.1", server) as proxy,
+        await world.registry.register(lease("far", proxy.port)),
+    ):
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 10)
+        proxy.hold()  # nothing gets through, and nobody is told
+        weights = await world.step()
+        await world.notice("the way to replica far is broken", "the stream stood still after 0 of")
+        proxy.heal()
+        await world.publisher.wait_committed(1, 1, 20)
+        assert same(receiver.weights, weights)
+
+
+async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_the_oldest(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, int]] = []
+    real = push.Link.stream
+
+    async def noted(link: push.Link, version: push.Version) -> None:
+        begun.append((link._address, version.number))
+        await real(link, version)
+
+    monkeypatch.setattr(push.Link, "stream", noted)
+    monkeypatch.setattr(fleet, "STREAM_GRACE_SECONDS", 0.05)
+    world.arena.unlink()
+    receivers = [world.receiver() for _ in range(2)]
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(serving(receiver)) for receiver in receivers]
+        one, two = [await stack.enter_async_context(bad_network("127.0.0.1", server)) for server in servers]
+        for name, proxy in (("one", one), ("two", two)):
+            await stack.enter_async_context(await world.registry.register(lease(name, proxy.port)))
+        await world.step()
+        await world.publisher.wait_committed(0, 2, 10)
+        for version, slow in ((1, one), (2, two)):
+            slow.hold()
+            await world.step()
+            await until(lambda slow=slow, version=version: (f"127.0.0.1:{slow.port}", version) in begun)
+            if slow is one:
+                await world.publisher.wait_committed(1, 1, 10)
+        for _ in (3, 4, 5, 6):
+            weights = await world.step()  # raises when there is no slot
+        one.heal()
+        two.heal()
+        commits = await world.publisher.wait_committed(6, 2, 20)
+        assert {commit.version for commit in commits} == {6}
+        assert all(same(receiver.weights, weights) for receiver in receivers)
+        assert receivers[0].versions == [0, 1, 6]
+        assert [number for address, number in begun if address == f"127.0.0.1:{one.port}"] == [0, 1, 6]
+        assert len([number for address, number in begun if address == f"127.0.0.1:{two.port}"]) > 4
+        assert not [text for text in await world.notices() if "quarantined" in text]
+
+
+async def test_a_version_that_a_replica_finds_wrong_is_a_failed_swap(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(offset: int, data: memoryview) -> bytes:
+        return encode_chunk(offset, memoryview(bytes(len(data))))
+
+    monkeypatch.setattr(push, "encode_chunk", damaged)
+    world.arena.unlink()
+    async with world.replica("far") as far:
+        await world.step()
+        await world.notice("replica far", "quarantined: it failed 3 times", "DATA_LOSS: version 0: embed differs")
+        assert far.versions == []
+
+
+async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = most = 0
+    full = threading.Event()
+    real = push.Link.stream
+
+    async def counted(link: push.Link, version: push.Version) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if running == fleet.STREAMS:
+            full.set()
+        await until(full.is_set)
+        await asyncio.sleep(0.01)
+        await real(link, version)
+        running -= 1
+
+    monkeypatch.setattr(push.Link, "stream", counted)
+    world.arena.unlink()
+    async with AsyncExitStack() as stack:
+        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(fleet.STREAMS + 4)]
+        weights = await world.step()
+        await world.publisher.wait_committed(0, len(receivers), 20)
+        assert all(same(receiver.weights, weights) for receiver in receivers)
+    assert most == fleet.STREAMS

@@ -1,0 +1,90 @@
+"""A publisher at work: a run with a learner that writes random weights, and replicas that receive them."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run
+from polyreme.registry import Registry
+from polyreme.weights.arena import Arena
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+from polyreme_trainer.learner.publish import Publisher
+from support.receiver import Receiver, replica
+
+LAYOUT = plan_manifest([TensorSpec("embed", "F32", (7, 4)), TensorSpec("norm", "BF16", (5,))], {"head": "embed"})
+CONFIG = {
+    "iterations": 1,
+    "groups_per_iteration": 1,
+    "group_size": 2,
+    "model": {"path": "/none"},
+    "data": {"train": "/none", "max_prompt_tokens": 8},
+    "rollout": {"max_new_tokens": 8, "max_model_len": 16},
+    "reward": {"rewards": [{"name": "exact"}]},
+    "trainer": {"optimizer": {"lr": 1.0}},
+}
+
+
+@dataclass
+class World:
+    """A run with a learner that publishes random weights."""
+
+    run: Run
+    log: ExperienceLog
+    registry: Registry
+    arena: Arena
+    publisher: Publisher
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    version: int = -1
+
+    async def step(self) -> dict[str, np.ndarray]:
+        """Writes and publishes the next version, as the learner does; gives its tensors."""
+        self.version += 1
+        slot = await self.publisher.acquire_slot(10)
+        self.arena.begin(slot)
+        views = tensor_views(LAYOUT, self.arena.slot_view(slot))
+        views["embed"][:] = self.rng.normal(size=(7, 4))
+        views["norm"][:] = self.rng.integers(0, 2**16, size=5)
+        weights = {name: view.copy() for name, view in views.items()}
+        generation = self.arena.complete(slot, self.version, self.term)
+        self.publisher.publish(self.manifest(), slot, generation)
+        return weights
+
+    def manifest(self) -> Manifest:
+        return LAYOUT.stamped(self.run.run_id, self.term, self.version)
+
+    @property
+    def term(self) -> int:
+        assert self.log.term is not None
+        return self.log.term.counter
+
+    def receiver(self) -> Receiver:
+        return Receiver(self.run.run_id, ["embed", "norm"])
+
+    def replica(self, name: str) -> AbstractAsyncContextManager[Receiver]:
+        return replica(self.registry, name, self.receiver())
+
+    async def notice(self, *words: str) -> str:
+        """The first notice with all these words, once it is there."""
+        async with asyncio.timeout(10):
+            while True:
+                for text in await self.notices():
+                    if all(word in text for word in words):
+                        return text
+                await asyncio.sleep(0.01)
+
+    async def notices(self) -> list[str]:
+        return [record["text"] for _, record in await self.run.records("0", 0) if record["kind"] == "notice"]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - it reads what other loops and servers write
+            await asyncio.sleep(0.01)
+
+
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
