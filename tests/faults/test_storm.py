@@ -14,7 +14,8 @@ import pytest
 
 from polyreme.log.ledger import ExperienceLog
 from polyreme.registry import Registry
-from support.faults import Fault, Storm, schedule, table
+from support.driver import Storm, table
+from support.faults import PHASES, Fault, schedule
 from support.nursery import Nursery
 from support.storms import MODULES, real_storm, records, simulated_storm, start_supervisor, verdict, weights_verdict
 
@@ -145,5 +146,6 @@ async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
             print(table([s]))
             assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
             assert done >= 30
+            assert {phase for _, phase in s.done} >= PHASES.keys() - {"draft"}
     finally:
         await nursery.close()

@@ -20,7 +20,7 @@ from polyreme.log.store import EmbeddedServer, connect
 from polyreme.ports import free_port
 from polyreme.rundir import read_model_files
 from polyreme_trainer.learner.simulated import after_plan, newest
-from support.faults import Storm
+from support.driver import Storm
 from support.nursery import Nursery
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
@@ -36,6 +36,8 @@ MODULES = (
     "polyreme_trainer.simulation",
 )
 SAME_IN_A_REPLAY = ("weights", "loss/policy", "grad_norm", "reward/mean", "mismatch_kl", "tokens/generated")
+
+REAL_PATIENCE = 60.0  # vLLM or megatron-core may have to start again first
 
 REWARD = '''
 import os, socket, time
@@ -53,14 +55,16 @@ def reward(response, label):
 
 
 @asynccontextmanager
-async def _ground(nursery: Nursery, folder: Path, seed: int, config: RunConfig, files: dict[str, bytes]) -> AsyncIterator[Storm]:
+async def _ground(
+    nursery: Nursery, folder: Path, seed: int, config: RunConfig, files: dict[str, bytes], patience: float
+) -> AsyncIterator[Storm]:
     """A run in a Redis of its own, without processes yet. Rewards tell the driver of their calls at FOLDER/wire."""
     async with AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedServer.start(folder / "redis"))
         redis = await connect(server.url)
         stack.push_async_callback(redis.aclose)
         run = await Run.create(redis, f"storm-{seed}-{os.urandom(3).hex()}", config, files)
-        storm = Storm(run, folder, nursery, server, random.Random(seed), stack)
+        storm = Storm(run, folder, nursery, server, random.Random(seed), stack, patience)
         wire = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         wire.bind(str(folder / "wire"))
         wire.setblocking(False)
@@ -111,7 +115,7 @@ async def simulated_storm(
         "trainer": {"save_interval": 3, "max_restarts": 1000},
         **sections,
     }
-    async with _ground(nursery, folder, seed, config_tree(folder, ROWS, **sections), model_files()) as storm:
+    async with _ground(nursery, folder, seed, config_tree(folder, ROWS, **sections), model_files(), 3.0) as storm:
         for place in range(3):
             name, port = f"rollout-{place}", free_port()
             reached = ("--port", str(port), "--advertise", f"127.0.0.1:{await storm.link(name, port)}")
@@ -151,7 +155,7 @@ async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int)
     """A run of vLLM and megatron-core (tensor parallel 2) under way, with `polyreme train`."""
     path = _real_task(folder, iterations)
     config = load_config(path)
-    async with _ground(nursery, folder, seed, config, read_model_files(config.model.path)) as storm:
+    async with _ground(nursery, folder, seed, config, read_model_files(config.model.path), REAL_PATIENCE) as storm:
         run = ("--run", storm.run.run_id, "--log-dir", str(folder))
         await storm.start("rollout-0", "polyreme", "rollout", forked=False)
         await storm.start("reward", "polyreme", "reward")

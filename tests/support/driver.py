@@ -1,0 +1,422 @@
+"""The driver of a storm: it makes the faults of a schedule happen to a run, one after the other, and mends what they broke.
+
+It sees phases through proxies between the processes and Redis, which let it act before a command arrives, after its answer is lost,
+or a little later. What is wrong with the run at the end is for the caller to find out.
+"""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from polyreme.errors import PolyremeError, StaleTermError
+from polyreme.lifecycle import Child
+from polyreme.log.audit import Snapshot
+from polyreme.log.run import Run, RunState
+from polyreme.log.store import EmbeddedServer
+from polyreme.supervision import last_error
+from support.faults import PHASES, Fault, script_digest
+from support.nursery import Born, Nursery
+from support.proxy import Proxy, bad_network
+
+STALL = 120.0
+"""Seconds without a new sample after which the run counts as stuck."""
+
+
+@dataclass
+class Part:
+    """One process of the run, with a way to Redis of its own. It is started again when it ends.
+
+    `forked`: from the nursery; else it is a new interpreter, as what forks or imports torch must be.
+    """
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    proxy: Proxy
+    log: Path
+    born: Born | None = None
+    forked: bool = True
+    pause: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter)
+
+
+class Storm:
+    """A run and what is done to it. Make one with `simulated_storm` or `real_storm`.
+
+    Args:
+        patience: seconds to wait for a phase, or for a process that is down.
+
+    Attributes:
+        done: faults by (victim, phase), where a victim's number is left out.
+        recoveries: by (victim, action), seconds from the fault to the next append.
+        problems: what must not happen, in words.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        nursery: Nursery,
+        server: EmbeddedServer,
+        rng: random.Random,
+        proxies: AsyncExitStack,
+        patience: float,
+    ) -> None:
+        self.run, self.folder, self.nursery, self._server, self._rng = run, folder, nursery, server, rng
+        self._proxies, self._patience = proxies, patience
+        self.parts: dict[str, Part] = {}
+        self._links: dict[str, Proxy] = {}
+        self.done: Counter[tuple[str, str]] = Counter()
+        self.unseen = 0
+        self.recoveries: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self._waiting: list[tuple[str, str, float]] = []
+        self._armed: tuple[Fault, asyncio.Event] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._mending: set[asyncio.Task[None]] = set()
+        self._reapers: list[asyncio.Task[None]] = []
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._append = re.compile(re.escape(script_digest("append")))
+        self.appends = 0
+        self.last_append = time.monotonic()
+        self._redis_is_away = False
+        self._began = time.monotonic()
+        self.later(self.watch())
+
+    # -- processes
+
+    async def start(self, name: str, module: str, *arguments: str, forked: bool = True) -> None:
+        """Starts `python -m module arguments`, and again whenever it ends badly."""
+        proxy = await self._proxies.enter_async_context(bad_network("127.0.0.1", urlsplit(self._server.url).port or 0))
+
+        async def listen(data: bytes) -> None:
+            try:
+                await self._heard(name, data)
+            except Exception as error:  # noqa: BLE001 - else it would only break a connection
+                self.problems.append(f"the driver failed: {error!r}")
+
+        proxy.listener = listen
+        part = self.parts[name] = Part(name, module, arguments, proxy, self.folder / f"{name}.log", forked=forked)
+        part.born = await self._spawn(part)
+        self._keepers[name] = asyncio.create_task(self._keep(part))
+
+    async def link(self, name: str, port: int) -> int:
+        """A port through which the others reach `port` of a process, until that is cut."""
+        self._links[name] = await self._proxies.enter_async_context(bad_network("127.0.0.1", port))
+        return self._links[name].port
+
+    async def end(self, name: str) -> None:
+        """Ends a process for good, with -9."""
+        keeper = self._keepers.pop(name)
+        keeper.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeper
+        part = self.parts.pop(name)
+        assert part.born is not None
+        part.born.signal(signal.SIGKILL)
+        await part.born.over.wait()
+
+    async def _spawn(self, part: Part) -> Born:
+        url = f"redis://127.0.0.1:{part.proxy.port}/0"
+        environment = {"POLYREME_REDIS": url, "POLYREME_RUN": self.run.run_id}
+        if part.forked:
+            return await self.nursery.spawn(part.module, part.arguments, environment, part.log)
+        child = Child.spawn(part.name, (sys.executable, "-m", part.module, *part.arguments), environment, part.log)
+        born = Born(child.pid)
+
+        async def reap() -> None:
+            born.status = await child.wait()
+            born.over.set()
+
+        self._reapers.append(asyncio.create_task(reap()))
+        return born
+
+    async def _keep(self, part: Part) -> None:
+        while True:
+            born = part.born
+            assert born is not None
+            await born.over.wait()
+            if part.born is not born:
+                continue
+            if born.status == 0:
+                return
+            if not part.forked:
+                born.end_group()
+            if born.status != -signal.SIGKILL:
+                self._note(f"{part.name} ended with {born.status}: {self._last_words(part)}")
+                part.ends[f"{born.status}"] += 1
+            await asyncio.sleep(part.pause or 0.05)
+            part.pause = 0.0
+            part.born = await self._spawn(part)
+
+    def _last_words(self, part: Part) -> str:
+        with open(part.log, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            return last_error(log.read().decode(errors="replace"))[:300]
+
+    def _note(self, text: str) -> None:
+        self.notes.append(f"{time.monotonic() - self._began:7.2f} {text}")
+
+    # -- what is seen
+
+    async def _heard(self, sender: str, data: bytes) -> None:
+        if self._append.search(data):
+            now = time.monotonic()
+            if now - self.last_append > 4.0:
+                self._note(f"there was no new sample for {now - self.last_append:.1f} s")
+            self.appends, self.last_append = self.appends + 1, now
+            for victim, action, since in self._waiting:
+                self.recoveries[victim, action].append(now - since)
+            self._waiting.clear()
+        armed = self._armed
+        if armed is None:
+            return
+        fault, fired = armed
+        phase = PHASES[fault.phase]
+        if sender not in (phase.sender, "supervisor") or not phase.pattern.search(data):
+            return
+        self._armed = None
+        if fault.moment == "before":
+            await self._strike(fault)
+        elif fault.moment == "lost":
+            self.parts[sender].proxy.lose += 1
+            self._later(0.002, fault)
+        else:
+            self._later(fault.delay, fault)
+        fired.set()
+
+    def scored(self) -> None:
+        armed = self._armed
+        if armed and PHASES[armed[0].phase].sender == "reward":
+            self._armed = None
+            self._later(armed[0].delay, armed[0])
+            armed[1].set()
+
+    def _later(self, delay: float, fault: Fault) -> None:
+        async def strike() -> None:
+            await asyncio.sleep(delay)
+            await self._strike(fault)
+
+        self._mend(strike())
+
+    def later(self, work: Any) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _mend(self, work: Any) -> None:
+        self._mending.add(self.later(work))
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._background.discard(task)
+        self._mending.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.problems.append(f"the driver failed: {error!r}")
+
+    # -- what is done
+
+    async def rage(self, faults: Sequence[Fault]) -> int:
+        """Lets the faults happen, one after the other, until they are all done or the run is. Returns how many there were."""
+        left, number = deque(faults), 0
+        while left:
+            fault = left.popleft()
+            await asyncio.sleep(fault.gap)
+            if not await self._victim_is_up(fault.victim):
+                if self._run_is_over():
+                    return number
+                self._note(f"{fault.victim} is down: its {fault.action} comes later")
+                left.append(fault)
+                continue
+            number += 1
+            self._armed = fault, asyncio.Event()
+            fired = self._armed[1]
+            try:
+                await asyncio.wait_for(fired.wait(), self._patience)
+            except TimeoutError:
+                if self._run_is_over():
+                    return number
+                self._armed = None
+                self.unseen += 1
+                await self._strike(fault, phase="(none seen)")
+            if time.monotonic() - self.last_append > STALL:
+                self.problems.append(f"no new sample in {STALL:.0f} s")
+                return number
+        return number
+
+    async def watch(self) -> None:
+        """Notes what the run waits for, while there are no samples."""
+        while True:
+            await asyncio.sleep(1.0)
+            if time.monotonic() - self.last_append > 3.0:
+                with suppress(PolyremeError):
+                    snapshot = await Snapshot.take(self.run)
+                    flying, appended = len(snapshot.in_flight), len(snapshot.appended)
+                    where = f"version {snapshot.number('version', -1)}, plans {len(snapshot.plans)}"
+                    self._note(f"stalled at {where}, in flight {flying}, appended {appended}, {snapshot.meta['state']}")
+
+    def _run_is_over(self) -> bool:
+        names = ("supervisor",) if "supervisor" in self.parts else ("learner", "orchestrator")
+        return all(self.parts[name].born.status == 0 for name in names)  # type: ignore[union-attr]
+
+    async def _victim_is_up(self, victim: str) -> bool:
+        deadline = time.monotonic() + self._patience
+        while time.monotonic() < deadline:
+            if victim == "redis" and not self._redis_is_away:
+                return True
+            if victim != "redis" and self._pid(victim) is not None:
+                return True
+            await asyncio.sleep(0.02)
+        return False
+
+    def _pid(self, victim: str) -> int | None:
+        if victim in self.parts:
+            born = self.parts[victim].born
+            return born.pid if born is not None and born.status is None else None
+        supervisor = self.parts["supervisor"].born
+        if supervisor is None or supervisor.status is not None:
+            return None
+        with suppress(psutil.Error):
+            children = psutil.Process(supervisor.pid).children()
+            running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+            ours = [child.pid for child in running if any(f".{victim}" in word for word in child.cmdline())]
+            return self._rng.choice(ours) if ours else None  # a learner has several ranks
+        return None
+
+    async def _strike(self, fault: Fault, phase: str = "") -> None:
+        kind = fault.victim.rstrip("-0123456789")
+        if fault.victim == "redis" and self._redis_is_away:
+            self._note("redis is away: it is not hit twice")
+            return
+        self._note(str(fault))
+        self.done[kind, phase or fault.phase] += 1
+        self._waiting.append((kind, fault.action, time.monotonic()))
+        if fault.victim == "redis":
+            self._redis_is_away = True
+            os.kill(self._server.pid, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+            self._mend(self._bring_redis_back(fault))
+            return
+        pid, part = self._pid(fault.victim), self.parts.get(fault.victim) or self.parts["supervisor"]
+        if pid is None:
+            self._note(f"{fault.victim} has just ended by itself")
+            return
+        match fault.action:
+            case "kill":
+                part.pause = fault.seconds
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.kill(pid, signal.SIGKILL)
+            case "stop":
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                self._mend(self._continue(pid, fault.seconds))
+            case "cut":
+                ways = [part.proxy, *filter(None, [self._links.get(part.name)])]  # to Redis, and from its clients
+                way = self._rng.choice(ways)
+                way.hold() if self._rng.random() < 0.5 else way.refuse()
+                self._mend(self._heal(way, fault.seconds))
+            case "usurp":
+                self._mend(self._usurp(part, fault.seconds))
+
+    async def _bring_redis_back(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.seconds)
+        if fault.action == "stop":
+            os.kill(self._server.pid, signal.SIGCONT)
+        else:
+            while self._server.alive:  # noqa: ASYNC110 (a process gives no event)
+                await asyncio.sleep(0.005)
+            await self._server.restart()
+        self._redis_is_away = False
+
+    async def _continue(self, pid: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    async def _heal(self, way: Proxy, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        way.heal()
+
+    async def _usurp(self, part: Part, seconds: float) -> None:
+        """A second process takes the role over from one that stands still, which must then end by itself."""
+        old = part.born
+        assert old is not None
+        old.signal(signal.SIGSTOP)
+        part.born = await self._spawn(part)
+        await asyncio.sleep(seconds)
+        old.signal(signal.SIGCONT)
+        try:
+            await asyncio.wait_for(old.over.wait(), 90.0)
+        except TimeoutError:
+            old.signal(signal.SIGKILL)
+            self.problems.append(f"{part.name} went on for 90 s after it was taken over")
+        else:
+            part.ends[f"usurped: {old.status}"] += 1
+            if old.status not in (StaleTermError.exit_code, -signal.SIGKILL, 0):
+                self._note(f"{part.name}, taken over, ended with {old.status}: {self._last_words(part)}")
+
+    async def running(self, seconds: float) -> None:
+        """Waits until samples come."""
+        async with asyncio.timeout(seconds):
+            while not self.appends:  # noqa: ASYNC110 (it is seen on the wire)
+                await asyncio.sleep(0.1)
+
+    async def calm(self) -> None:
+        """Everything that was broken is whole again; processes that were killed come back."""
+        while tasks := set(self._mending):
+            await asyncio.wait(tasks)
+        self._armed = None
+        for way in (*(part.proxy for part in self.parts.values()), *self._links.values()):
+            way.heal()
+
+    async def wait(self, seconds: float) -> RunState:
+        """Until the supervisor has ended the run. Returns its state."""
+        keeper = self._keepers["supervisor"]
+        done, _ = await asyncio.wait({keeper}, timeout=seconds)
+        state, reason = await self.run.state()
+        if not done:
+            self.problems.append(f"the run is {state} after {seconds:.0f} s of calm")
+        if reason:
+            self.problems.append(f"the run is {state}: {reason}")
+        return state
+
+    async def close(self) -> None:
+        for task in (*self._background, *self._keepers.values()):
+            task.cancel()
+        await asyncio.gather(*self._background, *self._keepers.values(), return_exceptions=True)
+        for part in self.parts.values():
+            if part.born is not None:
+                part.born.end_group()
+        await asyncio.gather(*self._reapers)
+
+
+def table(storms: Sequence[Storm]) -> str:
+    """Faults by process and phase, and the seconds to the next sample by process and action."""
+    done: Counter[tuple[str, str]] = Counter()
+    recoveries: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for each in storms:
+        done += each.done
+        for key, values in each.recoveries.items():
+            recoveries[key] += values
+    victims, phases = sorted({victim for victim, _ in done}), [*PHASES, "(none seen)"]
+    lines = [f"{sum(done.values())} faults", f"{'':14}" + "".join(f"{victim:>13}" for victim in victims)]
+    lines += [f"{phase:14}" + "".join(f"{done[victim, phase]:13}" for victim in victims) for phase in phases]
+    lines += ["", f"{'to the next sample, s':28}{'n':>6}{'median':>9}{'95%':>9}{'max':>9}"]
+    for (victim, action), values in sorted(recoveries.items()):
+        ordered = sorted(values)
+        median, late = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        lines.append(f"{victim + ' ' + action:28}{len(ordered):6}{median:9.2f}{late:9.2f}{ordered[-1]:9.2f}")
+    return "\n".join(lines)
