@@ -65,7 +65,7 @@ class Saves:
         if not answer:
             return None
         self.newest = int(answer)
-        checkpoint.load(next(c for c in checkpoint.find(self._root) if c.iteration == self.newest), policy, optimizer)
+        checkpoint.load(checkpoint.of(self._root, self.newest), policy, optimizer)
         return self.newest
 
     def save(
@@ -78,7 +78,7 @@ class Saves:
             tensors: the version by Hugging Face name, without aliases; used on rank 0.
 
         Returns:
-            The checkpoint's path, and the version of the oldest one that is kept.
+            The checkpoint's path, and on rank 0 the version of the oldest one that is kept.
         """
 
         async def export() -> None:
@@ -87,11 +87,12 @@ class Saves:
         self._ranks.tell(export)
         saved = checkpoint.save(self._root, version, policy, optimizer, facts, self._config.trainer.keep_checkpoints)
         self.newest = version
+        if not self._ranks.leads:
+            return saved.path, version
         kept = [c.iteration for c in checkpoint.find(self._root)]
-        if self._ranks.leads:
-            for path in self.hf_path(0).parent.glob("iteration-*"):
-                if path not in {self.hf_path(v) for v in (0, *kept)}:
-                    atomic.discard(path)
+        for path in self.hf_path(0).parent.glob("iteration-*"):
+            if path not in {self.hf_path(v) for v in (0, *kept)}:
+                atomic.discard(path)
         return saved.path, kept[0]
 
     def reference(self, policy: Policy) -> Policy:

@@ -52,11 +52,13 @@ def save(root: Path, iteration: int, policy: Policy, optimizer: Optimizer, facts
     torch.distributed.barrier()
     rng, state = _names(policy)
     torch.save(policy.device.rng_state(), temporary / rng)
+    atomic.sync(temporary / rng)  # on a file system of several machines, only the one that wrote a file can
     if parallel_state.get_data_parallel_rank() == 0:
         torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}, temporary / state)
+        atomic.sync(temporary / state)
     torch.distributed.barrier()
     if first:
-        files = {file.name: _digest(file) for file in sorted(temporary.iterdir())}
+        files = {name: _digest(temporary / name) for name in _all_names(policy)}
         manifest = {"format": _FORMAT, "iteration": iteration, "layout": _layout(policy), "facts": dict(facts), "files": files}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         atomic.publish(temporary, path)
@@ -68,11 +70,18 @@ def save(root: Path, iteration: int, policy: Policy, optimizer: Optimizer, facts
 
 def find(root: Path) -> list[Checkpoint]:
     """All complete checkpoints, oldest first; their digests are not read."""
-    found = []
-    for manifest in root.glob(f"iteration-*/{_MANIFEST}"):
-        fields = json.loads(manifest.read_text())
-        found.append(Checkpoint(manifest.parent, fields["iteration"], fields["facts"]))
+    found = [_read(manifest) for manifest in root.glob(f"iteration-*/{_MANIFEST}")]
     return sorted(found, key=lambda checkpoint: checkpoint.iteration)
+
+
+def of(root: Path, iteration: int) -> Checkpoint:
+    """The complete checkpoint of an iteration, by its name: the list of a directory may be old on another machine than the writer's."""
+    return _read(root / f"iteration-{iteration:06d}" / _MANIFEST)
+
+
+def _read(manifest: Path) -> Checkpoint:
+    fields = json.loads(manifest.read_text())
+    return Checkpoint(manifest.parent, fields["iteration"], fields["facts"])
 
 
 def intact(checkpoint: Checkpoint) -> bool:
@@ -113,6 +122,12 @@ def load(checkpoint: Checkpoint, policy: Policy, optimizer: Optimizer) -> None:
 def _names(policy: Policy) -> tuple[str, str]:
     """Files of this rank: generators, and the state it shares with its data ranks."""
     return f"rng-{torch.distributed.get_rank()}.pt", f"state-{policy.rank.tp_rank}.pt"
+
+
+def _all_names(policy: Policy) -> list[str]:
+    """Files of all ranks, sorted."""
+    generators = (f"rng-{rank}.pt" for rank in range(torch.distributed.get_world_size()))
+    return sorted([*generators, *(f"state-{rank}.pt" for rank in range(policy.rank.tp))])
 
 
 def _layout(policy: Policy) -> dict[str, Any]:
