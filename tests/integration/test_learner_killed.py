@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from polyreme.config import AlgorithmConfig, ModelConfig, RunConfig
-from polyreme.experience import encode_group
-from polyreme.log.ledger import ExperienceLog, Role
+from polyreme.config import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
+from polyreme.log.ledger import ExperienceLog
 from polyreme.log.run import Run, RunState
 from support.configs import run_config
-from support.learning import made_up_groups
+from support.filled_log import fill
 from support.models import tiny_model
 from support.mortal_learner import MOMENTS
 
@@ -40,6 +39,8 @@ PER_SAVE = (
     "release asked",
     "released",
 )
+OF_EVERY_RANK = ("gradients summed", "weights stepped", "checkpoint half written")
+ALONE = ParallelConfig()
 LIFE_SECONDS = 60.0
 
 
@@ -97,49 +98,35 @@ class World:
             log=str(self.folder / "learner.log"), **end,
         )  # fmt: skip
 
-    async def fill(self) -> None:
-        """Everything that is admitted is there at once."""
-        log, vocab = ExperienceLog(self.run), 45
-        await log.take(Role.ORCHESTRATOR)
-        while True:
-            for admission in await log.admit(GROUPS):
-                iteration, place = divmod(admission.index, GROUPS)
-                group = made_up_groups(iteration + 1, vocab, GROUPS, SAMPLES)[place]
-                samples = [replace(sample, spans=[(admission.version, 0, len(sample.token_ids))]) for sample in group.samples]
-                group = replace(group, index=admission.index, attempt=admission.attempt, samples=samples)
-                self.lags.append(iteration - admission.version)
-                await log.append(admission.index, admission.attempt, encode_group(group), admission.version, 0.0)
-            await asyncio.sleep(0.005)
-
     async def plans(self) -> list[Any]:
         return [await ExperienceLog(self.run).find_plan(iteration) for iteration in range(1, ITERATIONS + 1)]
 
     def made(self) -> dict[str, Any]:
-        """The last checkpoint's weights, moments and random state, and the exported weights."""
+        """The last checkpoint's weights, moments and random states, and the exported weights."""
         path = self.config.run_dir / "checkpoints" / f"iteration-{ITERATIONS:06d}"
         export = self.config.run_dir / "hf" / f"iteration-{ITERATIONS:06d}" / "model.safetensors"
         return {
             "export": export.read_bytes(),
-            "state": torch.load(path / "state-0.pt", weights_only=True),
-            "random": (path / "rng-0.pt").read_bytes(),
+            "state": [torch.load(file, weights_only=True) for file in sorted(path.glob("state-*.pt"))],
+            "random": [file.read_bytes() for file in sorted(path.glob("rng-*.pt"))],
         }
 
 
-Worlds = Callable[[str, int], AbstractAsyncContextManager[World]]
+Worlds = Callable[[str, int, ParallelConfig], AbstractAsyncContextManager[World]]
 
 
 @pytest.fixture
 def world(nursery: "Nursery", redis_url: str, redis: Redis, run_id: str, tmp_path: Path, model: Path) -> Worlds:
-    """`async with world(name, max_staleness)`: a run of its own."""
+    """`async with world(name, max_staleness, layout)`: a run of its own."""
 
     @asynccontextmanager
-    async def world(name: str, staleness: int) -> AsyncIterator[World]:
+    async def world(name: str, staleness: int, parallel: ParallelConfig) -> AsyncIterator[World]:
         folder = tmp_path / name
         os.mkdir(folder)
-        config = config_of(folder, model, staleness)
+        config = config_of(folder, model, staleness, parallel)
         run = await Run.create(redis, f"{run_id}-{name}", config, {"config.json": (model / "config.json").read_bytes()})
         made = World(nursery, redis_url, run, config, folder)
-        filling = asyncio.create_task(made.fill())
+        filling = asyncio.create_task(fill(run, GROUPS, SAMPLES, made.lags))
         try:
             yield made
             assert not filling.done(), filling.exception()
@@ -150,28 +137,37 @@ def world(nursery: "Nursery", redis_url: str, redis: Redis, run_id: str, tmp_pat
     return world
 
 
-def config_of(folder: Path, model: Path, staleness: int) -> RunConfig:
+def config_of(folder: Path, model: Path, staleness: int, parallel: ParallelConfig) -> RunConfig:
     base = run_config(folder, iterations=ITERATIONS, groups_per_iteration=GROUPS, group_size=SAMPLES, max_staleness=staleness)
-    trainer = base.trainer.model_copy(update={"save_interval": SAVE_INTERVAL})
+    trainer = base.trainer.model_copy(update={"save_interval": SAVE_INTERVAL, "parallel": parallel})
     algorithm = AlgorithmConfig(minibatches=2)
     return base.model_copy(update={"model": ModelConfig(path=model), "trainer": trainer, "algorithm": algorithm})
 
 
-def deaths(seed: int) -> list[dict[str, Any]]:
-    """One to three ends. The first goes through all moments as seeds go on; later ones may be at any time instead, or never come."""
+def deaths(seed: int, ranks: int = 1) -> list[dict[str, Any]]:
+    """One to three ends. The first goes through all moments as seeds go on; later ones may be at any time instead, or never come.
+
+    Of several ranks one dies, or all do; a moment that only rank 0 has is its own.
+    """
     rng = random.Random(seed)
 
-    def at(moment: str) -> dict[str, Any]:
-        return {"moment": moment, "occurrence": rng.randint(1, 3 if moment in PER_SAVE else ITERATIONS)}
+    def who(moment: str | None) -> dict[str, Any]:
+        own = moment is not None and moment not in OF_EVERY_RANK
+        return {} if ranks == 1 else {"mortal": [0] if own else rng.choice([*([rank] for rank in range(ranks)), [*range(ranks)]])}
 
-    chosen = [at(list(MOMENTS)[seed % len(MOMENTS)])]
+    def at(moment: str) -> dict[str, Any]:
+        return {"moment": moment, "occurrence": rng.randint(1, 3 if moment in PER_SAVE else ITERATIONS), **who(moment)}
+
+    first = list(MOMENTS if ranks == 1 else OF_EVERY_RANK)
+    chosen = [at(first[seed % len(first)])]
     for _ in range(rng.randint(0, 2)):
-        chosen.append(rng.choice([at(rng.choice(list(MOMENTS))), {"after": rng.uniform(0.3, 1.5)}]))
+        chosen.append(rng.choice([at(rng.choice(list(MOMENTS))), {"after": rng.uniform(0.3, 1.5), **who(None)}]))
     return chosen
 
 
 def told(end: dict[str, Any]) -> str:
-    return f"{end['moment']} x{end['occurrence']}" if "moment" in end else f"after {end['after']:.2f} s"
+    when = f"{end['moment']} x{end['occurrence']}" if "moment" in end else f"after {end['after']:.2f} s"
+    return when + (f" (ranks {end['mortal']})" if "mortal" in end else "")
 
 
 async def one_run(made: World, ends: list[dict[str, Any]]) -> int:
@@ -187,16 +183,18 @@ async def one_run(made: World, ends: list[dict[str, Any]]) -> int:
     return cut
 
 
-async def compare(world: Worlds, staleness: int, seeds: Iterable[int]) -> list[tuple[int, str, int]]:
+async def compare(
+    world: Worlds, staleness: int, seeds: Iterable[int], parallel: ParallelConfig = ALONE
+) -> list[tuple[int, str, int]]:
     """The bits of an uninterrupted run against those of one that is killed, seed by seed: (seed, its ends, lives cut short)."""
-    async with world("whole", staleness) as whole:
+    async with world("whole", staleness, parallel) as whole:
         assert await one_run(whole, []) == 0
         expected, plans = whole.made(), await whole.plans()
         assert max(whole.lags) == staleness and None not in plans
     rows = []
     for seed in seeds:
-        ends = deaths(seed)
-        async with world(f"seed-{seed}", staleness) as made:
+        ends = deaths(seed, parallel.world_size)
+        async with world(f"seed-{seed}", staleness, parallel) as made:
             cut = await one_run(made, ends)
             assert await made.plans() == plans
             assert (await ExperienceLog(made.run).audit()).clean
@@ -222,4 +220,12 @@ async def test_twenty_seeds_of_kills(world: Worlds, staleness: int) -> None:
     rows = await compare(world, staleness, range(SEEDS))
     print(f"\nmax_staleness {staleness}: {ITERATIONS} iterations, saved every {SAVE_INTERVAL}; same bits for")
     for seed, ends, cut in rows:
+        print(f"  seed {seed:>2}  {cut} of its lives cut short  killed at: {ends}")
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(data=2)], ids=["tensor", "data"])
+async def test_two_ranks_of_which_one_is_killed_or_both(world: Worlds, parallel: ParallelConfig) -> None:
+    for seed, ends, cut in await compare(world, 0, range(5), parallel):
         print(f"  seed {seed:>2}  {cut} of its lives cut short  killed at: {ends}")

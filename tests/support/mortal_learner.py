@@ -1,4 +1,4 @@
-"""`python -m support.mortal_learner`: lives of a learner that kill themselves where they are told to.
+"""`python -m support.mortal_learner`: lives of a learner, of one rank or several, that kill themselves where they are told to.
 
 The learner, its log, arena, publisher and checkpoints are the real ones; only the replicas are not there: nobody asks them whether
 they agree, and the publisher has nobody to push to. One process imports torch once and forks for every life, so that a life takes
@@ -125,20 +125,25 @@ class AloneLearner(Learner):
         await self.desk.run.emit({"kind": "done_learning"})
 
 
-def live(life: dict[str, Any]) -> None:
-    """One life, to its natural end or to the moment that it is given: {moment, occurrence}, or {after: seconds}."""
+def live(life: dict[str, Any], rank: int, world: int) -> None:
+    """One rank's life, to its natural end or to the moment that it is given: {moment, occurrence}, or {after: seconds}.
+
+    Only the ranks in `mortal` have such a moment; without that, all.
+    """
     output = os.open(life["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    logs.setup("learner-0")
+    logs.setup(f"learner-{rank}")
     os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(life["port"]),
     }
-    if "moment" in life:
+    if rank not in life.get("mortal", range(world)):
+        pass
+    elif "moment" in life:
         arm(life["moment"], life["occurrence"])
     elif "after" in life:
         timer = threading.Timer(life["after"], die)
@@ -149,7 +154,7 @@ def live(life: dict[str, Any]) -> None:
     device = Device("cpu")
     device.seed(config.seed)
     init_parallel(config.trainer.parallel, device)
-    ranks = Ranks(0, 1, device.torch)
+    ranks = Ranks(rank, world, device.torch)
     AloneLearner(config, files, life["redis_url"], life["run_id"], ranks, device).run()
     ranks.close()
     close_parallel()
@@ -161,17 +166,42 @@ def main() -> None:
     parent = os.getpid()
     print("ready", flush=True)
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                die_with_parent(parent)
-                live(json.loads(line))
-                status = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        life = json.loads(line)
+        world = RunConfig.model_validate_json(life["config"]).trainer.parallel.world_size
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    die_with_parent(parent)
+                    live(life, rank, world)
+                    status = 0
+                finally:
+                    sys.stderr.flush()
+                    os._exit(status)
+            children.append(child)
+        print(outcome(children), flush=True)
+
+
+def outcome(ranks: list[int]) -> int:
+    """Waits for all; when one ends badly the others are killed, as supervision does. 0, or that one's status: the least of several."""
+    codes: list[int] = []
+    while ranks:
+        pid, status = os.waitpid(-1, 0)
+        ranks.remove(pid)
+        codes.append(os.waitstatus_to_exitcode(status))
+        if codes[-1] == 0:
+            continue
+        for other in ranks:
+            ended, status = os.waitpid(other, os.WNOHANG)
+            if ended:
+                codes.append(os.waitstatus_to_exitcode(status))
+            else:
+                os.kill(other, signal.SIGKILL)
+                os.waitpid(other, 0)
+        break
+    return min(codes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,38 @@
+"""The log of a learner that has no orchestrator: what may be admitted is there at once, and what a group holds follows from its index."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from polyreme.experience import encode_group
+from polyreme.log.ledger import ExperienceLog, Role
+from polyreme.log.run import Run
+from support.learning import made_up_groups
+
+VOCAB = 45
+
+
+async def fill(
+    run: Run, groups: int, samples: int, lags: list[int] | None = None, allowed: Callable[[], int] = lambda: sys.maxsize
+) -> None:
+    """Takes the orchestrator's role and goes on until it is cancelled.
+
+    Args:
+        groups, samples: of an iteration, of a group.
+        lags: gets every group's lag behind its iteration.
+        allowed: how many groups there may be by now.
+    """
+    log, there = ExperienceLog(run), 0
+    await log.take(Role.ORCHESTRATOR)
+    while True:
+        for admission in await log.admit(min(groups, allowed() - there)) if allowed() > there else ():
+            iteration, place = divmod(admission.index, groups)
+            group = made_up_groups(iteration + 1, VOCAB, groups, samples)[place]
+            made = [replace(sample, spans=[(admission.version, 0, len(sample.token_ids))]) for sample in group.samples]
+            group = replace(group, index=admission.index, attempt=admission.attempt, samples=made)
+            if lags is not None:
+                lags.append(iteration - admission.version)
+            await log.append(admission.index, admission.attempt, encode_group(group), admission.version, 0.0)
+            there += 1
+        await asyncio.sleep(0.005)
