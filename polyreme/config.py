@@ -153,11 +153,26 @@ class RewardConfig(Section):
 class ParallelConfig(Section):
     tensor: int = Field(1, ge=1)
     data: int = Field(1, ge=1)
+    nodes: int = Field(
+        1, ge=1, description="Machines that share the ranks evenly; each but the trainer's runs `polyreme learner`."
+    )
     threads: int = Field(1, ge=1, description="Compute threads of each learner rank on CPU.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> "ParallelConfig":
+        if self.data % self.nodes:
+            raise ValueError(
+                f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: machines have equal shares, and tensor ranks share one"
+            )
+        return self
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.data
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.world_size // self.nodes
 
 
 class OptimizerConfig(Section):
@@ -335,5 +350,5 @@ _NOT_TRAINED_ON = (
         "reward.rewards.security",
         "security",
     ),
-    *("trainer.save_interval", "trainer.keep_checkpoints", "trainer.max_restarts"),
+    *("trainer.save_interval", "trainer.keep_checkpoints", "trainer.max_restarts", "trainer.parallel.nodes"),
 )

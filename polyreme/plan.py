@@ -10,13 +10,14 @@ _GROUP_OVERHEAD_BYTES = 1024
 def plan_lines(config: RunConfig) -> list[str]:
     """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold."""
     trainer = config.trainer
+    spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
     lines = [
         f"iterations     {config.iterations} of {config.groups_per_iteration} prompts x {config.group_size} samples"
         f" = {config.iterations * config.samples_per_iteration:,} samples",
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
         f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
         f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
-        f"trainer        tensor {trainer.parallel.tensor} x data {trainer.parallel.data} on {config.device}, {config.model.dtype}",
+        f"trainer        tensor {trainer.parallel.tensor} x data {trainer.parallel.data}{spread} on {config.device}, {config.model.dtype}",
         f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",

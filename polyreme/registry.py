@@ -19,7 +19,7 @@ from polyreme.log.run import Run
 log = logging.getLogger(__name__)
 
 WILDCARDS = ("0.0.0.0", "::")
-Kind = Literal["rollout", "reward"]
+Kind = Literal["rollout", "reward", "learner"]
 _LEAVE = 2.0  # seconds for taking the lease away at exit; it expires by itself anyhow
 
 
@@ -28,10 +28,10 @@ class Lease:
     """A server's registration.
 
     Attributes:
-        kind: what it serves.
+        kind: what it serves; learner: a machine of a learner that is on several.
         id: unique among all processes of the run, also over restarts.
-        address: host:port of its gRPC server.
-        http_address: host:port of its HTTP server.
+        address: host:port of its gRPC server; of a learner's machine: where its ranks meet, or its host alone.
+        http_address: host:port of its HTTP server; empty: it has none.
         api: schema number of its protos.
         facts: whatever else others should know, as JSON.
     """

@@ -20,7 +20,7 @@ from rich.console import Console
 from polyreme import live
 from polyreme.config import RunConfig
 from polyreme.configfile import load_config
-from polyreme.errors import PolyremeError, RunFailedError, StoreError
+from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StoreError
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import EmbeddedServer, connect
 from polyreme.plan import plan_lines
@@ -243,6 +243,12 @@ async def _store(
     """The run's store: a client, its URL, and the server when it is our own, which ends with the block."""
     if url is None and existing is not None and existing.redis != EMBEDDED:
         url = existing.redis
+    if url is None and (nodes := config.trainer.parallel.nodes) > 1:
+        raise ConfigError(
+            f"a Redis that all machines of the learner reach (trainer.parallel.nodes = {nodes})",
+            "none: a run's own listens on loopback alone",
+            "Give --redis URL.",
+        )
     server = await EmbeddedServer.open(config.run_dir / "redis") if url is None else None
     try:
         address = server.url if server else str(url)

@@ -3,8 +3,6 @@
 import asyncio
 import shutil
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,11 @@ from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.lifecycle import Child
 from polyreme.log.ledger import ExperienceLog, Role
 from polyreme.log.run import Run
-from polyreme.log.store import _binary, connect
+from polyreme.log.store import connect
 from polyreme.registry import Registry
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.learner.publish import Publisher
-from support.machines import Machine, Network
+from support.machines import Machine, Network, redis_on
 from support.models import tiny_model
 from support.proxy import bad_network
 from support.replicas import Learner, generate, hf_weights, request, rollout_config
@@ -43,20 +41,6 @@ class Spread(SimulatedRun):
         environment = {"POLYREME_REDIS": self.redis_url, "POLYREME_RUN": self.run.run_id, "OMP_NUM_THREADS": "1"}
         command = self.places[name].command((sys.executable, "-m", *self.commands[name]))
         self.children[name] = Child.spawn(name, command, environment, self.folder / f"{name}.log")
-
-
-@asynccontextmanager
-async def redis_on(machine: Machine, folder: Path) -> AsyncIterator[str]:
-    """A server bound to the machine's address; gives its URL."""
-    (folder / "redis").mkdir()
-    options = {"bind": machine.address, "port": "6379", "protected-mode": "no", "dir": str(folder / "redis"), "save": ""}
-    needed = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
-    words = [word for name, value in (options | needed).items() for word in (f"--{name}", value)]
-    child = Child.spawn("redis", machine.command((_binary(), *words)), log_path=folder / "redis.log")
-    try:
-        yield f"redis://{machine.address}:6379"
-    finally:
-        await child.stop(10)
 
 
 async def commits(run: Run) -> dict[str, int]:

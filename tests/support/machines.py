@@ -9,9 +9,13 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from polyreme.lifecycle import Child
+from polyreme.log.store import _binary
 
 NETWORK = "10.213.77"  # a private one; the route to it is on our interface alone
 RATE = "2500mbit"
@@ -82,6 +86,20 @@ def network() -> Iterator[Network]:
     finally:
         for name in (*(machine.name for machine in net.machines), net.switch):  # a veth goes with either of its ends
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@asynccontextmanager
+async def redis_on(machine: Machine, folder: Path) -> AsyncIterator[str]:
+    """A server bound to the machine's address; gives its URL."""
+    (folder / "redis").mkdir()
+    options = {"bind": machine.address, "port": "6379", "protected-mode": "no", "dir": str(folder / "redis"), "save": ""}
+    needed = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+    words = [word for name, value in (options | needed).items() for word in (f"--{name}", value)]
+    child = Child.spawn("redis", machine.command((_binary(), *words)), log_path=folder / "redis.log")
+    try:
+        yield f"redis://{machine.address}:6379"
+    finally:
+        await child.stop(10)
 
 
 def missing() -> str:

@@ -60,6 +60,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.save_interval=2000", "would never fire"),
         ("eval_interval=2000", "would never fire"),
         ("trainer.optimizer.min_lr=1", "above trainer.optimizer.lr"),
+        ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`data` = 3 must be a multiple of `nodes` = 2"),
+        ("trainer.parallel={tensor: 4, nodes: 2}", "tensor ranks share one"),
         ("name=No Spaces", "name"),
         ("iterations", "write key=value|Write key=value"),
         ("=3", "Write key=value"),
@@ -120,6 +122,15 @@ def test_the_fingerprint_is_of_what_decides_the_weights(tmp_path: Path) -> None:
     other = [{"seed": 1}, {"groups_per_iteration": 5}, {"group_size": 3}, {"max_staleness": 1}]
     assert {base.model_copy(update=change).fingerprint() for change in same} == {base.fingerprint()}
     assert len({base.model_copy(update=change).fingerprint() for change in [{}, *other]}) == len(other) + 1
+
+
+def test_on_how_many_machines_the_ranks_are_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
+    tree["trainer"]["parallel"] = {"tensor": 2, "data": 4}
+    here = parse_config(tree, "the test")
+    tree["trainer"]["parallel"]["nodes"] = 4
+    spread = parse_config(tree, "the test")
+    assert spread.fingerprint() == here.fingerprint()
+    assert (spread.trainer.parallel.world_size, spread.trainer.parallel.ranks_per_node) == (8, 2)
 
 
 def test_how_an_endpoint_is_secured_does_not_decide_the_weights(tree: dict[str, Any]) -> None:

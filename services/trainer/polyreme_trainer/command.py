@@ -1,4 +1,7 @@
-"""`polyreme train`: opens a run, or joins the one that `polyreme up` has opened, and supervises its trainer to the end."""
+"""`polyreme train`: opens a run, or joins the one that `polyreme up` has opened, and supervises its trainer to the end.
+
+`polyreme learner`: one of the other machines of a learner that is on several.
+"""
 
 import asyncio
 import logging
@@ -11,12 +14,14 @@ import typer
 from polyreme import logs
 from polyreme.config import RunConfig
 from polyreme.configfile import load_config
+from polyreme.lifecycle import stop_event
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.plan import plan_lines
 from polyreme.rundir import RunFile, check_inputs, claim, next_attempt, open_run, owned
 from polyreme_trainer.exporter import export
-from polyreme_trainer.supervisor import Trainer, trainer_units
+from polyreme_trainer.machines import follow
+from polyreme_trainer.supervisor import MeetingPlace, Trainer, trainer_units
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +40,17 @@ def train(
     http_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serves /health, /ready, /metrics; 0: a free one; none: no port.")
     ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST",
+            help="Where the learner's other machines reach this one; none: at its address on the way to Redis.",
+            show_default=False,
+        ),
+    ] = None,
+    learner_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where the learner's machines meet, when there are several; 0: a free one.")
+    ] = 0,
 ) -> None:
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
     logs.setup("train")
@@ -43,7 +59,8 @@ def train(
     with owned(resolved.run_dir) if run is None else nullcontext():
         existing = claim(resolved, resume, fork) if run is None else None
         logs_to = log_dir or next_attempt(resolved.run_dir)
-        asyncio.run(_train(resolved, redis, run, logs_to, existing, (host, http_port)))
+        place = MeetingPlace(advertise, learner_port)
+        asyncio.run(_train(resolved, redis, run, logs_to, existing, (host, http_port), place))
 
 
 async def _train(
@@ -53,6 +70,7 @@ async def _train(
     log_dir: Path,
     existing: RunFile | None,
     http: tuple[str, int | None],
+    place: MeetingPlace,
 ) -> None:
     redis = await connect(redis_url)
     try:
@@ -65,6 +83,28 @@ async def _train(
         async with export(run, config, *http) as port:
             if port is not None:
                 _log.info("metrics at port %d", port)
-            await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir)).run()
+            await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir, place=place)).run()
+    finally:
+        await redis.aclose()
+
+
+def learner(
+    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
+    node: Annotated[int, typer.Option(envvar="POLYREME_NODE", min=1, help="Which of the other machines this is.")] = 1,
+    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
+) -> None:
+    """Run one machine's share of a learner on several (trainer.parallel.nodes), until the run is done. The trainer has node 0."""
+    logs.setup(f"learner node {node}")
+    asyncio.run(_learn(redis, run, node, wait))
+
+
+async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> None:
+    stop, redis = stop_event(), await connect(redis_url)
+    try:
+        run = await Run.attach(redis, run_id, wait, ended=False)
+        async with run.telling(stop) if run_id is None else nullcontext():
+            await follow(run, await run.config(), redis_url, node, stop)
+        await run.check()  # raises why it ended
     finally:
         await redis.aclose()

@@ -1,7 +1,8 @@
 """The trainer of one run on this host: its processes, and the run's state from their ends.
 
 The run is done when every child ended well, failed (with the reason) when they could not be kept running, and untouched when
-another trainer has taken it over. All learner ranks restart together, from the last checkpoint; the orchestrator alone.
+another trainer has taken it over. All learner ranks restart together, from the last checkpoint; the orchestrator alone. Ranks of one
+machine are started here; how those of several are is in `machines`.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -138,10 +140,33 @@ LEARNER = ("-m", "polyreme_trainer.learner")
 """What Python runs as a learner rank."""
 
 
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where the learner's ranks of other machines find this one's. None: its address on the way to Redis; 0: a free port."""
+
+    host: str | None = None
+    port: int = 0
+
+
+def rank_environment(config: RunConfig, run_id: str, redis_url: str) -> dict[str, str]:
+    """What every learner rank gets, wherever it runs."""
+    return {
+        "POLYREME_REDIS": redis_url,
+        "POLYREME_RUN": run_id,
+        "OMP_NUM_THREADS": str(config.trainer.parallel.threads),
+        "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core that another process needs
+    }
+
+
 def trainer_units(
-    config: RunConfig, run_id: str, redis_url: str, log_dir: Path, learner_arguments: Sequence[str] = LEARNER
+    config: RunConfig,
+    run_id: str,
+    redis_url: str,
+    log_dir: Path,
+    learner_arguments: Sequence[str] = LEARNER,
+    place: MeetingPlace = MeetingPlace(),
 ) -> list[Unit]:
-    """The orchestrator, and the learner's ranks under torchrun's environment contract."""
+    """The orchestrator, and the learner: its ranks under torchrun's environment contract, or who leads those of several machines."""
     shared = {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id}
 
     def orchestrator() -> list[Program]:
@@ -156,18 +181,23 @@ def trainer_units(
                 f"learner-{rank}",
                 (sys.executable, *learner_arguments),
                 {
-                    **shared,
+                    **rank_environment(config, run_id, redis_url),
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(ranks),
                     "LOCAL_WORLD_SIZE": str(ranks),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
-                    "OMP_NUM_THREADS": str(config.trainer.parallel.threads),
-                    "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core that another process needs
                 },
             )
             for rank in range(ranks)
         ]
 
-    return [Unit("learner", learner, log_dir), Unit("orchestrator", orchestrator, log_dir)]
+    def leader() -> list[Program]:
+        options = ("--log-dir", str(log_dir), "--port", str(place.port), *(("--host", place.host) if place.host else ()))
+        return [
+            Program("learner", (sys.executable, "-m", "polyreme_trainer.machines", *options, "--", *learner_arguments), shared)
+        ]
+
+    programs = learner if config.trainer.parallel.nodes == 1 else leader
+    return [Unit("learner", programs, log_dir), Unit("orchestrator", orchestrator, log_dir)]

@@ -45,7 +45,7 @@ def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -
 def test_help_names_every_command_and_imports_none() -> None:
     result = polyreme("--help")
     assert result.returncode == 0
-    for name in ("up", "audit", "rollout", "reward", "train"):
+    for name in ("up", "audit", "rollout", "reward", "train", "learner"):
         assert f" {name} " in result.stdout
     script = (
         "import sys\nfrom polyreme.cli import build_app\nfrom typer.testing import CliRunner\n"
@@ -105,6 +105,11 @@ def test_a_redis_that_may_lose_writes_is_told(config_file: Path, tmp_path: Path)
     finally:
         server.terminate()
         server.wait(10)
+
+
+def test_a_learner_on_several_machines_needs_a_redis_that_they_reach(config_file: Path) -> None:
+    spread = "trainer.parallel={data: 2, nodes: 2}"
+    fails(polyreme("up", str(config_file), spread), 2, "a Redis that all machines of the learner reach", "--redis URL")
 
 
 def test_an_existing_run_directory_is_not_reused(config_file: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from polyreme import live
+from polyreme.config import ParallelConfig
 from polyreme.plan import plan_lines, redis_bytes
 from polyreme.progress import Progress
 from support.configs import run_config
@@ -153,6 +154,9 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
     assert "saves          after iteration 24" in text
     assert "constant 0.001" in text
     assert "asynchrony" not in text
+    assert "trainer        tensor 1 x data 1 on cpu, float32" in text
+    trainer = config.trainer.model_copy(update={"parallel": ParallelConfig(tensor=2, data=4, nodes=2)})
+    assert "tensor 2 x data 4 over 2 machines on cpu" in "\n".join(plan_lines(config.model_copy(update={"trainer": trainer})))
     assert "up to 2 iterations behind, with importance weights up to 2" in "\n".join(
         plan_lines(config.model_copy(update={"max_staleness": 2}))
     )

@@ -13,7 +13,7 @@ from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.log.run import Run, RunState
 from polyreme.supervision import ChildFailedError, Program, Unit
 from polyreme_trainer import supervisor
-from polyreme_trainer.supervisor import Trainer, trainer_units
+from polyreme_trainer.supervisor import MeetingPlace, Trainer, trainer_units
 
 UNTIL_DRAINED = """
 import os, redis, time
@@ -125,3 +125,14 @@ def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config:
     assert len({program.env["MASTER_PORT"] for program in ranks}) == 1
     assert {program.env["OMP_NUM_THREADS"] for program in ranks} == {"3"}
     assert len(orchestrator.programs()) == 1
+
+
+def test_ranks_of_several_machines_are_led_by_one_process(tmp_path: Path, config: RunConfig) -> None:
+    parallel = config.trainer.parallel.model_copy(update={"data": 2, "nodes": 2})
+    wide = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": parallel})})
+    learner, _ = trainer_units(wide, "r", "redis://somewhere", tmp_path, place=MeetingPlace("trainer.learner", 29500))
+    [leader] = learner.programs()
+    command = " ".join(leader.argv)
+    assert "-m polyreme_trainer.machines" in command and "--port 29500 --host trainer.learner" in command
+    assert command.endswith("-- -m polyreme_trainer.learner")
+    assert (leader.env["POLYREME_RUN"], leader.env["POLYREME_REDIS"]) == ("r", "redis://somewhere")

@@ -1,6 +1,6 @@
 """One rank of the learner, under torchrun's contract: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-POLYREME_REDIS and POLYREME_RUN name the run; all else is in its record.
+POLYREME_REDIS and POLYREME_RUN name the run; all else is in its record. A rank that torchrun's agent started dies with it.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ import sys
 
 from polyreme import logs
 from polyreme.config import RunConfig
-from polyreme.lifecycle import exit_on_error
+from polyreme.lifecycle import die_with_parent, exit_on_error
 from polyreme.log.run import Run
 from polyreme.log.store import RIDE_OVER, connect
 from polyreme_trainer.learner.desk import ATTACH_SECONDS, DrainError
 from polyreme_trainer.learner.main import Learner
-from polyreme_trainer.learner.ranks import LeaderError, Ranks
+from polyreme_trainer.learner.ranks import AGENT_PID, LeaderError, Ranks
 from polyreme_trainer.model.build import close_parallel, init_parallel
 from polyreme_trainer.model.device import Device
 
@@ -32,7 +32,10 @@ async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, by
         await redis.aclose()
 
 
-def main() -> None:
+def main(kind: type[Learner] = Learner) -> None:
+    """Runs this process's rank of a learner of that kind."""
+    if agent := os.environ.get(AGENT_PID):
+        die_with_parent(int(agent))
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     redis_url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
     logs.setup(f"learner-{rank}")
@@ -43,7 +46,7 @@ def main() -> None:
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, world, device.torch)
         try:
-            Learner(config, files, redis_url, run_id, ranks, device).run()
+            kind(config, files, redis_url, run_id, ranks, device).run()
         except DrainError as stopped:
             log.info("%s", stopped)
         except LeaderError as error:

@@ -33,7 +33,7 @@ from polyreme_trainer.learner.versions import VersionWriter, changed_tensors
 from polyreme_trainer.model.device import Device
 from polyreme_trainer.model.mcore import parallel_state
 from polyreme_trainer.model.optimizer import Adam, Optimizer, learning_rate
-from polyreme_trainer.model.policy import Policy, build_policy
+from polyreme_trainer.model.policy import Policy, build_policy, check_same_weights
 from polyreme_trainer.stages import sft
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class Learner:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
         self.redis_url, self.run_id = redis_url, run_id
         self.policy = build_policy(config, device)
+        if config.trainer.parallel.nodes > 1:
+            check_same_weights(self.policy)
         self.optimizer = self.make_optimizer()
         self.layout = data_layout(config, self.policy, device)
         self.reference: Policy | None = None

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from polyreme.errors import PolyremeError
 
 HEARTBEAT_SECONDS = 2.0
+AGENT_PID = "POLYREME_AGENT_PID"
+"""In the environment of a rank that torchrun's agent started: the process that it must not outlive."""
 
 _WAITING, _ANSWER, _FAILED = 0, 1, 2
 

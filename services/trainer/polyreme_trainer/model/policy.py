@@ -9,9 +9,11 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from polyreme.config import RunConfig
+from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.model import layout
 from polyreme_trainer.model.architecture import Architecture
@@ -182,6 +184,23 @@ def build_policy(config: RunConfig, device: Device, *, trainable: bool = True) -
     policy = Policy(Architecture.load(config.model.path), config.model.dtype, device, trainable=trainable)
     policy.load_hf(config.model.path)
     return policy
+
+
+def check_same_weights(policy: Policy) -> None:
+    """Compares what the data ranks have read, each on a machine of its own. Collective. Raises ConfigError where it differs."""
+    digest = xxhash.xxh3_64()
+    for param in policy.state_dict().values():
+        digest.update(param.cpu().contiguous().view(torch.uint8).numpy().data)
+    group = parallel_state.get_data_parallel_group()
+    mine = torch.tensor([digest.intdigest() - 2**63], dtype=torch.int64, device=policy.device.torch)
+    every = [torch.empty_like(mine) for _ in range(parallel_state.get_data_parallel_world_size())]
+    torch.distributed.all_gather(every, mine, group=group)
+    if len(different := {int(one) for one in every}) > 1:
+        raise ConfigError(
+            "the same weights at model.path on all machines of the learner",
+            f"{len(different)} kinds",
+            "Mount the same directory on all of them.",
+        )
 
 
 def tensor_specs(arch: Architecture, dtype: str) -> list[TensorSpec]:

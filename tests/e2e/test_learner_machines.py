@@ -1,0 +1,177 @@
+"""A learner on two machines arrives at the bits of one on a single machine, also when either machine's processes are killed or cut off.
+
+The ranks, torchrun's agents, leases, log and checkpoints are real; replicas and orchestrator are not there: the test fills the log.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from polyreme.config import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
+from polyreme.lifecycle import Child
+from polyreme.log.ledger import ExperienceLog
+from polyreme.log.run import Run, RunState
+from polyreme.log.store import connect
+from polyreme.rundir import read_model_files
+from support.configs import run_config
+from support.filled_log import fill
+from support.machines import Machine, Network, redis_on
+from support.models import tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.real]
+
+ITERATIONS, GROUPS, SAMPLES, SAVE_INTERVAL = 6, 4, 4, 2
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Cluster:
+    """A run whose learner is on the machines of a network; the first is the trainer's."""
+
+    run: Run
+    config: RunConfig
+    url: str
+    folder: Path
+    machines: list[Machine | None]
+    children: dict[int, Child]
+    groups: int = 0
+
+    def start(self, node: int) -> None:
+        environment = {"POLYREME_REDIS": self.url, "POLYREME_RUN": self.run.run_id, "PYTHONPATH": str(TESTS)}
+        argv, machine = (sys.executable, "-m", "support.lone_machine", str(node), str(self.folder)), self.machines[node]
+        command = argv if machine is None else machine.command(argv)
+        log = self.folder / f"machine-{node}.log"
+        self.children[node] = Child.spawn(f"machine-{node}", command, environment, log, signal.SIGTERM)
+
+    def pids(self, **environment: str) -> list[int]:
+        """This run's processes with these values in their environment."""
+        wanted, found = {"POLYREME_RUN": self.run.run_id, **environment}, []
+        for process in psutil.process_iter():
+            try:
+                if wanted.items() <= process.environ().items():
+                    found.append(process.pid)
+            except psutil.Error:
+                continue
+        return found
+
+    async def trained(self, iteration: int) -> None:
+        """Waits until an iteration is trained; there are groups for no more than that."""
+        self.groups = iteration * GROUPS
+        async with asyncio.timeout(60):
+            while not [r for _, r in await self.run.records("0", 0) if r["kind"] == "iteration" and r["iteration"] == iteration]:
+                assert self.children[0].poll() is None, self.logs()
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)  # past its save, if it has one
+
+    async def done(self) -> dict[str, Any]:
+        """The run's end, with all its groups. Returns what it has made."""
+        self.groups = ITERATIONS * GROUPS
+        try:
+            await asyncio.wait_for(self.children[0].wait(), 120)
+        except TimeoutError:
+            raise AssertionError(self.logs()) from None
+        assert await self.run.state() == (RunState.DONE, ""), self.logs()
+        assert (await ExperienceLog(self.run).audit()).clean
+        for child in self.children.values():
+            assert await child.gone(15) and child.poll() == 0, self.logs()
+        assert not self.pids()
+        path = self.config.run_dir / "checkpoints" / f"iteration-{ITERATIONS:06d}"
+        return {
+            "export": (self.config.run_dir / "hf" / path.name / "model.safetensors").read_bytes(),
+            "state": torch.load(path / "state-0.pt", weights_only=True),
+            "random": [(path / f"rng-{rank}.pt").read_bytes() for rank in range(2)],
+        }
+
+    def logs(self) -> str:
+        files = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-4000:]}" for file in files)
+
+
+@asynccontextmanager
+async def cluster(url: str, run_id: str, folder: Path, model: Path, machines: list[Machine | None]) -> AsyncIterator[Cluster]:
+    """A run on these machines, all started (None: on this host). Everything ends with the block."""
+    os.mkdir(folder)
+    parallel = ParallelConfig(data=2, nodes=len(machines))
+    base = run_config(folder, iterations=ITERATIONS, groups_per_iteration=GROUPS, group_size=SAMPLES)
+    trainer = base.trainer.model_copy(update={"save_interval": SAVE_INTERVAL, "parallel": parallel})
+    config = base.model_copy(
+        update={"model": ModelConfig(path=model), "trainer": trainer, "algorithm": AlgorithmConfig(minibatches=2)}
+    )
+    config.run_dir.mkdir(parents=True)
+    redis = await connect(url)
+    run = await Run.create(redis, run_id, config, read_model_files(model))
+    made = Cluster(run, config, url, folder, machines, {})
+    filling = asyncio.create_task(fill(run, GROUPS, SAMPLES, allowed=lambda: made.groups))
+    try:
+        for node in range(len(machines)):
+            made.start(node)
+        yield made
+        assert not filling.done(), filling.exception()
+    finally:
+        filling.cancel()
+        await asyncio.gather(filling, return_exceptions=True)
+        await asyncio.gather(*(child.stop(5.0) for child in made.children.values()))
+        await redis.aclose()
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["export"] == expected["export"]
+    torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+    assert found["random"] == expected["random"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tiny_model("tied", tmp_path / "model")
+    (path / "tokenizer.json").write_text("[]")
+    return path
+
+
+async def test_two_machines_arrive_at_the_bits_of_one(net: Network, run_id: str, tmp_path: Path, model: Path) -> None:
+    trainer, other = net.add(), net.add()
+    async with redis_on(trainer, tmp_path) as url:
+        async with cluster(url, f"{run_id}-one", tmp_path / "one", model, [None]) as one:
+            expected = await one.done()
+        async with cluster(url, f"{run_id}-two", tmp_path / "two", model, [trainer, other]) as two:
+            await two.trained(3)
+            for rank, machine in ((0, trainer), (1, other)):
+                [pid] = two.pids(RANK=str(rank))
+                assert os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat(f"/run/netns/{machine.name}").st_ino
+            same(await two.done(), expected)
+
+        async with cluster(url, f"{run_id}-killed", tmp_path / "killed", model, [trainer, other]) as killed:
+            await killed.trained(3)
+            killed.children[1].kill()  # the machine's process; its agent and its rank die with it
+            await killed.children[1].reap()
+            killed.start(1)
+            await killed.trained(5)
+            [pid] = killed.pids(RANK="0")
+            os.kill(pid, signal.SIGKILL)
+            same(await killed.done(), expected)
+
+
+async def test_a_machine_that_is_cut_off_holds_nothing_up(net: Network, run_id: str, tmp_path: Path, model: Path) -> None:
+    trainer, other = net.add(), net.add()
+    async with (
+        redis_on(trainer, tmp_path) as url,
+        cluster(url, run_id, tmp_path / "run", model, [trainer, other]) as made,
+    ):
+        await made.trained(3)
+        other.cut()
+        made.groups = 5 * GROUPS  # the next iteration stands in a collective
+        async with asyncio.timeout(60):
+            while "waits for machine 1" not in made.logs():  # noqa: ASYNC110 (a file gives no event)
+                await asyncio.sleep(0.2)
+        assert not made.pids(RANK="0")
+        other.heal()
+        await made.done()

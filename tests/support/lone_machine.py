@@ -1,0 +1,40 @@
+"""`python -m support.lone_machine NODE FOLDER`: one machine of a learner without replicas, and without an orchestrator.
+
+Node 0 supervises as `polyreme train` does, with its logs in FOLDER, the others follow as `polyreme learner` does. POLYREME_REDIS and
+POLYREME_RUN name the run.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from polyreme import logs
+from polyreme.lifecycle import exit_on_error, stop_event
+from polyreme.log.run import Run
+from polyreme.log.store import connect
+from polyreme_trainer.machines import follow
+from polyreme_trainer.supervisor import Trainer, trainer_units
+
+RANK = ("-m", "support.lone_rank")
+
+
+async def live(node: int, folder: Path) -> None:
+    url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
+    redis = await connect(url)
+    try:
+        run = await Run.attach(redis, run_id, 10)
+        config = await run.config()
+        if node == 0:
+            learner, _ = trainer_units(config, run_id, url, folder, RANK)
+            await Trainer(config, run, [learner]).run()
+        else:
+            await follow(run, config, url, node, stop_event(), RANK)
+    finally:
+        await redis.aclose()
+
+
+if __name__ == "__main__":
+    logs.setup(f"node {sys.argv[1]}")
+    with exit_on_error("machine"):
+        asyncio.run(live(int(sys.argv[1]), Path(sys.argv[2])))
