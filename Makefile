@@ -12,7 +12,7 @@ PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
-.PHONY: secrets certs wheels demo test bench lint proto env
+.PHONY: secrets certs wheels demo test test-light test-slow bench lint proto env
 
 ## demo: train the example model (about five minutes on two cores)
 demo: env
@@ -22,6 +22,14 @@ demo: env
 ## test: the whole suite except what is marked slow
 test: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow" $(ARGS)
+
+## test-light: what needs neither vLLM nor learner ranks, in three minutes
+test-light: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow and not real" $(ARGS)
+
+## test-slow: the rest: storms of a thousand faults, machines as network namespaces, whole runs (an hour, and root for some)
+test-slow: $(VENV)/.dev
+	$(BIN)/pytest -m slow $(ARGS)
 
 ## bench: every benchmark; the last line of each is one JSON object
 bench: $(VENV)/.dev

@@ -175,7 +175,7 @@ def compare(size: str, threads: int, rounds: int, folder: Path) -> float:
     return ratio
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
@@ -185,7 +185,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serve:
         serve(args.serve, args.only, args.model, args.threads)
-        return
+        return 0
     print(f"{'model':>5} {'threads':>8} {'plain tokens/s':>16} {'learner tokens/s':>16} {'ratio':>8}")
     with tempfile.TemporaryDirectory() as folder:
         sizes = [args.only] if args.only else list(SIZES)
@@ -193,7 +193,8 @@ def main() -> None:
     target = {name: TARGET[name] for name in measured}
     met = all(measured[name] >= target[name] for name in target)
     print(json.dumps({"bench": "learner", "measured": measured, "target": target, "met": met}))
+    return 0 if met else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

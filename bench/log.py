@@ -132,7 +132,7 @@ async def measure(url: str, iterations: int) -> tuple[Times, bool]:
     return {name: values[warm_up:] for name, values in times.items()}, clean
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--redis", help="a server of yours; none: an embedded one in a temporary folder")
@@ -155,7 +155,8 @@ def main() -> None:
     measured = {"ms_per_sample": round(medians["iteration"] / (GROUPS * SAMPLES), 4)}
     met = all(measured[name] < limit for name, limit in TARGET.items())
     print(json.dumps({"bench": "log", "measured": measured, "target": TARGET, "met": met}))
+    return 0 if met else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -247,7 +247,7 @@ async def wire_rates(folder: Path) -> tuple[float, float]:
     return statistics.median(ours), statistics.median(wire)
 
 
-async def main(folder: Path) -> None:
+async def main(folder: Path) -> bool:
     items, floor = await wire_rates(folder)
     math, calls = await mathematics_rates(folder)
     async with (
@@ -283,6 +283,7 @@ async def main(folder: Path) -> None:
     met = items >= TARGET["items_per_second"] and math / calls >= TARGET["math_vs_bare"]
     met = met and measured["flight_mib"] <= TARGET["flight_mib"]
     print(json.dumps({"bench": "reward", "measured": measured, "target": TARGET, "met": met}))
+    return met
 
 
 if __name__ == "__main__":
@@ -290,4 +291,4 @@ if __name__ == "__main__":
         asyncio.run(serve_echo())
     else:
         with tempfile.TemporaryDirectory(prefix="polyreme-bench-") as name:
-            asyncio.run(main(Path(name)))
+            raise SystemExit(0 if asyncio.run(main(Path(name))) else 1)
