@@ -162,7 +162,7 @@ def documents(folder: Path) -> list[dict[str, Any]]:
 def test_kubernetes_objects_fit_their_published_schemas() -> None:
     import kubernetes_validate
 
-    for document in documents(KUBERNETES / "base"):
+    for document in (*documents(KUBERNETES / "base"), *documents(KUBERNETES / "components" / "multi-node")):
         kubernetes_validate.validate(document, "1.33", strict=True)
     kinds = [document["kind"] for document in documents(KUBERNETES / "base")]
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
@@ -195,6 +195,38 @@ def test_overlays_build_to_valid_objects(overlay: str, card: str | None) -> None
     arguments = pods["trainer"]["containers"][0]["args"]
     assert (f"device={overlay}" in arguments) == (overlay != "cpu")
     assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods.values())
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: overlays are built with its kustomize")
+@pytest.mark.parametrize(("overlay", "card"), [("cpu", None), ("cuda", "nvidia.com/gpu"), ("npu", "huawei.com/Ascend910")])
+def test_the_learner_spreads_over_pods_that_meet_by_name(overlay: str, card: str | None, tmp_path: Path) -> None:
+    import kubernetes_validate
+
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    path = tmp_path / "kubernetes" / "overlays" / overlay / "kustomization.yaml"
+    path.write_text(path.read_text() + "components: [../../components/multi-node]\n")
+    built = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=True, timeout=60).stdout
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for document in yaml.safe_load_all(built):
+        kubernetes_validate.validate(document, "1.33", strict=True)
+        found[document["kind"], document["metadata"]["name"]] = document.get("spec", {})
+    service, trainer = found["Service", "learner"], found["Job", "trainer"]["template"]
+    learner = found["StatefulSet", "learner"]
+    assert service["clusterIP"] == "None" and service["publishNotReadyAddresses"] is True
+    assert learner["serviceName"] == trainer["spec"]["subdomain"] == "learner"
+    for template in (trainer, learner["template"]):
+        assert service["selector"].items() <= template["metadata"]["labels"].items()
+    arguments = trainer["spec"]["containers"][0]["args"]
+    assert f"--advertise={trainer['spec']['hostname']}.{trainer['spec']['subdomain']}" in arguments
+    assert f"--learner-port={service['ports'][0]['port']}" in arguments
+    assert f"trainer.parallel.nodes={learner['replicas'] + learner['ordinals']['start']}" in arguments
+    ours, theirs = (template["spec"]["containers"][0] for template in (learner["template"], trainer))
+    assert ours["args"] == ["learner"] and ours["image"] == theirs["image"]
+    assert ours["resources"]["limits"].get(card) == (card and "1")
+    mounts, trainers = ({mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]} for one in (ours, theirs))
+    assert mounts.items() <= trainers.items() and {"data", "runs"} <= mounts.keys()
+    for claim in ("data", "runs"):
+        assert found["PersistentVolumeClaim", claim]["accessModes"] == ["ReadWriteMany"]
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
