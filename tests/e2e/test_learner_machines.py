@@ -1,6 +1,7 @@
 """A learner on two machines arrives at the bits of one on a single machine, also when either machine's processes are killed or cut off.
 
-The ranks, torchrun's agents, leases, log and checkpoints are real; replicas and orchestrator are not there: the test fills the log.
+The ranks, torchrun's agents, leases, log and checkpoints are real; replicas and orchestrator are not there: the test fills the log. And
+once all of it is real, by the commands that the guide gives.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from support.configs import run_config
 from support.filled_log import fill
 from support.machines import Machine, Network, redis_on
 from support.models import tiny_model
+from support.whole_run import make_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 
@@ -63,6 +65,9 @@ class Cluster:
             except psutil.Error:
                 continue
         return found
+
+    def leaders(self) -> list[int]:
+        return [pid for pid in self.pids() if "polyreme_trainer.machines" in psutil.Process(pid).cmdline()]
 
     async def trained(self, iteration: int) -> None:
         """Waits until an iteration is trained; there are groups for no more than that."""
@@ -103,7 +108,7 @@ async def cluster(url: str, run_id: str, folder: Path, model: Path, machines: li
     os.mkdir(folder)
     parallel = ParallelConfig(data=2, nodes=len(machines))
     base = run_config(folder, iterations=ITERATIONS, groups_per_iteration=GROUPS, group_size=SAMPLES)
-    trainer = base.trainer.model_copy(update={"save_interval": SAVE_INTERVAL, "parallel": parallel})
+    trainer = base.trainer.model_copy(update={"save_interval": SAVE_INTERVAL, "parallel": parallel, "max_restarts": 5})
     config = base.model_copy(
         update={"model": ModelConfig(path=model), "trainer": trainer, "algorithm": AlgorithmConfig(minibatches=2)}
     )
@@ -154,9 +159,10 @@ async def test_two_machines_arrive_at_the_bits_of_one(net: Network, run_id: str,
             killed.children[1].kill()  # the machine's process; its agent and its rank die with it
             await killed.children[1].reap()
             killed.start(1)
+            await killed.trained(4)
+            os.kill(*killed.pids(RANK="0"), signal.SIGKILL)
             await killed.trained(5)
-            [pid] = killed.pids(RANK="0")
-            os.kill(pid, signal.SIGKILL)
+            os.kill(*killed.leaders(), signal.SIGKILL)
             same(await killed.done(), expected)
 
 
@@ -175,3 +181,35 @@ async def test_a_machine_that_is_cut_off_holds_nothing_up(net: Network, run_id: 
         assert not made.pids(RANK="0")
         other.heal()
         await made.done()
+
+
+async def test_the_documented_commands_train_on_two_machines(net: Network, tmp_path: Path) -> None:
+    trainer, other = net.add(), net.add()
+    config = make_task(tmp_path)
+    words = ["trainer.parallel={tensor: 1, data: 2, nodes: 2}", "iterations=3", "eval_samples=8", "rollout.replicas=1"]
+    children: dict[str, Child] = {}
+    async with redis_on(trainer, tmp_path) as url:
+
+        def start(name: str, machine: Machine, *argv: str) -> None:
+            command = machine.command((sys.executable, "-m", "polyreme", *argv, "--redis", url))
+            log = tmp_path / f"{name}.log"
+            children[name] = Child.spawn(name, command, {"OMP_NUM_THREADS": "1"}, log, signal.SIGTERM)
+
+        try:
+            start("rollout", trainer, "rollout")
+            start("reward", trainer, "reward")
+            start("learner", other, "learner", "--node", "1")
+            start("train", trainer, "train", str(config), *words)
+            ended = await children["train"].gone(200) and await children["learner"].gone(20)
+            logs = "\n".join(child.log_tail(40) for child in children.values())
+            assert ended and (children["train"].poll(), children["learner"].poll()) == (0, 0), logs
+        finally:
+            await asyncio.gather(*(child.stop(30) for child in children.values()))
+        redis = await connect(url)
+        run = await Run.attach(redis, None, 5)
+        assert await run.state() == (RunState.DONE, "")
+        assert (await ExperienceLog(run).audit()).clean
+        settled = (await run.config()).run_dir
+        await redis.aclose()
+    assert (settled / "hf" / "iteration-000003" / "model.safetensors").is_file()
+    assert (settled / "logs" / "attempt_1" / "learner-node-1.log").stat().st_size

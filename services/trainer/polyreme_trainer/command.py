@@ -100,9 +100,10 @@ def learner(
 
 
 async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> None:
-    stop, redis = stop_event(), await connect(redis_url)
+    redis = await connect(redis_url)
     try:
         run = await Run.attach(redis, run_id, wait, ended=False)
+        stop = stop_event()  # until here there is nothing to end in order
         async with run.telling(stop) if run_id is None else nullcontext():
             await follow(run, await run.config(), redis_url, node, stop)
         await run.check()  # raises why it ended

@@ -21,7 +21,7 @@ import typer
 
 from polyreme import API_VERSION, logs
 from polyreme.config import RunConfig
-from polyreme.errors import ConfigError, PolyremeError, UnavailableError
+from polyreme.errors import ConfigError, PolyremeError, StaleTermError, UnavailableError
 from polyreme.lifecycle import Child, exit_on_error
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import RIDE_OVER, address, connect
@@ -105,7 +105,7 @@ async def lead(
 
     Raises:
         UnavailableError: a machine did not come. MachineError: one has gone, or cannot go on.
-        ConfigError: the others cannot reach `place`. PolyremeError: the agent was killed.
+        StaleTermError: another process leads now. ConfigError: the others cannot reach `place`. PolyremeError: the agent was killed.
     """
     machines = Machines(run)
     launch = f"learner-0-{uuid.uuid4().hex[:8]}"
@@ -181,7 +181,7 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
 async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[Lease], child: Child) -> int:
     """How the launch ends: by this machine's agent, or by another machine. Whoever says that a restart is of no use is believed."""
 
-    async def look() -> MachineError | None:
+    async def look() -> PolyremeError | None:
         there = await machines.there()
         for member in members:
             lease = there.get(member.id)
@@ -189,7 +189,8 @@ async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[
                 return MachineError(member, "its lease is gone", "See whether it runs, and reaches Redis.")
             if lease is not None:
                 if lease.facts["launch"] != call.id:
-                    return MachineError(lease, f"it follows launch {lease.facts['launch']}", "Let one trainer have the run.")
+                    found = f"machine {lease.facts['node']} in launch {lease.facts['launch']} of another"
+                    return StaleTermError("this process to lead the learner", found, "Let that one go on, or stop it.")
                 try:
                     _judge(lease, call)
                 except MachineError as error:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from polyreme.config import ParallelConfig, RunConfig
-from polyreme.errors import ConfigError, GateError, RunFailedError, UnavailableError
+from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermError, UnavailableError
 from polyreme.log.run import Run, RunState
 from polyreme.registry import Lease, Registry
 from polyreme_trainer import machines
@@ -244,6 +244,22 @@ async def test_a_newer_launch_takes_the_place_of_one_whose_leader_is_gone(world:
         async with asyncio.timeout(10):
             while here.agents():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+
+
+async def test_a_leader_whose_machines_follow_another_is_over(
+    world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "_REPORT_SECONDS", 0.2)
+    here = world(2)
+    async with here.following(1, FOREVER):
+        first = asyncio.create_task(here.lead(FOREVER))
+        await here.noted(2)
+        second = asyncio.create_task(here.lead(FOREVER))
+        with pytest.raises(StaleTermError, match=r"machine 1 in launch learner-0-.* of another"):
+            await asyncio.wait_for(first, 20)
+        assert len(await here.noted(4)) == 4
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
 
 
 async def test_a_trainer_on_loopback_cannot_be_reached(world: Callable[[int], World]) -> None:

@@ -4,7 +4,8 @@ Every wait here ends when the run drains or fails: DrainError is no failure, it 
 """
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.log.ledger import ExperienceLog, Role, Term
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import RIDE_OVER, connect
-from polyreme.registry import Registry
+from polyreme.registry import Lease, Registry
 from polyreme_trainer.data import load_prompts
 from polyreme_trainer.learner import gates
 from polyreme_trainer.learner.fleet import Commit
@@ -24,7 +25,9 @@ from polyreme_trainer.template import Template
 
 ATTACH_SECONDS = 60.0
 STATE_SECONDS = 0.5
+AGAIN_SECONDS = 1.0  # until replicas are asked again when all were lost: a dead one's lease lives a few seconds longer
 
+Answers = list[gates.Answer]
 T = TypeVar("T")
 
 
@@ -64,17 +67,12 @@ class Desk:
         Raises:
             DrainError: the run was asked to stop first. RunFailedError: it failed first.
         """
-        task = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=STATE_SECONDS))[0]:
-                if await self.draining():
-                    raise DrainError(what)
-            return task.result()
-        finally:
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+
+        async def look() -> None:
+            if await self.draining():
+                raise DrainError(what)
+
+        return await _looking(work, look)
 
     async def groups(self, iteration: int, straggler_seconds: float) -> list[bytes]:
         """The payloads that iteration `iteration` trains on; none when the run drains."""
@@ -108,36 +106,87 @@ class Desk:
         Raises:
             UnavailableError, DrainError, RunFailedError
         """
-        seconds = config.rollout.start_timeout + (config.eval_hold if config.holds_versions else 0.0)
+        return await self._committed(publisher, version, config, _patience(config))
+
+    async def _committed(self, publisher: Publisher, version: int, config: RunConfig, seconds: float) -> list[Commit]:
         replicas = config.rollout.replicas if await self.run.check() is RunState.STARTING else 1
         wait = publisher.wait_committed(version, replicas, seconds)
         return await self.heed(wait, f"replicas at version {version}")
 
-    async def replica_answers(
-        self, config: RunConfig, version: int, replicas: Sequence[Commit]
-    ) -> tuple[list[gates.Answer], list[gates.Answer]]:
-        """Greedy and sampled answers of these replicas to a few training prompts.
+    async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
+        """Greedy and sampled answers to a few training prompts, of the replicas that serve `version`, waited for as by `committed`.
+
+        A replica that is lost meanwhile is left out, as one is that joins later. When none is left, those that come in their place are
+        asked; the time for all of it is that of `committed`.
 
         Raises:
-            UnavailableError: none of them holds a lease any more.
+            UnavailableError, DrainError, RunFailedError
         """
+        deadline = time.monotonic() + _patience(config)
         template = Template(await self.run.model_files(), config.data)
         prompts = _spread(load_prompts(config.data.train, config.data, template).prompts, gates.PROMPTS)
-        names = {commit.replica for commit in replicas}
-        leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
-        if not leases:
-            raise UnavailableError("a rollout replica to compare with", "none with a lease", "See the replicas' logs.")
         max_new = min(gates.NEW_TOKENS, config.rollout.max_new_tokens)
+        lost: dict[str, str] = {}
 
-        async def ask(address: str, ids: np.ndarray, temperature: float, samples: int) -> list[gates.Answer]:
-            return await gates.ask_replica(
-                address, self.run.run_id, ids, template.stop_ids, temperature, samples, max_new, version, config.security
-            )
+        async def ask(lease: Lease, temperature: float, samples: int) -> Answers:
+            calls = (
+                gates.ask_replica(
+                    lease.address, self.run.run_id, prompt.ids.astype(np.int64), template.stop_ids, temperature, samples,
+                    max_new, version, config.rollout.chunk_timeout, config.security,
+                )
+                for prompt in prompts
+            )  # fmt: skip
+            return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
-        calls = [(lease.address, prompt.ids.astype(np.int64)) for lease in leases for prompt in prompts]
-        greedy = await asyncio.gather(*(ask(address, ids, 0.0, 1) for address, ids in calls))
-        sampled = await asyncio.gather(*(ask(address, ids, config.rollout.temperature, gates.SAMPLES) for address, ids in calls))
-        return [a for answers in greedy for a in answers], [a for answers in sampled for a in answers]
+        async def both(lease: Lease) -> tuple[Answers, Answers] | None:
+            async def look() -> None:
+                if lease.id not in {other.id for other in await self.registry.leases("rollout")}:
+                    raise gates.ReplicaLostError("its lease is gone")
+
+            try:
+                return await _looking(ask(lease, 0.0, 1), look), await _looking(
+                    ask(lease, config.rollout.temperature, gates.SAMPLES), look
+                )
+            except gates.ReplicaLostError as error:
+                if lease.id not in lost:
+                    text = f"replica {lease.id} at {lease.address} was lost at the start's comparison: {error}"
+                    await self.run.emit({"kind": "notice", "service": "learner", "text": text})
+                lost[lease.id] = str(error)
+                return None
+
+        while True:
+            commits = await self._committed(publisher, version, config, max(0.0, deadline - time.monotonic()))
+            names = {commit.replica for commit in commits}
+            leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
+            found = await self.heed(asyncio.gather(*map(both, leases)), "replicas to answer")
+            if answers := [pair for pair in found if pair is not None]:
+                return [a for greedy, _ in answers for a in greedy], [a for _, sampled in answers for a in sampled]
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"a rollout replica to compare with, within {_patience(config):g} s",
+                    "; ".join(f"{name}: {why}" for name, why in lost.items()) or "none with a lease",
+                    "See the replicas' logs.",
+                )
+            await self.heed(asyncio.sleep(AGAIN_SECONDS), "replicas to answer")
+
+
+async def _looking(work: Awaitable[T], look: Callable[[], Awaitable[None]]) -> T:
+    """Awaits `work`, and looks around meanwhile; ends it when `look` raises."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=STATE_SECONDS))[0]:
+            await look()
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+def _patience(config: RunConfig) -> float:
+    """Seconds until replicas must serve a version."""
+    return config.rollout.start_timeout + (config.eval_hold if config.holds_versions else 0.0)
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:

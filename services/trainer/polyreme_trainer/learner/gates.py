@@ -1,9 +1,10 @@
 """Gates: before anything is trained on, three parties must be the same policy: learner, Hugging Face model, replicas.
 
 Each gate reduces to one number with a limit. Beyond it training would go on with wrong weights or wrong log-probabilities and
-look healthy, so it raises GateError with the numbers.
+look healthy, so it raises GateError with the numbers. A replica that does not answer has told nothing: ReplicaLostError, never a verdict.
 """
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,6 +31,10 @@ PROMPTS = 4
 SAMPLES = 4
 NEW_TOKENS = 32
 CALL_SECONDS = 120.0
+
+
+class ReplicaLostError(Exception):
+    """A replica was gone, or stood still, before it had answered."""
 
 
 @dataclass(frozen=True)
@@ -158,9 +164,17 @@ async def ask_replica(
     samples: int,
     max_new: int,
     version: int,
+    silence: float,
     security: SecurityConfig | None = None,
 ) -> list[Answer]:
-    """`samples` responses of one replica to one prompt through Generate; temperature 0 is greedy."""
+    """`samples` responses of one replica to one prompt through Generate; temperature 0 is greedy.
+
+    Args:
+        silence: seconds that may pass without a chunk.
+
+    Raises:
+        ReplicaLostError: the call broke, or was silent for too long.
+    """
     request = pb.GenerateRequest(
         run_id=run_id,
         request_id=f"gate-{uuid.uuid4().hex}",
@@ -171,12 +185,22 @@ async def ask_replica(
     )
     ids: list[list[np.ndarray]] = [[] for _ in range(samples)]
     logprobs: list[list[np.ndarray]] = [[] for _ in range(samples)]
-    async with rpc.connect(address, security) as channel:
-        stub = pb_grpc.RolloutServiceStub(channel)
-        async for message in stub.Generate(request, timeout=CALL_SECONDS):
-            for chunk in message.chunks:
-                ids[chunk.slot].append(np.frombuffer(chunk.token_ids, "<i4"))
-                logprobs[chunk.slot].append(np.frombuffer(chunk.logprobs, "<f4"))
+    task = asyncio.current_task()
+    try:
+        async with rpc.connect(address, security) as channel:
+            stream = aiter(pb_grpc.RolloutServiceStub(channel).Generate(request, timeout=CALL_SECONDS))
+            while message := await asyncio.wait_for(anext(stream, None), silence):
+                for chunk in message.chunks:
+                    ids[chunk.slot].append(np.frombuffer(chunk.token_ids, "<i4"))
+                    logprobs[chunk.slot].append(np.frombuffer(chunk.logprobs, "<f4"))
+    except grpc.aio.AioRpcError as error:
+        raise ReplicaLostError(f"{error.code().name}: {error.details()}") from None
+    except TimeoutError:
+        raise ReplicaLostError(f"no answer within {silence:g} s") from None
+    except asyncio.CancelledError:
+        if task is None or task.cancelling():
+            raise
+        raise ReplicaLostError("its server or the channel was closed under the call") from None  # gRPC's way to say so
     return [
         Answer(prompt, np.concatenate(i).astype(np.int64), np.concatenate(p).astype(np.float32))
         for i, p in zip(ids, logprobs, strict=True)

@@ -263,10 +263,7 @@ class Learner:
 
         async def ask() -> bytes:
             assert hf is not None
-            replicas = await self.desk.committed(self.publisher, version, self.config)
-            greedy, answers = await self.desk.heed(
-                self.desk.replica_answers(self.config, version, replicas), "replicas to answer"
-            )
+            greedy, answers = await self.desk.replica_answers(self.publisher, version, self.config)
             await self.desk.gate(gates.greedy_gate(hf, greedy, self.limits))
             sampled.extend(answers)
             return join([np.array(part).tobytes() for part in (gates.stack(answers)[0].shape, *gates.stack(answers))])

@@ -109,6 +109,8 @@ async def _call(claim: Claim, drafts: Drafts, request: rollout_pb2.GenerateReque
             claim.deadline = deadline
             async for response in call:
                 claim.arrived(drafts.add(response), drafts.missing_tokens(), response, time.monotonic())
+                if claim.is_cut:  # just now: another deadline would take that back
+                    raise TimeoutError
                 deadline.reschedule(loop.time() + silence)
         if left := drafts.unfinished():
             raise BadStreamError(f"expected every asked slot to end, found {len(left)} of them open at the stream's end")

@@ -106,10 +106,12 @@ class Orchestrator:
         self._fleet, self._rewards, self._maker = fleet, rewards, maker
         self._schedule = Schedule(run, config, log, fleet, evaluator, ended=lambda: self._wake.set())
         self._attempts: dict[int, int] = {}
+        self._alone: set[Admission] = set()  # in flight without a task, as seen in the last look
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._planned = 0
         self._failed = 0
         self._signals: set[str] = set()
+        self._beat = 0.0
         self._wake = asyncio.Event()
 
     async def work(self) -> None:
@@ -137,7 +139,7 @@ class Orchestrator:
                 elif "commit" in signals:  # as many as there are replicas come with every version
                     await self._fleet.take_commits()
                 if not signals or "expire" in signals:
-                    await self._replace_expired(group)
+                    await self._match(group)
                 if not signals or "plan" in signals:
                     await self._tell_wait()
                 if await self._advance(group):
@@ -224,14 +226,24 @@ class Orchestrator:
             count = f"; {self._failed} groups have failed so far" if self._failed > _TOLD_SINGLY else ""
             await _notice(self._run, f"group {index} failed after {self._config.max_attempts} attempts: {reason}{count}")
 
-    async def _replace_expired(self, group: asyncio.TaskGroup) -> None:
-        """The learner's plan has let attempts expire: ends their tasks, and starts those of the attempts that came after."""
+    async def _match(self, group: asyncio.TaskGroup) -> None:
+        """Every attempt in flight has a task, and no other has: the learner's plan may have let attempts expire, a task may be lost.
+
+        One that just ends is not lost: what it appended is in flight in this look at most, not in the next one.
+        """
+        alone: set[Admission] = set()
         for admission in await self._log.in_flight():
-            task = self._tasks.get(admission.index)
-            if task is not None and self._attempts[admission.index] < admission.attempt:
-                _log.warning("group %d: attempt %d expired", admission.index, self._attempts[admission.index])
+            index, task = admission.index, self._tasks.get(admission.index)
+            if task is None:
+                alone.add(admission)
+                if admission in self._alone:
+                    _log.warning("group %d: nobody is at attempt %d", index, admission.attempt)
+                    self._start(group, admission)
+            elif self._attempts[index] < admission.attempt:
+                _log.warning("group %d: attempt %d expired", index, self._attempts[index])
                 task.cancel()
                 self._start(group, admission)
+        self._alone = alone
 
     async def _watch(self) -> None:
         last = await self._run.last_event()
@@ -242,10 +254,14 @@ class Orchestrator:
                 self._wake.set()
 
     async def _next_signals(self) -> set[str]:
-        """What has happened since the last call; nothing after a heartbeat without any."""
+        """What has happened since the last call; nothing at a heartbeat, after which everything is looked at."""
+        loop = asyncio.get_running_loop()
         with suppress(TimeoutError):
-            async with asyncio.timeout(HEARTBEAT):
+            async with asyncio.timeout_at(self._beat):
                 await self._wake.wait()
         self._wake.clear()
         signals, self._signals = self._signals, set()
-        return signals
+        if loop.time() < self._beat:
+            return signals
+        self._beat = loop.time() + HEARTBEAT
+        return set()

@@ -85,15 +85,17 @@ class Schedule:
         limit = None if self._alone else self._config.eval_hold
         failure = None
         try:
-            async with asyncio.timeout(limit):
-                await evaluator.evaluate(version)
-        except EvaluationError as error:
-            failure = str(error)
-        except TimeoutError:
-            failure = f"the evaluation of version {version} took longer than eval_hold = {limit:g} s"
-        await self._settle(version, failure)
-        self._fleet.held = None
-        self._ended()
+            try:
+                async with asyncio.timeout(limit):
+                    await evaluator.evaluate(version)
+            except EvaluationError as error:
+                failure = str(error)
+            except TimeoutError:
+                failure = f"the evaluation of version {version} took longer than eval_hold = {limit:g} s"
+            await self._settle(version, failure)
+        finally:
+            self._fleet.held = None
+            self._ended()
 
     async def _settle(self, version: int, failure: str | None) -> None:
         if failure is not None:

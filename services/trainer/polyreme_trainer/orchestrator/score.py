@@ -1,7 +1,8 @@
 """Scores of a group's samples from the reward servers.
 
 Invariant: a score is what a reward computed for exactly this text, label and reward version. A failure stays a failure: it is retried,
-then the group's attempt fails; no number is ever put in its place.
+then the group's attempt fails; no number is ever put in its place. A server that leaves takes no question with it: it may still answer
+those that it has, and what it does not is asked elsewhere.
 """
 
 import asyncio
@@ -9,7 +10,8 @@ import json
 import logging
 import random
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -80,6 +82,32 @@ class _Server:
     outstanding: int = 0
     resting_until: float = 0.0
     rewards: str = ""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @contextmanager
+    def asked(self, items: int) -> Iterator[None]:
+        """While it has so many more items."""
+        self.outstanding += items
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.outstanding -= items
+            if not self.outstanding:
+                self.idle.set()
+
+    async def let_go(self, grace: float) -> None:
+        """Closes the channel once nothing is asked of it any more, after `grace` seconds at the latest."""
+        try:
+            async with asyncio.timeout(grace):
+                await self.idle.wait()
+        except TimeoutError:
+            _log.warning("reward server %s left with %d items", self.lease.id, self.outstanding)
+        finally:
+            await self.channel.close()
 
     @property
     def stub(self) -> reward_pb2_grpc.RewardServiceStub:
@@ -114,6 +142,8 @@ class Rewards:
         self._run, self._config = run, config
         self._leases = Servers(run, "reward")
         self._servers: dict[str, _Server] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._grace = min(config.item_timeout + 1.0, 30.0)  # as long as a server drains
         self.health = Health(config.start_timeout)
 
     @property
@@ -126,16 +156,19 @@ class Rewards:
         await self._leases.wait_for(count, self._config.start_timeout, "reward.start_timeout")
 
     async def refresh(self) -> None:
-        """Brings the servers in line with the leases."""
+        """Brings the servers in line with the leases. One that left is asked no more; what it still scores may yet arrive."""
         leases = await self._leases.live()
         for gone in self._servers.keys() - leases.keys():
-            await self._servers.pop(gone).channel.close(grace=1.0)
+            leaving = asyncio.create_task(self._servers.pop(gone).let_go(self._grace), name=f"reward server {gone} leaves")
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
         for new in leases.keys() - self._servers.keys():
             self._servers[new] = _Server(leases[new], rpc.connect(leases[new].address, self._config.security))
 
     async def close(self) -> None:
-        for server in self._servers.values():
-            await server.channel.close()
+        for leaving in self._leaving:
+            leaving.cancel()
+        await asyncio.gather(*self._leaving, *(server.channel.close() for server in self._servers.values()), return_exceptions=True)
         self._servers.clear()
 
     async def score(self, questions: Sequence[Question]) -> list[reward_pb2.ScoreResult]:
@@ -195,13 +228,12 @@ class Rewards:
         server = min(self._servers.values(), key=lambda s: (s.resting_until > now, s.outstanding, s.lease.id), default=None)
         if server is None:
             return _Try(trouble=f"no reward server is registered{self._skew()}", counts=False, outage=True)
-        server.outstanding += len(positions)
         try:
-            if not server.rewards:
-                server.rewards = await _describe(server)
-            items = [_item(questions[position], server.rewards) for position in positions]
-            request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
-            response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
+            with server.asked(len(positions)):
+                server.rewards = server.rewards or await _describe(server)
+                items = [_item(questions[position], server.rewards) for position in positions]
+                request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
+                response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
         except grpc.aio.AioRpcError as error:
             trouble = f"reward server {server.lease.id} answered {error.code().name}: {error.details()}"
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
@@ -210,8 +242,11 @@ class Rewards:
                 return _Try(trouble=trouble, counts=False, retry_after=_retry_after(error))
             server.resting_until = now + 5.0
             return _Try(trouble=trouble, counts=False, outage=True)
-        finally:
-            server.outstanding -= len(positions)
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            # so a call ends whose channel is closed under it
+            return _Try(trouble=f"reward server {server.lease.id} left", counts=False, outage=True)
         return _sort(response, items, positions)
 
 
@@ -229,6 +264,12 @@ def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreIt
             status = reward_pb2.ScoreStatus.Name(result.status).removeprefix("SCORE_STATUS_").lower()
             outcome.trouble = outcome.trouble or f"{status}: {result.message}"
     return outcome
+
+
+def _is_cancelled() -> bool:
+    """Whether it is this task that somebody cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _describe(server: _Server) -> str:
