@@ -186,6 +186,21 @@ def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(t
 
 
 @pytest.mark.slow
+def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
+    """vLLM's core is a process of its own: the replica outlives it, and has to notice."""
+    up = Up(task, "name=coreless", "iterations=6")
+    up.until(lambda: len(up.records("iteration")) >= 2)
+    [service] = [process for process in psutil.Process(up.process.pid).children() if "rollout" in process.cmdline()]
+    [core] = service.children()
+    core.kill()
+    assert up.wait() == 0, up.output
+    assert "rollout-0 ended with status 1; restart 1 of 3" in up.output
+    assert len({record["replica"] for record in up.records("commit")}) == 2
+    assert audit(up.run_dir).returncode == 0
+    assert not up.leftovers()
+
+
+@pytest.mark.slow
 def test_the_demo_reaches_ninety_percent(tmp_path: Path) -> None:
     """The promise of `make demo`, on the example as it is."""
     example = Path(__file__).resolve().parents[2] / "examples" / "running_total"

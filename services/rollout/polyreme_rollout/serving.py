@@ -13,7 +13,7 @@ from typing import Any
 
 from polyreme import API_VERSION, rpc
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
-from polyreme.errors import UnavailableError
+from polyreme.errors import PolyremeError
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.registry import WILDCARDS, Lease, LeaseKeeper, Registry, address_towards
@@ -41,7 +41,7 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
     """Serves an open engine until `stop`, then drains.
 
     Raises:
-        StoreError, ConfigError: see their messages. UnavailableError: the engine is gone.
+        StoreError, ConfigError: see their messages. PolyremeError: the engine is gone, which a start of this process mends.
     """
     redis = await connect(redis_url)
     metrics = Metrics()
@@ -69,7 +69,10 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
             address, http_address = _advertised(place, server.port, redis_url), ""
             if place.http_port is not None:
                 app = http.make_app(
-                    lambda: not engine.dead, lambda: service.ready, metrics, lambda: engine.openai_app(orders.config.name)
+                    lambda: not engine.dead,
+                    lambda: service.ready,
+                    metrics,
+                    lambda: engine.openai_app(orders.config.name, swapper.steady_salt),
                 )
                 bound = http.bind(place.host, place.http_port)
                 http_port = await servers.enter_async_context(http.serve(app, bound, orders.config.security))
@@ -96,10 +99,10 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
 
 
 async def _until_stopped(stop: asyncio.Event, engine: Any) -> None:
-    """Raises UnavailableError when the engine is gone."""
+    """Raises PolyremeError when the engine is gone: of no kind whose exit code tells a supervisor not to start the replica again."""
     while not stop.is_set():
         if engine.dead:
-            raise UnavailableError("the engine to run", "it is gone", "See the log above; start the replica again.")
+            raise PolyremeError("the engine to run", "it is gone", "See the log above; start the replica again.")
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), WATCH_SECONDS)
 
