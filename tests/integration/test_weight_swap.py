@@ -210,8 +210,9 @@ def rank_weights(weights: dict[str, np.ndarray], kind: Kind, rank: int, parallel
 @pytest.mark.real
 async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str, tmp_path: Path) -> None:
     run_id = f"test-{uuid.uuid4().hex[:12]}"
-    model = tiny_model("tied", tmp_path / "model", hidden_size=128)
-    async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model)) as there:
+    model = tiny_model("tied", tmp_path / "model", hidden_size=128, context=256)
+    config = rollout_config(model, max_model_len=256)
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", config) as there:
         learner = Learner.of(run_id, model)
         try:
             base = f"http://{there.lease.http_address}"
@@ -223,6 +224,7 @@ async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str
             told = json.loads(await read(f"{base}/v1/completions", asked | {"ignore_eos": True}))
             answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 12, 0)])))[0]
             assert told["choices"][0]["token_ids"] == answer.ids
+            await http_shares_no_prefix_with_an_earlier_policy(learner, there, model)
         finally:
             learner.arena.close()
         family = psutil.Process(there.child.pid).children(recursive=True)
@@ -230,6 +232,23 @@ async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str
         os.kill(there.child.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive
+
+
+async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: Any, model: Path) -> None:
+    """A prompt beyond one block of the key-value cache (128 tokens on CPU), again and again, over swaps."""
+    reference, prompt = Reference(model), [3 + place % 40 for place in range(150)]
+    asked = {"model": "replica-test", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+    answers = []
+    for version, weights in enumerate(versions(model, 3), start=1):
+        await learner.push(there.weights, version, weights)
+        reference.load(weights)
+        ids, _ = reference.greedy(prompt, 24)
+        for own in ({}, {"cache_salt": "mine"}, {}):
+            body = asked | {"ignore_eos": True} | own
+            told = json.loads(await read(f"http://{there.lease.http_address}/v1/completions", body))
+            assert told["choices"][0]["token_ids"] == ids
+        answers.append(ids)
+    assert len({tuple(ids) for ids in answers}) == 3, "the versions could not be told apart"
 
 
 async def fetch(url: str) -> int:

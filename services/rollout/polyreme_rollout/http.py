@@ -1,6 +1,7 @@
 """HTTP beside gRPC: /health, /ready, /metrics, and vLLM's own OpenAI-compatible /v1 on the same engine.
 
-Kept here: /v1 answers from the live policy or not at all, never from the random weights of the start.
+Kept here: /v1 answers from the live policy or not at all, never from the random weights of the start. (That it shares no cached
+prefix with an earlier policy is the engine's to keep: its application salts every request.)
 """
 
 import asyncio

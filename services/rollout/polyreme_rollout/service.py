@@ -179,8 +179,8 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
 
     async def _sample(self, request_id: str, plan: SlotPlan, sampling: Sampling, slot: SlotProgress, call: _Call) -> None:
         try:
-            await self._swapper.steady.wait()
-            request = EngineRequest(request_id, plan.prompt_ids, plan.max_new, plan.seed, self._swapper.salt, sampling)
+            salt = await self._swapper.steady_salt()
+            request = EngineRequest(request_id, plan.prompt_ids, plan.max_new, plan.seed, salt, sampling)
             async for delta in self._engine.generate(request):
                 chunk = slot.add(delta)
                 if chunk:

@@ -158,8 +158,14 @@ class Swapper:
 
     @property
     def salt(self) -> str:
-        """Cached prefixes are shared only between requests of the same salt."""
-        return f"{self.served.id.term}.{self.served.id.version}.{self._swaps}" if self.served else ""
+        """Cached prefixes are shared only between requests of the same salt: no two weights have the same."""
+        served = f"{self.served.id.term}.{self.served.id.version}" if self.served else "none"
+        return f"{served}.{self._swaps}"
+
+    async def steady_salt(self) -> str:
+        """The salt of what is submitted now; waits for the end of a swap."""
+        await self.steady.wait()
+        return self.salt
 
     @property
     def failures(self) -> int:

@@ -1,7 +1,8 @@
 """vLLM as an engine: AsyncLLM in this process, its core and workers in processes of their own.
 
 Kept here: those processes are in a process group of their own and die with this one, however it ends; a request's tokens come
-with the log-probability of the distribution they were sampled from; weights come only by `load`.
+with the log-probability of the distribution they were sampled from; weights come only by `load`; no request, of Generate or /v1,
+shares cached prefixes with those of other weights.
 
 Written for vLLM 0.23 to 0.32: no use of the newer releases' own weight versions and transfer.
 """
@@ -13,7 +14,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from polyreme_rollout.slots import CHUNK_TOKENS
 
 LOAD_SECONDS = 600.0
 SHUTDOWN_SECONDS = 10.0
+HTTP_SECONDS = 60.0  # for vLLM's HTTP application to be made, on the event loop
 BATCHED_TOKENS = 8192  # of one step, prompts included
 
 _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # of the tensor-parallel group on CPU
@@ -169,9 +171,14 @@ class VllmEngine:
     def dead(self) -> bool:
         return bool(self.llm.errored)
 
-    async def openai_app(self, served_name: str) -> Any:
-        """vLLM's own HTTP application (ASGI) on this engine, with its OpenAI-compatible /v1."""
-        return await asyncio.to_thread(_openai_app, self.llm, self._model_dir, served_name, asyncio.get_running_loop())
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> Any:
+        """vLLM's own HTTP application (ASGI) on this engine, with its OpenAI-compatible /v1.
+
+        Args:
+            salt: of what is submitted at the moment: see `EngineRequest`. A client's own `cache_salt` comes on top.
+        """
+        client = _SaltedClient(self.llm, salt)
+        return await asyncio.to_thread(_openai_app, client, self._model_dir, served_name, asyncio.get_running_loop())
 
     def close(self) -> None:
         if self.llm is None:
@@ -191,6 +198,29 @@ class VllmEngine:
             return await awaitable
         except self._dead_error as error:
             raise EngineDeadError(f"vLLM's engine is gone: {error}") from None
+
+
+class _SaltedClient:
+    """AsyncLLM as vLLM's HTTP application uses it; whatever it generates is salted."""
+
+    def __init__(self, llm: Any, salt: Callable[[], Awaitable[str]]) -> None:
+        self._llm, self._salt = llm, salt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def generate(self, prompt: Any, *arguments: Any, **keywords: Any) -> AsyncIterator[Any]:
+        salt = await self._salt()
+        if isinstance(prompt, dict):
+            prompt = {**prompt, "cache_salt": f"{salt} {prompt.get('cache_salt') or ''}"}
+        else:  # in older releases a request that is made already
+            prompt.cache_salt = f"{salt} {prompt.cache_salt or ''}"
+        outputs = self._llm.generate(prompt, *arguments, **keywords)
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
 
 
 def _nothing() -> None:
@@ -263,5 +293,9 @@ def _openai_app(llm: Any, model_dir: Path, served_name: str, loop: asyncio.Abstr
     parser = make_arg_parser(FlexibleArgumentParser())
     arguments = parser.parse_args(["--model", str(model_dir), "--served-model-name", served_name])
     app = build_app(arguments, ("generate",), llm.model_config)
-    asyncio.run_coroutine_threadsafe(init_app_state(llm, app.state, arguments, ("generate",)), loop).result()
+    making = asyncio.run_coroutine_threadsafe(init_app_state(llm, app.state, arguments, ("generate",)), loop)
+    try:
+        making.result(HTTP_SECONDS)
+    finally:
+        making.cancel()  # of what is done: nothing
     return app
