@@ -271,6 +271,49 @@ async def test_an_expired_attempt_is_replaced(world):
         assert (await w.log.audit()).clean
 
 
+async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
+    slow = {"step_seconds": 0.004, "lengths": Lengths(60)}
+    async with world(slow, iterations=1) as w:
+        working = asyncio.create_task(orchestrate(w.run))
+        await w.replicas[0].asked.wait()
+        groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._bring_in"]
+        groups[0].cancel()  # a task group does not mind
+        await asyncio.wait_for(asyncio.gather(working, w.train()), 30.0)
+        assert (await w.log.audit()).clean
+        assert {group.attempt for group in w.learner.trained[1]} == {1}
+        calls = [call.request_id.rpartition("-")[0] for call in w.replicas[0].calls]
+        assert len(calls) == 5 and len(set(calls)) == 4, "one of them alone was generated again"
+
+
+async def test_an_evaluation_and_groups_survive_the_drain_of_their_reward_server(world, tmp_path):
+    """Each answer takes long enough that the next server is there before the last one of the old has come."""
+    marks = tmp_path / "marks"
+    marks.touch()
+    (tmp_path / "slow.py").write_text(
+        f"import time\n\ndef reward(response, **rest):\n    print(file=open({str(marks)!r}, 'a'))\n    time.sleep(0.4)\n    return 1.0\n"
+    )
+    rewards = {"rewards": [{"file": str(tmp_path / "slow.py")}], "item_timeout": 5.0, "start_timeout": 30.0}
+    async with world(
+        reward_server=False, reward=rewards, eval_rows=ROWS[:4], eval_samples=4, iterations=1, groups_per_iteration=1
+    ) as w, AsyncExitStack() as last:  # fmt: skip
+        working, draining, servers = asyncio.create_task(orchestrate(w.run)), [], AsyncExitStack()
+        await servers.enter_async_context(serve(w.config.reward, run=w.run))
+        training = asyncio.create_task(w.train())
+        for asked in (1, 5):  # while the evaluation of version 0 is scored, while a group is
+            while len(marks.read_text()) < asked:
+                assert not working.done()
+                await asyncio.sleep(0.02)
+            draining.append(asyncio.create_task(servers.aclose()))
+            servers = AsyncExitStack()
+            await servers.enter_async_context(serve(w.config.reward, run=w.run))
+        last.push_async_callback(servers.aclose)
+        await asyncio.wait_for(asyncio.gather(working, training, *draining), 30.0)
+        assert (await w.log.audit()).clean
+        assert [record["version"] for record in await w.records("eval")] == [0, 1]
+        assert not await w.records("eval_failed")
+        assert len(marks.read_text()) == 4 + 3 + 4, "each answer was scored once"
+
+
 async def test_a_reward_outage_pauses_admission_and_burns_nothing(world):
     async with world(reward_server=False, iterations=3) as w, AsyncExitStack() as first:
         await first.enter_async_context(serve(w.config.reward, run=w.run))

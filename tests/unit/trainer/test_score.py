@@ -3,12 +3,16 @@
 import asyncio
 import json
 import time
+from contextlib import AsyncExitStack
 
 import pytest
 
+from polyreme import API_VERSION
 from polyreme.errors import UnavailableError
+from polyreme.registry import Lease, Registry
 from polyreme_reward.server import serve
 from polyreme_trainer.orchestrator.score import Health, Question, Rewards, ScoreError
+from support.proxy import bad_network
 from support.simulated import ROWS, config_tree, make_run
 
 PLUGIN = """
@@ -20,6 +24,9 @@ def reward(response, metadata, **rest):
         raise ValueError("no score today")
     if mode == "hang":
         time.sleep(3600)
+    if mode == "slow":
+        bump(metadata["marks"])
+        time.sleep(metadata["seconds"])
     return float("nan") if mode == "nan" else float(response)
 
 def bump(path):
@@ -31,6 +38,11 @@ def bump(path):
 
 def question(i, value="1", mode=None, **metadata) -> Question:
     return Question(("run", 0, 1, i), "p", value, value, "", json.dumps({"mode": mode, **metadata}))
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 @pytest.fixture
@@ -132,6 +144,78 @@ async def test_a_server_that_goes_and_comes_back(start):
         await rewards.refresh()
         assert (await scoring)[0].score == 1.0
     await rewards.close()
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["alone", "beside another"])
+async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_path, another):
+    run, config = await start(item_timeout=5.0)
+    marks = tmp_path / "marks"
+    marks.touch()
+    async with AsyncExitStack() as first, AsyncExitStack() as second:
+        await first.enter_async_context(serve(config, run=run))
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        scoring = asyncio.create_task(rewards.score([question(0, "3", "slow", marks=str(marks), seconds=1.5)]))
+        while not marks.read_text():  # noqa: ASYNC110 (another process writes it)
+            await asyncio.sleep(0.01)
+        if another:
+            await second.enter_async_context(serve(config, run=run))
+        draining = asyncio.create_task(first.aclose())
+        while len(await Registry(run).leases("reward")) > another:  # noqa: ASYNC110 (a lease is polled for)
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(0.5):  # whoever looks at the leases is not held
+            await rewards.refresh()
+        assert [result.score for result in await scoring] == [3.0]
+        assert marks.read_text() == "x" and rewards.health.down_since is None
+        await draining
+        await rewards.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at another", "when it is back"])
+async def test_what_a_server_that_left_never_answers_is_asked_again(start, late):
+    """It stands still for longer than its lease lives: of its call there is nothing but the channel's end."""
+    run, config = await start(rewards=[{"name": "exact"}], item_timeout=0.2)
+    asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way, AsyncExitStack() as others:
+        lease = Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)
+        rewards = Rewards(run, config)
+        async with await Registry(run).register(lease):
+            await rewards.refresh()
+            await rewards.score([asked])
+            way.hold()
+            scoring = asyncio.create_task(rewards.score([asked]))
+            await asyncio.sleep(0.1)
+        if not late:
+            await others.enter_async_context(serve(config, run=run))
+        await rewards.refresh()
+        await asyncio.wait({scoring}, timeout=0.3)
+        assert not scoring.done(), "it may still answer"
+        if late:
+            await asyncio.sleep(1.2)
+            way.heal()
+            await others.enter_async_context(await Registry(run).register(lease))
+            await rewards.refresh()
+        async with asyncio.timeout(10):
+            assert (await scoring)[0].score == 1.0
+        await rewards.close()
+
+
+async def test_closing_does_not_wait_for_a_server_that_left(start):
+    run, config = await start(rewards=[{"name": "exact"}], item_timeout=60.0)
+    asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way:
+        rewards = Rewards(run, config)
+        async with await Registry(run).register(Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)):
+            await rewards.refresh()
+        way.hold()
+        scoring = asyncio.create_task(rewards.score([asked]))
+        await asyncio.sleep(0.1)
+        await rewards.refresh()
+        scoring.cancel()  # by whoever asked, and so it ends for good
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        async with asyncio.timeout(2):
+            await rewards.close()
 
 
 async def test_no_server_for_too_long(start):

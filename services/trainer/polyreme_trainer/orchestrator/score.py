@@ -168,7 +168,9 @@ class Rewards:
     async def close(self) -> None:
         for leaving in self._leaving:
             leaving.cancel()
-        await asyncio.gather(*self._leaving, *(server.channel.close() for server in self._servers.values()), return_exceptions=True)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        for server in self._servers.values():
+            await server.channel.close()
         self._servers.clear()
 
     async def score(self, questions: Sequence[Question]) -> list[reward_pb2.ScoreResult]:
