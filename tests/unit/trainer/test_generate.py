@@ -17,7 +17,7 @@ from polyreme.log.ledger import ExperienceLog, Role
 from polyreme_rollout.engine.base import Sampling
 from polyreme_rollout.engine.simulated import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.drafts import BadStreamError, Drafts, merged
-from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme_trainer.orchestrator.fleet import Claim, Fleet
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 
@@ -82,6 +82,25 @@ async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
     await asyncio.gather(*(world.generate() for _ in range(6)))
     assert [len(replica.calls) for replica in replicas] == [3, 3]
     assert [target.outstanding for target in world.fleet._targets.values()] == [0, 0]
+
+
+async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monkeypatch):
+    slow = {"step_seconds": 0.002, "lengths": Lengths(1e9)}
+    cut, other = await world.start(slow, slow)
+    arrived = Claim.arrived
+    responses = []
+
+    def arrive(claim, *arguments):
+        arrived(claim, *arguments)
+        if claim.target.id == cut.id:
+            responses.append(claim)
+            claim.cut()
+
+    monkeypatch.setattr(Claim, "arrived", arrive)
+    drafts = await world.generate()
+    assert len(responses) == len(cut.calls) == 1 and len(other.calls) == 1
+    for draft in drafts:
+        assert draft.length == 96
 
 
 async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
