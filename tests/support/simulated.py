@@ -83,10 +83,14 @@ class Replica:
         """As if it had stopped renewing; it still serves."""
         await self._lease.aclose()
 
+    async def die(self) -> None:
+        """As if it were killed: its lease outlives it."""
+        await self._life.aclose()
+
     async def vanish(self) -> None:
         """As if its machine were gone; its lease too."""
         await self.lose_lease()
-        await self._life.aclose()
+        await self.die()
 
 
 @asynccontextmanager

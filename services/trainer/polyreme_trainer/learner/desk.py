@@ -6,7 +6,6 @@ Every wait here ends when the run drains or fails: DrainError is no failure, it 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -116,58 +115,60 @@ class Desk:
     async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
         """Greedy and sampled answers to a few training prompts, of the replicas that serve `version`, waited for as by `committed`.
 
-        A replica that is lost meanwhile is left out, as one is that joins later. When none is left, those that come in their place are
+        A replica that is lost meanwhile is left out, as one is that joins later. When none is left, those that come in its place are
         asked; the time for all of it is that of `committed`.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
         """
         deadline = time.monotonic() + _patience(config)
-        template = Template(await self.run.model_files(), config.data)
-        prompts = _spread(load_prompts(config.data.train, config.data, template).prompts, gates.PROMPTS)
-        max_new = min(gates.NEW_TOKENS, config.rollout.max_new_tokens)
-        lost: dict[str, str] = {}
-
-        async def ask(lease: Lease, temperature: float, samples: int) -> Answers:
-            calls = (
-                gates.ask_replica(
-                    lease.address, self.run.run_id, prompt.ids.astype(np.int64), template.stop_ids, temperature, samples,
-                    max_new, version, config.rollout.chunk_timeout, config.security,
-                )
-                for prompt in prompts
-            )  # fmt: skip
-            return [answer for answers in await asyncio.gather(*calls) for answer in answers]
-
-        async def both(lease: Lease) -> tuple[Answers, Answers] | None:
-            async def look() -> None:
-                if lease.id not in {other.id for other in await self.registry.leases("rollout")}:
-                    raise gates.ReplicaLostError("its lease is gone")
-
-            try:
-                return await _looking(ask(lease, 0.0, 1), look), await _looking(
-                    ask(lease, config.rollout.temperature, gates.SAMPLES), look
-                )
-            except gates.ReplicaLostError as error:
-                if lease.id not in lost:
-                    text = f"replica {lease.id} at {lease.address} was lost at the start's comparison: {error}"
-                    await self.run.emit({"kind": "notice", "service": "learner", "text": text})
-                lost[lease.id] = str(error)
-                return None
-
+        questions, lost = await self._questions(config, version), dict[str, str]()
         while True:
             commits = await self._committed(publisher, version, config, max(0.0, deadline - time.monotonic()))
             names = {commit.replica for commit in commits}
             leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
-            found = await self.heed(asyncio.gather(*map(both, leases)), "replicas to answer")
-            if answers := [pair for pair in found if pair is not None]:
+            asking = asyncio.gather(*(self._answers(lease, questions, config.rollout.temperature, lost) for lease in leases))
+            if answers := [pair for pair in await self.heed(asking, "replicas to answer") if pair is not None]:
                 return [a for greedy, _ in answers for a in greedy], [a for _, sampled in answers for a in sampled]
             if time.monotonic() > deadline:
                 raise UnavailableError(
-                    f"a rollout replica to compare with, within {_patience(config):g} s",
+                    f"a rollout replica to compare with within {_patience(config):g} s",
                     "; ".join(f"{name}: {why}" for name, why in lost.items()) or "none with a lease",
                     "See the replicas' logs.",
                 )
             await self.heed(asyncio.sleep(AGAIN_SECONDS), "replicas to answer")
+
+    async def _questions(self, config: RunConfig, version: int) -> gates.Questions:
+        template = Template(await self.run.model_files(), config.data)
+        prompts = _spread(load_prompts(config.data.train, config.data, template).prompts, gates.PROMPTS)
+        return gates.Questions(
+            self.run.run_id,
+            [prompt.ids.astype(np.int64) for prompt in prompts],
+            template.stop_ids,
+            min(gates.NEW_TOKENS, config.rollout.max_new_tokens),
+            version,
+            config.rollout.chunk_timeout,
+            config.security,
+        )
+
+    async def _answers(
+        self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
+    ) -> tuple[Answers, Answers] | None:
+        """One replica's; None, and a word in `lost`, when it is lost first. A lease that goes tells it sooner than a silent call."""
+
+        async def look() -> None:
+            if lease.id not in {other.id for other in await self.registry.leases("rollout")}:
+                raise gates.ReplicaLostError("its lease is gone")
+
+        try:
+            greedy = await _looking(gates.ask_replica(lease.address, questions, 0.0, 1), look)
+            return greedy, await _looking(gates.ask_replica(lease.address, questions, temperature, gates.SAMPLES), look)
+        except gates.ReplicaLostError as error:
+            if lease.id not in lost:
+                text = f"replica {lease.id} at {lease.address} was lost before it could be compared: {error}"
+                await self.run.emit({"kind": "notice", "service": "learner", "text": text})
+            lost[lease.id] = str(error)
+            return None
 
 
 async def _looking(work: Awaitable[T], look: Callable[[], Awaitable[None]]) -> T:
@@ -180,8 +181,7 @@ async def _looking(work: Awaitable[T], look: Callable[[], Awaitable[None]]) -> T
     finally:
         if not task.done():
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.gather(task, return_exceptions=True)  # how it ended does not matter any more
 
 
 def _patience(config: RunConfig) -> float:

@@ -155,52 +155,71 @@ def stack(answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
-async def ask_replica(
-    address: str,
-    run_id: str,
-    prompt: IntArray,
-    stop_ids: Sequence[int],
-    temperature: float,
-    samples: int,
-    max_new: int,
-    version: int,
-    silence: float,
-    security: SecurityConfig | None = None,
-) -> list[Answer]:
-    """`samples` responses of one replica to one prompt through Generate; temperature 0 is greedy.
+@dataclass(frozen=True)
+class Questions:
+    """What replicas are asked, all in the same way.
 
-    Args:
-        silence: seconds that may pass without a chunk.
+    Attributes:
+        prompts: int64 [length] each.
+        max_new: tokens of an answer at most.
+        version: the oldest policy that may answer.
+        silence: seconds that a call may bring nothing.
+        security: of the replicas' ports.
+    """
+
+    run_id: str
+    prompts: Sequence[IntArray]
+    stop_ids: Sequence[int]
+    max_new: int
+    version: int
+    silence: float
+    security: SecurityConfig | None = None
+
+
+async def ask_replica(address: str, questions: Questions, temperature: float, samples: int) -> list[Answer]:
+    """`samples` responses of one replica to each prompt through Generate; temperature 0 is greedy.
 
     Raises:
-        ReplicaLostError: the call broke, or was silent for too long.
+        ReplicaLostError: a call broke, or brought nothing for too long.
     """
+    async with rpc.connect(address, questions.security) as channel:
+        stub = pb_grpc.RolloutServiceStub(channel)
+        calls = (_ask(stub, questions, prompt, temperature, samples) for prompt in questions.prompts)
+        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+
+async def _ask(
+    stub: pb_grpc.RolloutServiceStub, questions: Questions, prompt: IntArray, temperature: float, samples: int
+) -> list[Answer]:
     request = pb.GenerateRequest(
-        run_id=run_id,
+        run_id=questions.run_id,
         request_id=f"gate-{uuid.uuid4().hex}",
         prompt_ids=prompt.astype("<i4").tobytes(),
-        slots=[pb.Slot(index=i, max_new=max_new, seed=i + 1) for i in range(samples)],
-        sampling=pb.SamplingParams(temperature=temperature, top_p=1.0, top_k=-1, stop_token_ids=stop_ids),
-        min_version=version,
+        slots=[pb.Slot(index=i, max_new=questions.max_new, seed=i + 1) for i in range(samples)],
+        sampling=pb.SamplingParams(temperature=temperature, top_p=1.0, top_k=-1, stop_token_ids=questions.stop_ids),
+        min_version=questions.version,
     )
     ids: list[list[np.ndarray]] = [[] for _ in range(samples)]
     logprobs: list[list[np.ndarray]] = [[] for _ in range(samples)]
     task = asyncio.current_task()
     try:
-        async with rpc.connect(address, security) as channel:
-            stream = aiter(pb_grpc.RolloutServiceStub(channel).Generate(request, timeout=CALL_SECONDS))
-            while message := await asyncio.wait_for(anext(stream, None), silence):
-                for chunk in message.chunks:
-                    ids[chunk.slot].append(np.frombuffer(chunk.token_ids, "<i4"))
-                    logprobs[chunk.slot].append(np.frombuffer(chunk.logprobs, "<f4"))
+        stream = aiter(stub.Generate(request, timeout=CALL_SECONDS))
+        while True:
+            async with asyncio.timeout(questions.silence):
+                message = await anext(stream, None)
+            if message is None:
+                break
+            for chunk in message.chunks:
+                ids[chunk.slot].append(np.frombuffer(chunk.token_ids, "<i4"))
+                logprobs[chunk.slot].append(np.frombuffer(chunk.logprobs, "<f4"))
     except grpc.aio.AioRpcError as error:
         raise ReplicaLostError(f"{error.code().name}: {error.details()}") from None
     except TimeoutError:
-        raise ReplicaLostError(f"no answer within {silence:g} s") from None
+        raise ReplicaLostError(f"no token within {questions.silence:g} s") from None
     except asyncio.CancelledError:
         if task is None or task.cancelling():
             raise
-        raise ReplicaLostError("its server or the channel was closed under the call") from None  # gRPC's way to say so
+        raise ReplicaLostError("its server or the channel closed under the call") from None  # gRPC's way to say so
     return [
         Answer(prompt, np.concatenate(i).astype(np.int64), np.concatenate(p).astype(np.float32))
         for i, p in zip(ids, logprobs, strict=True)

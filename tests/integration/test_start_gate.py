@@ -1,0 +1,191 @@
+"""Replicas that are lost while the learner compares itself with them: real Redis, pushes and gRPC, simulated engines."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from polyreme import rpc
+from polyreme.config import RunConfig
+from polyreme.errors import UnavailableError
+from polyreme.log.ledger import ExperienceLog, Role
+from polyreme.log.run import RunState
+from polyreme.weights.arena import Arena
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import TensorSpec, plan_manifest
+from polyreme_rollout.engine.simulated import Failures
+from polyreme_trainer.learner import desk, fleet, gates
+from polyreme_trainer.learner.desk import Answers, Desk, DrainError
+from polyreme_trainer.learner.publish import Publisher
+from support.simulated import ROWS, Replica, config_tree, make_run, simulated_replica
+
+LAYOUT = plan_manifest([TensorSpec("weight", "F32", (4,))])
+SILENT = Failures(silent_after=0)
+
+
+@dataclass
+class Start:
+    """A learner that has published version 0, and the replicas of its run."""
+
+    desk: Desk
+    publisher: Publisher
+    config: RunConfig
+    replicas: AsyncExitStack
+
+    async def replica(self, name: str, **engine: Any) -> Replica:
+        return await self.replicas.enter_async_context(simulated_replica(self.desk.run, name, **engine))
+
+    def compare(self) -> "asyncio.Task[tuple[Answers, Answers]]":
+        return asyncio.create_task(self.desk.replica_answers(self.publisher, 0, self.config))
+
+    async def notice(self) -> str:
+        """The first, once it is there."""
+        async with asyncio.timeout(10):
+            while not (texts := await self.notices()):  # noqa: ASYNC110 (it is read from a stream)
+                await asyncio.sleep(0.02)
+        return texts[0]
+
+    async def notices(self) -> list[str]:
+        records = [record for _, record in await self.desk.run.records("0", 0)]
+        return [record["text"] for record in records if record["kind"] == "notice" and "compared" in record["text"]]
+
+
+@pytest.fixture
+async def start(
+    request: pytest.FixtureRequest, redis: Redis, redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Start]:
+    """With as many replicas wanted as the parameter says, else 1."""
+    monkeypatch.setattr(fleet, "LEASES_SECONDS", 0.02)
+    monkeypatch.setattr(desk, "STATE_SECONDS", 0.05)
+    monkeypatch.setattr(desk, "AGAIN_SECONDS", 0.1)
+    config = config_tree(tmp_path, ROWS, rollout={"replicas": getattr(request, "param", 1), "chunk_timeout": 0.5})
+    run = await make_run(redis, run_id, config)
+    experience = ExperienceLog(run)
+    term = await experience.take(Role.LEARNER)
+    arena = Arena.create(run_id, LAYOUT.nbytes)
+    publisher = Publisher(redis_url, run_id, term, arena)
+    publisher.start()
+    async with AsyncExitStack() as replicas:
+        slot = await publisher.acquire_slot(5)
+        arena.begin(slot)
+        generation = arena.complete(slot, 0, term.counter)
+        await experience.begin(0)
+        publisher.publish(seal(LAYOUT.stamped(run_id, term.counter, 0), arena.slot_view(slot)), slot, generation)
+        yield Start(Desk(run, experience, term), publisher, config, replicas)
+        publisher.close()
+    arena.close()
+
+
+def of_replicas(answers: tuple[Answers, Answers], count: int) -> bool:
+    """Whether there are all of so many replicas' answers."""
+    greedy, sampled = answers
+    whole = all(len(answer.response) == len(answer.logprobs) > 0 for answer in greedy + sampled)
+    return whole and (len(greedy), len(sampled)) == (gates.PROMPTS * count, gates.PROMPTS * gates.SAMPLES * count)
+
+
+@pytest.mark.parametrize("start", [2], indirect=True)
+async def test_every_replica_is_asked(start: Start) -> None:
+    await start.replica("a")
+    await start.replica("b")
+    assert of_replicas(await start.compare(), 2)
+    assert await start.notices() == []
+
+
+@pytest.mark.parametrize("start", [2], indirect=True)
+async def test_one_that_dies_while_it_is_asked_is_left_out(start: Start) -> None:
+    dies = await start.replica("dies", failures=SILENT)
+    await start.replica("stays")
+    comparing = start.compare()
+    await dies.asked.wait()
+    await dies.vanish()
+    assert of_replicas(await asyncio.wait_for(comparing, 10), 1)
+    [told] = await start.notices()
+    assert "replica dies at " in told
+
+
+@pytest.mark.parametrize("start", [2], indirect=True)
+async def test_one_that_stands_still_is_left_out_when_its_lease_goes(start: Start) -> None:
+    start.config = patient(start.config)
+    still = await start.replica("still", failures=SILENT)
+    await start.replica("stays")
+    comparing = start.compare()
+    await still.asked.wait()
+    await still.lose_lease()
+    assert of_replicas(await asyncio.wait_for(comparing, 10), 1)
+    [told] = await start.notices()
+    assert "its lease is gone" in told
+
+
+def patient(config: RunConfig) -> RunConfig:
+    """A silent call is borne for longer than the test lasts."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"chunk_timeout": 60.0})})
+
+
+@pytest.mark.parametrize("start", [2], indirect=True)
+async def test_one_that_is_silent_is_left_out_although_its_lease_lives(start: Start) -> None:
+    await start.replica("mute", failures=SILENT)
+    await start.replica("stays")
+    assert of_replicas(await asyncio.wait_for(start.compare(), 10), 1)
+    [told] = await start.notices()
+    assert "no token within 0.5 s" in told
+
+
+async def test_the_only_one_that_drains_after_its_commit_is_waited_for_in_its_successor(start: Start) -> None:
+    drains = await start.replica("drains")
+    await start.publisher.wait_committed(0, 1, 10)
+    drains.service.draining = True
+    comparing = start.compare()
+    await start.notice()
+    await drains.vanish()
+    await asyncio.sleep(0.3)
+    assert not comparing.done()
+    await start.replica("next")
+    assert of_replicas(await asyncio.wait_for(comparing, 10), 1)
+
+
+async def test_the_only_one_that_is_killed_is_waited_for_in_its_successor(start: Start) -> None:
+    killed = await start.replica("killed", failures=SILENT)
+    comparing = start.compare()
+    await killed.asked.wait()
+    await killed.die()
+    await start.replica("next")
+    assert of_replicas(await asyncio.wait_for(comparing, 10), 1)
+
+
+async def test_a_channel_that_closes_under_the_calls_is_a_replica_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    start.config, channels, connect = patient(start.config), [], rpc.connect
+    monkeypatch.setattr(rpc, "connect", lambda *arguments: channels.append(connect(*arguments)) or channels[-1])
+    asked = await start.replica("asked", failures=SILENT)
+    await start.publisher.wait_committed(0, 1, 10)
+    channels.clear()  # the publisher's
+    comparing = start.compare()
+    await asked.asked.wait()
+    await channels[0].close()
+    assert "closed under the call" in await start.notice()
+    assert not comparing.done()
+    comparing.cancel()
+    await asyncio.wait({comparing})
+    assert comparing.cancelled()
+
+
+async def test_without_a_successor_the_start_ends_in_its_time_and_says_why(start: Start) -> None:
+    rollout = start.config.rollout.model_copy(update={"start_timeout": 1.5})
+    start.config = start.config.model_copy(update={"rollout": rollout})
+    await start.replica("mute", failures=SILENT)
+    with pytest.raises(UnavailableError, match="mute: no token within"):
+        await asyncio.wait_for(start.compare(), 10)
+
+
+async def test_a_run_that_drains_waits_for_no_replica(start: Start) -> None:
+    await start.replica("mute", failures=SILENT)
+    comparing = start.compare()
+    await start.notice()
+    await start.desk.run.set_state(RunState.RUNNING)
+    await start.desk.run.set_state(RunState.DRAINING)
+    with pytest.raises(DrainError):
+        await asyncio.wait_for(comparing, 10)
