@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 _STATE_POLL_SECONDS = 1.0
 _STOP_GRACE_SECONDS = 10.0
+DRAIN_SECONDS = 540.0
+"""For the iteration under way and its save, after a stop was asked for. Compose and Kubernetes kill what has not ended ten minutes after:
+the last one is for ending what does not drain, for the run's state and for its records."""
 _RECORDS_BLOCK_MS = 1000
 _RECORDS_RETRY_SECONDS = 5.0
 
@@ -91,7 +94,7 @@ class Trainer:
         _log.info("stopping: the iteration under way is finished and saved")
         try:
             await self._run.set_state(RunState.DRAINING, "a stop was asked for")
-            await asyncio.wait({work}, timeout=self._config.trainer.straggler_timeout)
+            await asyncio.wait({work}, timeout=min(DRAIN_SECONDS, self._config.trainer.straggler_timeout))
         except PolyremeError as error:
             _log.error("cannot ask the children to drain: %s", error)
         if not work.done():

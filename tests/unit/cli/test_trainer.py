@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from polyreme.config import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
@@ -106,6 +107,29 @@ async def test_a_child_that_does_not_drain_in_time_is_ended(run: Run, config: Ru
     with pytest.raises(ChildFailedError, match="SIGTERM"):
         await asyncio.wait_for(task, 20)
     assert (await run.state())[0] is RunState.FAILED
+
+
+async def test_a_stop_is_over_before_who_asked_for_it_kills(
+    run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "DRAIN_SECONDS", 0.3)
+    assert config.trainer.straggler_timeout > 60
+    task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(ChildFailedError, match="SIGTERM"):
+        await asyncio.wait_for(task, 20)
+    assert (await run.state())[0] is RunState.FAILED
+
+
+def test_a_drain_ends_a_good_while_before_the_deployments_lose_patience() -> None:
+    root = Path(__file__).resolve().parents[3]
+    services = yaml.safe_load((root / "docker-compose.yml").read_text())["services"]
+    told = {service["stop_grace_period"] for name, service in services.items() if name.startswith("trainer")}
+    jobs = yaml.safe_load_all((root / "deploy" / "kubernetes" / "base" / "trainer.yaml").read_text())
+    [grace] = [job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] for job in jobs if job["kind"] == "Job"]
+    assert (told, grace) == ({"10m"}, 600)
+    assert supervisor.DRAIN_SECONDS <= 600 - 60
 
 
 async def test_a_run_taken_over_keeps_the_state_of_its_new_trainer(run: Run, config: RunConfig, redis_url: str) -> None:
