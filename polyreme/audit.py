@@ -9,12 +9,13 @@ import typer
 from polyreme.errors import ConfigError
 from polyreme.log.audit import audit_main
 from polyreme.log.store import EmbeddedServer
+from polyreme.redis_url import redis_option, without_password
 from polyreme.rundir import EMBEDDED, owned, read_run_file
 
 
 def audit(
     run_dir: Annotated[Path | None, typer.Argument(help="A run's directory; its own store is started when needed.")] = None,
-    redis: Annotated[str | None, typer.Option(envvar="POLYREME_REDIS", help="The Redis of a run.")] = None,
+    redis: Annotated[str | None, redis_option("The Redis of a run.")] = None,
     run: Annotated[str | None, typer.Option(help="Run id; none: the directory's, or the newest.")] = None,
 ) -> None:
     """Account for every group of a run's experience log. The exit status is 0 when nothing is missing or double."""
@@ -22,7 +23,7 @@ def audit(
     if run_dir and found is None:
         raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Give output_dir/name of a run, or --redis.")
     if found and not redis and found.redis != EMBEDDED:
-        redis = found.redis
+        redis = without_password(found.redis)
     run_id = run or (found.run_id if found else None)
     if redis:
         raise typer.Exit(asyncio.run(audit_main(redis, run_id)))

@@ -25,6 +25,7 @@ from polyreme.log.run import Run, RunState
 from polyreme.log.store import EmbeddedServer, connect
 from polyreme.plan import plan_lines
 from polyreme.progress import Progress, stream_time
+from polyreme.redis_url import redis_option, without_password
 from polyreme.rundir import (
     EMBEDDED,
     RunFile,
@@ -46,9 +47,7 @@ _LAST_STATE_SECONDS = 30.0
 def up(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
-    redis: Annotated[
-        str | None, typer.Option(envvar="POLYREME_REDIS", help="A Redis to use; none: one of the run's own.")
-    ] = None,
+    redis: Annotated[str | None, redis_option("A Redis to use; none: one of the run's own.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
     fork: Annotated[bool, typer.Option("--fork", help="Go on from the directory's checkpoint as a new run.")] = False,
 ) -> None:
@@ -242,7 +241,7 @@ async def _store(
 ) -> AsyncIterator[tuple[Redis, str, EmbeddedServer | None]]:
     """The run's store: a client, its URL, and the server when it is our own, which ends with the block."""
     if url is None and existing is not None and existing.redis != EMBEDDED:
-        url = existing.redis
+        url = without_password(existing.redis)
     if url is None and (nodes := config.trainer.parallel.nodes) > 1:
         raise ConfigError(
             f"a Redis that all machines of the learner reach (trainer.parallel.nodes = {nodes})",

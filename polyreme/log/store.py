@@ -28,6 +28,7 @@ from redis.retry import Retry as BlockingRetry
 from polyreme.errors import StoreError
 from polyreme.lifecycle import die_with_parent
 from polyreme.ports import free_port
+from polyreme.redis_url import PASSWORD, split
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ _SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in _NEEDED.items())
 
 # Seconds. A socket may be silent for SOCKET_TIMEOUT, so blocking reads ask for less; a lost Redis has RIDE_OVER to come back;
 # at first contact it has FIRST_CONTACT, since then a wrong address is the likelier reason. Our own may load its data for LOADING.
-PASSWORD = "POLYREME_REDIS_PASSWORD"
 SOCKET_TIMEOUT = 5.0
 RIDE_OVER = 60.0
 FIRST_CONTACT = 5.0
@@ -82,7 +82,7 @@ class Store(Redis):
 async def connect(url: str, patience: float | None = None) -> Store:
     """A client for the Redis at `url` (redis://, rediss:// or unix://), after a check that it keeps what it is told.
 
-    A password that the URL lacks is taken from the environment (PASSWORD): URLs are shown and recorded.
+    A password that the URL lacks is taken from the environment (PASSWORD); commands move it there: see `redis_url`.
 
     It belongs to the running event loop; close it with `aclose()`.
 
@@ -93,6 +93,7 @@ async def connect(url: str, patience: float | None = None) -> Store:
     Raises:
         StoreError: no Redis answers there, it refuses us, or its settings could lose experience.
     """
+    split(url)
     try:
         client: Store = Store.from_url(  # type: ignore[assignment]
             url,
@@ -102,7 +103,7 @@ async def connect(url: str, patience: float | None = None) -> Store:
             retry=Retry(NoBackoff(), 0),  # ours is in execute_command; one inside the other would multiply
         )
     except ValueError as error:
-        raise StoreError("a Redis URL such as redis://127.0.0.1:6379/0", f"{url!r} ({error})", "Mend the URL.") from None
+        raise StoreError("a Redis URL such as redis://127.0.0.1:6379/0", str(error), "Mend the URL.") from None
     try:
         client.patience = FIRST_CONTACT if patience is None else patience
         await _check(client)
@@ -154,7 +155,7 @@ def unreachable(client: Redis, error: Exception) -> StoreError:
         return StoreError(
             f"Redis at {place} to accept us",
             str(error),
-            f"Put user and password into the URL: redis://user:password@host:port/0, or set {PASSWORD}.",
+            f"Set {PASSWORD}; a user other than the default one stands in the URL: redis://user@host:port/0.",
         )
     if isinstance(error, exceptions.InvalidResponse):
         return StoreError(f"a Redis at {place}", "a server that speaks another protocol", "Check host and port of the URL.")

@@ -13,13 +13,14 @@ from polyreme import logs
 from polyreme.configfile import load_reward_config
 from polyreme.errors import ConfigError
 from polyreme.lifecycle import stop_event
+from polyreme.redis_url import redis_option
 
 log = logging.getLogger(__name__)
 
 
 def reward(
     words: Annotated[list[str] | None, typer.Argument(metavar="[test FILE.jsonl]", help="Score a file and end.")] = None,
-    redis: Annotated[str | None, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")] = None,
+    redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with a `reward` section: serve it without a run.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind, gRPC and HTTP.")] = "127.0.0.1",

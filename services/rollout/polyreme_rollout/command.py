@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from polyreme.redis_url import redis_option
+
 
 def rollout(
-    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to serve on; without it, this machine's on the way to Redis.", show_default=False)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from polyreme import lifecycle, logs
+from polyreme.redis_url import redis_option
 from polyreme.registry import address_towards
 from polyreme_rollout.engine.simulated import Lengths, SimulatedEngine
 from polyreme_rollout.replica import Orders, Place, fetch_orders
@@ -23,7 +24,7 @@ WEIGHT_NAMES = frozenset({"weight"})
 
 
 def simulation(
-    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     replicas: Annotated[int, typer.Option(min=1, help="How many, each with a lease of its own.")] = 1,
     step_seconds: Annotated[float, typer.Option(min=0, help="Of one token of every request under way.")] = 0.0,

@@ -18,6 +18,7 @@ from polyreme.lifecycle import stop_event
 from polyreme.log.run import Run
 from polyreme.log.store import connect
 from polyreme.plan import plan_lines
+from polyreme.redis_url import redis_option
 from polyreme.rundir import RunFile, check_inputs, claim, next_attempt, open_run, owned
 from polyreme_trainer.exporter import export
 from polyreme_trainer.machines import follow
@@ -31,7 +32,7 @@ _ATTACH_SECONDS = 10.0
 def train(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
-    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")] = "redis://127.0.0.1:6379",
+    redis: Annotated[str, redis_option("URL of the run's Redis.")] = "redis://127.0.0.1:6379",
     run: Annotated[str | None, typer.Option(help="Id of a run that is there already; none: create it.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="For the children's logs; none: the run directory's next attempt.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
@@ -89,7 +90,7 @@ async def _train(
 
 
 def learner(
-    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     node: Annotated[int, typer.Option(envvar="POLYREME_NODE", min=1, help="Which of the other machines this is.")] = 1,
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,

@@ -26,6 +26,7 @@ from polyreme.lifecycle import Child, exit_on_error
 from polyreme.log.run import Run, RunState
 from polyreme.log.store import RIDE_OVER, address, connect
 from polyreme.ports import free_port
+from polyreme.redis_url import redis_option
 from polyreme.registry import Lease, Registry, address_towards
 from polyreme.rundir import read_model_files
 from polyreme.supervision import FINAL_CODES, describe_end, last_error
@@ -358,7 +359,7 @@ def _start_agent(
 
 def machines(
     ranks: Annotated[list[str], typer.Argument(help="What Python runs as a learner rank.")],
-    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str, typer.Option(envvar="POLYREME_RUN", help="Run id.")],
     log_dir: Annotated[Path, typer.Option(help="For the other machines' logs.")],
     host: Annotated[str | None, typer.Option(help="Where the other machines reach this one.")] = None,

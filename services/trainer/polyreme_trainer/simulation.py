@@ -13,6 +13,7 @@ from polyreme import logs
 from polyreme.lifecycle import exit_on_error
 from polyreme.log.run import Run
 from polyreme.log.store import connect
+from polyreme.redis_url import redis_option
 from polyreme_trainer.supervisor import Trainer, trainer_units
 
 _ATTACH_SECONDS = 10.0
@@ -20,7 +21,7 @@ _ATTACH_SECONDS = 10.0
 
 def simulation(
     log_dir: Annotated[Path, typer.Option(help="For the children's logs.")],
-    redis: Annotated[str, typer.Option(envvar="POLYREME_REDIS", help="URL of the run's Redis.")],
+    redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     train_seconds: Annotated[float, typer.Option(min=0, help="What the training of an iteration takes.")] = 0.1,
     weight_bytes: Annotated[int, typer.Option(min=64, help="Of a version.")] = 64,

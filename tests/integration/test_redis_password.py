@@ -1,0 +1,88 @@
+"""A password given in Redis' URL: the run works with it, and nobody but the environments of its own processes learns it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from redis import Redis
+
+from polyreme.config import RunConfig
+from polyreme.log.store import EmbeddedServer
+from polyreme.rundir import RunFile, read_run_file
+from support.simulated import ROWS, config_tree
+from support.tiny_tokenizer import model_files
+
+SECRET = "open-sesame"
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A Redis that asks for the password."""
+    with EmbeddedServer.start(tmp_path / "store") as server:
+        with Redis.from_url(server.url) as client:
+            client.config_set("rdbcompression", "no")  # what is dumped shall be legible
+            client.config_set("requirepass", SECRET)
+        yield server
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """Of a run that can be begun: its model has no weights, which nobody reads so early."""
+    for name, data in model_files().items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return config_tree(tmp_path, ROWS)
+
+
+def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    url = guarded.url.replace("//", f"//:{SECRET}@")
+    command = [sys.executable, "-m", "polyreme", "up", str(tmp_path / "run.yaml"), "--redis", url]
+    output = tmp_path / "up.log"
+    with output.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as up:
+        try:
+            children = started(psutil.Process(up.pid), ("reward", "rollout", "train"), output)
+            words = [word for child in children for word in child.cmdline()]
+        finally:
+            up.send_signal(signal.SIGKILL)
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert guarded.url in words
+    assert not [word for word in words if SECRET in word]
+    record = read_run_file(config.run_dir)
+    assert record is not None and record.redis == guarded.url
+    for path in (output, *config.run_dir.rglob("*")):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+    with Redis.from_url(guarded.url, password=SECRET) as client:
+        for key in client.scan_iter("*"):
+            assert SECRET.encode() not in (client.dump(key) or b""), key
+
+
+def started(up: psutil.Process, services: tuple[str, ...], output: Path) -> list[psutil.Process]:
+    """The processes of these services, once all have begun to be what they are."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        assert up.is_running() and up.status() != psutil.STATUS_ZOMBIE, output.read_text()
+        found = [child for child in up.children() if set(child.cmdline()) & set(services)]
+        if len(found) == len(services):
+            return found
+        time.sleep(0.05)
+    raise AssertionError(output.read_text())
+
+
+def test_a_record_of_an_earlier_release_that_has_it_is_used_and_it_is_not_shown(
+    guarded: EmbeddedServer, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("POLYREME_REDIS_PASSWORD", raising=False)
+    config.run_dir.mkdir(parents=True)
+    record = RunFile("gone", guarded.url.replace("//", f"//:{SECRET}@"))
+    (config.run_dir / "run.json").write_text(json.dumps(vars(record)))
+    command = [sys.executable, "-m", "polyreme", "audit", str(config.run_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "expected run gone in Redis; found none" in done.stderr
+    assert SECRET not in done.stdout + done.stderr
