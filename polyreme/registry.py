@@ -132,14 +132,17 @@ class LeaseKeeper:
     def __init__(self, run: Run, lease: Lease, ttl: float) -> None:
         self._run, self._ttl, self.lease = run, ttl, lease
         self.learner_term = 0
+        self._writing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
         """Writes the lease now, for another ttl. Raises StoreError."""
-        lease = self.lease
-        text = json.dumps(asdict(lease), sort_keys=True)
-        keys = [self._run.key(f"lease:{lease.kind}:{lease.id}"), self._run.key(f"leases:{lease.kind}")]
-        term = await self._run.scripts.call("lease", lease.id, text, int(self._ttl * 1000), f"{lease.kind} {lease.id}", keys=keys)
+        async with self._writing:  # a write that takes long must not put old facts in the place of new ones
+            lease = self.lease
+            text = json.dumps(asdict(lease), sort_keys=True)
+            keys = [self._run.key(f"lease:{lease.kind}:{lease.id}"), self._run.key(f"leases:{lease.kind}")]
+            event = f"{lease.kind} {lease.id}"
+            term = await self._run.scripts.call("lease", lease.id, text, int(self._ttl * 1000), event, keys=keys)
         self.learner_term = max(self.learner_term, int(term))
 
     async def update(self, facts: Mapping[str, Any]) -> None:

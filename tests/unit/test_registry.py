@@ -47,6 +47,24 @@ async def test_facts_can_change(run: Run) -> None:
         assert await registry.leases("rollout") == [lease("a", version=2, engine="x")]
 
 
+async def test_a_slow_renewal_does_not_bring_old_facts_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, call, slow = Registry(run), run.scripts.call, asyncio.Event()
+    keeper = await registry.register(lease("a", version=1))
+
+    async def slowly(*args: object, **options: object) -> object:
+        if not slow.is_set():
+            slow.set()
+            await asyncio.sleep(0.2)
+        return await call(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run.scripts, "call", slowly)
+    renewal = asyncio.create_task(keeper.renew())
+    await slow.wait()
+    await keeper.update({"version": 2})
+    await renewal
+    assert await registry.leases("rollout") == [lease("a", version=2)]
+
+
 async def test_a_lease_of_a_later_release_can_be_read(run: Run) -> None:
     registry = Registry(run)
     async with await registry.register(lease("a")):

@@ -41,7 +41,7 @@ _NOTICE_SECONDS = 2.0
 _REPORT_SECONDS = 5.0
 """For other machines to say how their ranks ended, once these have; and for these to end, once others have."""
 _BACK_SECONDS = 6.0
-"""For a lease to come back that expired while Redis stood still: more than a renewal's interval."""
+"""For a lease to come back that expired while Redis stood still, or that a late write has put back: more than a renewal's interval."""
 _FILES_SECONDS = 10.0
 """For a file of the trainer's to be seen on the other machines."""
 
@@ -75,7 +75,7 @@ class Machines:
         return {lease.facts["node"]: lease for lease in found if lease.facts.get("launch") == launch}
 
     def gone(self, lease: str, there: bool) -> bool:
-        """Whether a lease has been missed for so long that it will not come back by itself."""
+        """Whether a lease has been missed, at every look, for so long that it will not come back by itself."""
         now = time.monotonic()
         if there:
             self._missed.pop(lease, None)
@@ -186,12 +186,13 @@ async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[
         there = await machines.there()
         for member in members:
             lease = there.get(member.id)
-            if machines.gone(member.id, lease is not None):
-                return MachineError(member, "its lease is gone", "See whether it runs, and reaches Redis.")
+            here = lease is not None and lease.facts["launch"] == call.id
+            if machines.gone(member.id, here):
+                if lease is None:
+                    return MachineError(member, "its lease is gone", "See whether it runs, and reaches Redis.")
+                found = f"machine {lease.facts['node']} in launch {lease.facts['launch']} of another"
+                return StaleTermError("this process to lead the learner", found, "Let that one go on, or stop it.")
             if lease is not None:
-                if lease.facts["launch"] != call.id:
-                    found = f"machine {lease.facts['node']} in launch {lease.facts['launch']} of another"
-                    return StaleTermError("this process to lead the learner", found, "Let that one go on, or stop it.")
                 try:
                     _judge(lease, call)
                 except MachineError as error:

@@ -249,6 +249,7 @@ async def test_a_newer_launch_takes_the_place_of_one_whose_leader_is_gone(world:
 async def test_a_leader_whose_machines_follow_another_is_over(
     world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(machines, "_BACK_SECONDS", 0.3)
     monkeypatch.setattr(machines, "_REPORT_SECONDS", 0.2)
     here = world(2)
     async with here.following(1, FOREVER):
