@@ -237,17 +237,21 @@ async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str
 async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: Any, model: Path) -> None:
     """A prompt beyond one block of the key-value cache (128 tokens on CPU), again and again, over swaps."""
     reference, prompt = Reference(model), [3 + place % 40 for place in range(150)]
-    asked = {"model": "replica-test", "prompt": prompt, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
-    answers = []
+    asked = {"model": "replica-test", "max_tokens": 24, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    chat = asked | {"messages": [{"role": "user", "content": "0123456789" * 15}]}
+    base, answers = f"http://{there.lease.http_address}/v1", []
     for version, weights in enumerate(versions(model, 3), start=1):
         await learner.push(there.weights, version, weights)
         reference.load(weights)
         ids, _ = reference.greedy(prompt, 24)
         for own in ({}, {"cache_salt": "mine"}, {}):
-            body = asked | {"ignore_eos": True} | own
-            told = json.loads(await read(f"http://{there.lease.http_address}/v1/completions", body))
+            body = asked | {"prompt": prompt} | own
+            told = json.loads(await read(f"{base}/completions", body))
             assert told["choices"][0]["token_ids"] == ids
         answers.append(ids)
+        told = json.loads(await read(f"{base}/chat/completions", chat))
+        assert len(told["prompt_token_ids"]) > 128
+        assert told["choices"][0]["token_ids"] == reference.greedy(told["prompt_token_ids"], 24)[0]
     assert len({tuple(ids) for ids in answers}) == 3, "the versions could not be told apart"
 
 

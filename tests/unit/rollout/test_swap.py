@@ -65,6 +65,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.served: tuple[int, int, float] | None = None
         self.served_slot: Slot | None = None
         self.staged: tuple[int, int, float, Slot] | None = None
+        self.salted: dict[str, float | None] = {}
         self.term = self.failures = self.numbers = 0
 
     def teardown(self) -> None:
@@ -208,6 +209,12 @@ class SwapMachine(RuleBasedStateMachine):
             assert {float(x) for view in self.engine.weights.values() for x in view.ravel()} == {self.served[2]}
             assert self.announced[-1] == self.served[1]
 
+    @invariant()
+    def no_two_weights_share_cached_prefixes(self) -> None:
+        salt = self.loop.run_until_complete(self.swapper.steady_salt())
+        value = self.served[2] if self.served else None
+        assert self.salted.setdefault(salt, value) == value
+
 
 SwapMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestSwaps = SwapMachine.TestCase
@@ -269,8 +276,11 @@ async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     assert not swapper.steady.is_set()
+    salt = asyncio.ensure_future(swapper.steady_salt())
+    await asyncio.sleep(0)
+    assert not salt.done(), "what is submitted now is computed with the new weights"
     engine.may_load.set()
-    await swapper.steady.wait()
+    assert (await salt).startswith("1.1.")
     assert swapper.version == 1
     assert not engine.paused
 
