@@ -16,6 +16,7 @@ from polyreme import rpc
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
+from polyreme_reward.server import serve
 from support.configs import run_config
 from support.rewards import reward_config
 
@@ -69,6 +70,18 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
         assert await asyncio.wait_for(process.wait(), 10) == 0
         assert await Registry(reward_run).leases("reward") == []
         assert not [child for child in children if child.is_running()]
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "told"),
+    [("127.0.0.1", None, "127.0.0.1:own"), ("0.0.0.0", "proxy", "proxy:own"), ("127.0.0.1", "proxy:80", "proxy:80")],
+)
+async def test_what_is_told_others(host: str, advertise: str | None, told: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with serve(reward_config({"name": "exact"}), host, port, advertise=advertise) as addresses:
+        assert addresses.grpc == told.replace("own", str(port))
+        assert addresses.http.partition(":")[0] == told.partition(":")[0]
 
 
 async def test_a_killed_server_leaves_no_process_behind(redis_url: str, reward_run: Run) -> None:

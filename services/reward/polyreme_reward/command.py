@@ -23,9 +23,22 @@ def reward(
     redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with a `reward` section: serve it without a run.")] = None,
-    host: Annotated[str, typer.Option(help="Address to bind, gRPC and HTTP.")] = "127.0.0.1",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to serve on; without it, this machine's on the way to Redis, or loopback without a run.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: a free one.")] = 0,
     http_port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")] = 0,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Where the trainer reaches the gRPC port, when that is not where it serves: behind a proxy.",
+        ),
+    ] = None,
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
 ) -> None:
     """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
@@ -35,7 +48,7 @@ def reward(
         return
     if config is None and redis is None:
         raise ConfigError("--redis URL or --config FILE", "neither", "Name the run's Redis, or a YAML file to serve alone.")
-    asyncio.run(_serve(redis, run, config, Place(host, port, http_port), wait))
+    asyncio.run(_serve(redis, run, config, Place(host, port, http_port, advertise), wait))
 
 
 def _test(words: list[str], config: Path | None) -> None:
@@ -50,11 +63,12 @@ def _test(words: list[str], config: Path | None) -> None:
 
 
 class Place(NamedTuple):
-    """Where to serve; port 0 takes a free one."""
+    """Where to serve; port 0 takes a free one, host None the interface towards Redis. `advertise`: where others reach it instead."""
 
-    host: str
+    host: str | None
     port: int
     http_port: int
+    advertise: str | None
 
 
 async def _serve(redis: str | None, run_id: str | None, path: Path | None, place: Place, wait: float) -> None:
@@ -62,7 +76,9 @@ async def _serve(redis: str | None, run_id: str | None, path: Path | None, place
 
     stop = stop_event()
     if path is not None:
-        async with serve(load_reward_config(path), *place) as addresses:
+        async with serve(
+            load_reward_config(path), place.host or "127.0.0.1", place.port, place.http_port, advertise=place.advertise
+        ) as addresses:
             await _until(stop, addresses.grpc, addresses.url)
         return
     from polyreme.log.run import Run
@@ -73,9 +89,11 @@ async def _serve(redis: str | None, run_id: str | None, path: Path | None, place
     try:
         run = await Run.attach(client, run_id, wait, ended=False)
         settings = (await run.config()).reward
-        name = address_towards(str(redis)) if place.host in WILDCARDS else place.host
+        interface = address_towards(str(redis))
+        host = place.host or interface
+        advertise = place.advertise or (interface if host in WILDCARDS else None)
         following = run.telling(stop) if run_id is None else nullcontext()
-        async with serve(settings, *place, run, name) as addresses, following:
+        async with serve(settings, host, place.port, place.http_port, run, advertise) as addresses, following:
             await _until(stop, addresses.grpc, addresses.url)
     finally:
         await client.aclose()

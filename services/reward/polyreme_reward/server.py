@@ -39,7 +39,7 @@ async def serve(
     port: int = 0,
     http_port: int = 0,
     run: Run | None = None,
-    name: str | None = None,
+    advertise: str | None = None,
 ) -> AsyncIterator[Addresses]:
     """Loads the rewards and serves them until the block ends, then drains.
 
@@ -49,7 +49,7 @@ async def serve(
         port: of gRPC; 0 takes a free one.
         http_port: of HTTP; 0 takes a free one.
         run: where to register; None: nowhere.
-        name: what others reach this host by; None: `host`, or of a wildcard this machine's name.
+        advertise: where others reach it instead: a host, or host:port of gRPC; None: `host`, or of a wildcard this machine's name.
 
     Raises:
         ConfigError: a reward cannot be loaded, a port is taken, `security` cannot be used. UnavailableError: loading takes too long.
@@ -65,9 +65,10 @@ async def serve(
         server = await stack.enter_async_context(
             rpc.serve(host, port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
         )
+        name, _, reached = (advertise or "").partition(":")
         name = name or (socket.gethostname() if host in WILDCARDS else host)
         scheme = "https" if config.security and config.security.certificate else "http"
-        addresses = Addresses(f"{name}:{server.port}", f"{name}:{http}", f"{scheme}://{name}:{http}/")
+        addresses = Addresses(f"{name}:{reached or server.port}", f"{name}:{http}", f"{scheme}://{name}:{http}/")
         await server.set_ready(True)
         ready[0] = True
         try:
