@@ -17,7 +17,16 @@ from polyreme.registry import Registry
 from support.driver import Storm, table
 from support.faults import PHASES, Fault, schedule
 from support.nursery import Nursery
-from support.storms import MODULES, real_storm, records, simulated_storm, start_supervisor, verdict, weights_verdict
+from support.storms import (
+    MODULES,
+    REAL_REPLICAS,
+    real_storm,
+    records,
+    simulated_storm,
+    start_supervisor,
+    verdict,
+    weights_verdict,
+)
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
 TRAIN_SECONDS = 0.03
@@ -130,9 +139,9 @@ async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
 @pytest.mark.real
 @pytest.mark.timeout(1500)
 async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
-    """vLLM, megatron-core on two tensor ranks, and all the rest. A killed learner must train to the same numbers again."""
+    """Two vLLM, megatron-core on two tensor ranks, asynchrony, and all the rest. A killed learner must train to the same numbers again."""
     seed, iterations = seed_of(300), 400
-    faults = schedule(seed, 30, 1, (*DIRECT, "supervisor"), pace=6.0)
+    faults = schedule(seed, 30, REAL_REPLICAS, (*DIRECT, "supervisor"), pace=6.0)
     faults = [replace(fault, action="kill" if fault.action == "usurp" else fault.action) for fault in faults]
     faults.insert(15, Fault("plan", "after", 0.0, "redis", "stop", 20.0, 4.0))
     print(f"seed {seed}:", *faults, sep="\n  ")

@@ -40,6 +40,7 @@ class Part:
     """One process of the run, with a way to Redis of its own. It is started again when it ends.
 
     `forked`: from the nursery; else it is a new interpreter, as what forks or imports torch must be.
+    `drained`: the process that was told to end.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Part:
     born: Born | None = None
     forked: bool = True
     pause: float = 0.0
+    drained: Born | None = None
     ends: Counter[str] = field(default_factory=Counter)
 
 
@@ -152,11 +154,11 @@ class Storm:
             await born.over.wait()
             if part.born is not born:
                 continue
-            if born.status == 0:
+            if born.status == 0 and part.drained is not born:
                 return
             if not part.forked:
                 born.end_group()
-            if born.status != -signal.SIGKILL:
+            if born.status not in (0, -signal.SIGKILL):
                 self._note(f"{part.name} ended with {born.status}: {self._last_words(part)}")
                 part.ends[f"{born.status}"] += 1
             await asyncio.sleep(part.pause or 0.05)
@@ -319,6 +321,10 @@ class Storm:
                 part.pause = fault.seconds
                 with suppress(ProcessLookupError):  # it has just ended by itself
                     os.kill(pid, signal.SIGKILL)
+            case "term":
+                part.pause, part.drained = fault.seconds, part.born
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
             case "stop":
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGSTOP)

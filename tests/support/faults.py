@@ -50,11 +50,14 @@ ACTIONS: Mapping[str, Mapping[str, float]] = {
     "redis": {"kill": 2, "stop": 1},
     "orchestrator": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
     "learner": {"kill": 5, "stop": 1, "cut": 1, "usurp": 1},
-    "rollout": {"kill": 4, "stop": 2, "cut": 2},
-    "reward": {"kill": 2, "stop": 1},
+    "rollout": {"kill": 4, "stop": 2, "cut": 2, "term": 2},
+    "reward": {"kill": 2, "stop": 1, "cut": 1, "term": 2},
     "supervisor": {"kill": 1},
 }
-WEIGHTS = {"redis": 3, "orchestrator": 6, "learner": 6, "rollout": 6, "reward": 2, "supervisor": 2}
+"""By victim, with their weights. `term` drains a server; a new one takes its place when it has ended."""
+BEYOND_ITS_LEASE = {"rollout": 0.1, "reward": 0.25}
+"""How many of a victim's stops outlast its lease."""
+WEIGHTS = {"redis": 3, "orchestrator": 6, "learner": 6, "rollout": 6, "reward": 3, "supervisor": 2}
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,13 @@ def schedule(seed: int, count: int, replicas: int, victims: Sequence[str], pace:
     for phase, victim in zip(_evenly(rng, phases, count), _victims(rng, victims, count), strict=True):
         actions = ACTIONS[victim]
         action = rng.choices(list(actions), list(actions.values()))[0]
-        seconds = rng.uniform(0.0, 0.3) if action == "kill" else rng.choice([rng.uniform(0.1, 0.6), rng.uniform(0.5, 2.0)])
+        seconds = (
+            rng.uniform(0.0, 0.3) if action in ("kill", "term") else rng.choice([rng.uniform(0.1, 0.6), rng.uniform(0.5, 2.0)])
+        )
+        if action == "stop" and rng.random() < BEYOND_ITS_LEASE.get(victim, 0.0):
+            seconds = 12.0
         if victim == "rollout":
             victim = f"rollout-{rng.randrange(replicas)}"
-            if action == "stop" and rng.random() < 0.1:
-                seconds = 12.0  # its lease ends meanwhile
         kind = PHASES[phase]
         faults.append(
             Fault(phase, rng.choice(kind.moments), rng.uniform(*kind.spread), victim, action, seconds, rng.expovariate(1 / pace))

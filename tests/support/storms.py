@@ -37,19 +37,20 @@ MODULES = (
 )
 SAME_IN_A_REPLAY = ("weights", "loss/policy", "grad_norm", "reward/mean", "mismatch_kl", "tokens/generated")
 
+REAL_REPLICAS = 2
 REAL_PATIENCE = 60.0  # vLLM or megatron-core may have to start again first
 
 REWARD = '''
-import os, socket, time
+import os, socket, time, zlib
 
 def reward(response, label):
-    """1 for the right answer; it tells the driver that scoring goes on."""
+    """1 for the right answer; it tells the driver that scoring goes on. A rare answer takes long."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
         try:
             wire.sendto(b"score", {path!r})
         except OSError:
             pass  # the driver has ended
-    time.sleep(0.005)
+    time.sleep(2.0 if {rare} and zlib.crc32(response.encode()) % {rare} == 0 else 0.005)
     return float(label in response)
 '''
 
@@ -83,11 +84,17 @@ async def _ground(
             await storm.close()
 
 
-def _telling_reward(folder: Path) -> dict[str, Any]:
-    """Writes the reward into a new folder, and gives its configuration."""
+def _telling_reward(folder: Path, rare: int = 0) -> dict[str, Any]:
+    """Writes the reward into a new folder, and gives its configuration. One answer of `rare` takes it seconds; 0: none."""
     folder.mkdir(parents=True)
-    (folder / "telling.py").write_text(REWARD.format(path=str(folder / "wire")))
+    (folder / "telling.py").write_text(REWARD.format(path=str(folder / "wire"), rare=rare))
     return {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 60.0}
+
+
+async def _linked(storm: Storm, name: str) -> tuple[str, ...]:
+    """Options of a server whose clients reach it by a way that can be cut."""
+    port = free_port()
+    return ("--port", str(port), "--advertise", f"127.0.0.1:{await storm.link(name, port)}")
 
 
 @asynccontextmanager
@@ -111,16 +118,16 @@ async def simulated_storm(
     sections = {
         "iterations": iterations,
         "rollout": {"start_timeout": 90.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
-        "reward": _telling_reward(folder),
+        "reward": _telling_reward(folder, rare=200),
         "trainer": {"save_interval": 3, "max_restarts": 1000},
         **sections,
     }
     async with _ground(nursery, folder, seed, config_tree(folder, ROWS, **sections), model_files(), 3.0) as storm:
         for place in range(3):
-            name, port = f"rollout-{place}", free_port()
-            reached = ("--port", str(port), "--advertise", f"127.0.0.1:{await storm.link(name, port)}")
+            name = f"rollout-{place}"
+            reached = await _linked(storm, name)
             await storm.start(name, "polyreme_rollout.simulation", "--step-seconds", str(step_seconds), *reached)
-        await storm.start("reward", "polyreme", "reward")
+        await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
         if supervised:
             await start_supervisor(storm, train_seconds)
         else:
@@ -140,9 +147,9 @@ def _real_task(folder: Path, iterations: int) -> Path:
     reward = _telling_reward(folder)
     path = make_task(folder)
     tree = yaml.safe_load(path.read_text())
-    tree |= {"name": "storm", "iterations": iterations, "groups_per_iteration": 4, "reward": reward}
+    tree |= {"name": "storm", "iterations": iterations, "groups_per_iteration": 4, "max_staleness": 1, "reward": reward}
     tree["data"].pop("eval")
-    tree["rollout"] |= {"start_timeout": 240.0, "chunk_timeout": 10.0}
+    tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 240.0, "chunk_timeout": 10.0, "kv_cache_mib": 32}
     tree["trainer"] |= {"save_interval": 2, "max_restarts": 1000}
     tree["trainer"]["sft"][0]["steps"] = 20
     path.write_text(yaml.safe_dump(tree))
@@ -152,13 +159,15 @@ def _real_task(folder: Path, iterations: int) -> Path:
 
 @asynccontextmanager
 async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int) -> AsyncIterator[Storm]:
-    """A run of vLLM and megatron-core (tensor parallel 2) under way, with `polyreme train`."""
+    """A run of two vLLM and megatron-core (tensor parallel 2), asynchronous, under way with `polyreme train`."""
     path = _real_task(folder, iterations)
     config = load_config(path)
     async with _ground(nursery, folder, seed, config, read_model_files(config.model.path), REAL_PATIENCE) as storm:
         run = ("--run", storm.run.run_id, "--log-dir", str(folder))
-        await storm.start("rollout-0", "polyreme", "rollout", forked=False)
-        await storm.start("reward", "polyreme", "reward")
+        for place in range(REAL_REPLICAS):
+            name = f"rollout-{place}"
+            await storm.start(name, "polyreme", "rollout", *await _linked(storm, name), forked=False)
+        await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
         await storm.start("supervisor", "polyreme", "train", str(path), *run, forked=False)
         yield storm
 
