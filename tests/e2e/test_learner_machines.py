@@ -25,9 +25,11 @@ from polyreme.log.run import Run, RunState
 from polyreme.log.store import connect
 from polyreme.rundir import read_model_files
 from support.configs import run_config
+from support.differing_weights import compare
 from support.filled_log import fill
 from support.machines import Machine, Network, redis_on
 from support.models import tiny_model
+from support.ranks import run_ranks
 from support.whole_run import make_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.real]
@@ -181,6 +183,12 @@ async def test_a_machine_that_is_cut_off_holds_nothing_up(net: Network, run_id: 
         assert not made.pids(RANK="0")
         other.heal()
         await made.done()
+
+
+def test_machines_that_read_other_weights_do_not_train(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        tiny_model("tied", tmp_path / name, seed=seed)
+    run_ranks(compare, 2, str(tmp_path))
 
 
 async def test_the_documented_commands_train_on_two_machines(net: Network, tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""A program for two data ranks, as of two machines: they read one model, and then each another."""
+
+from pathlib import Path
+
+import torch
+
+from polyreme.config import ModelConfig, ParallelConfig
+from polyreme.errors import ConfigError
+from polyreme_trainer.model.build import init_parallel
+from polyreme_trainer.model.device import Device
+from polyreme_trainer.model.policy import build_policy, check_same_weights
+from support.configs import run_config
+
+
+def compare(folder: str) -> None:
+    """Models are in `folder`: a and b."""
+    device = Device("cpu")
+    init_parallel(ParallelConfig(data=2), device)
+    own = "ab"[torch.distributed.get_rank()]
+    for name, found in (("a", "the same"), (own, "others")):
+        config = run_config(Path(folder), model=ModelConfig(path=Path(folder) / name))
+        try:
+            check_same_weights(build_policy(config, device))
+            assert found == "the same"
+        except ConfigError as error:
+            assert found == "others" and "the same weights at model.path" in str(error)
