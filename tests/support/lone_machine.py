@@ -13,7 +13,7 @@ from polyreme import logs
 from polyreme.lifecycle import exit_on_error, stop_event
 from polyreme.log.run import Run
 from polyreme.log.store import connect
-from polyreme_trainer.machines import follow
+from polyreme_trainer.machines.follow import follow
 from polyreme_trainer.supervisor import Trainer, trainer_units
 
 RANK = ("-m", "support.lone_rank")

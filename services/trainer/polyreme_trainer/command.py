@@ -21,7 +21,7 @@ from polyreme.plan import plan_lines
 from polyreme.redis_url import redis_option
 from polyreme.rundir import RunFile, check_inputs, claim, next_attempt, open_run, owned
 from polyreme_trainer.exporter import export
-from polyreme_trainer.machines import follow
+from polyreme_trainer.machines.follow import follow
 from polyreme_trainer.supervisor import MeetingPlace, Trainer, trainer_units
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from polyreme.config import ParallelConfig, RunConfig
 from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermError, UnavailableError
 from polyreme.log.run import Run, RunState
 from polyreme.registry import Lease, Registry
-from polyreme_trainer import machines
-from polyreme_trainer.machines import MachineError, follow, lead
+from polyreme_trainer.machines.follow import follow
+from polyreme_trainer.machines.launch import _BACK_SECONDS, MachineError, Machines
+from polyreme_trainer.machines.lead import lead
 from support.configs import run_config
 
 PLACE = "127.0.0.1:29999"
@@ -99,7 +100,7 @@ def of(node: int, launch: str, **facts: Any) -> Lease:
 
 async def the_call(run: Run) -> Lease:
     async def look() -> Lease | None:
-        return await machines.Machines(run).call()
+        return await Machines(run).call()
 
     found = await run.until(look, within=10)
     assert found is not None
@@ -134,8 +135,8 @@ async def test_what_another_machine_says_for_good_ends_the_launch(world: Callabl
 async def test_the_end_of_a_machines_ranks_ends_all_others(
     world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "_BACK_SECONDS", 0.3)
-    monkeypatch.setattr(machines, "_REPORT_SECONDS", 0.3)
+    monkeypatch.setattr("polyreme_trainer.machines.launch._BACK_SECONDS", 0.3)
+    monkeypatch.setattr("polyreme_trainer.machines.lead._REPORT_SECONDS", 0.3)
     here = world(2)
     async with here.following(1, FOREVER):
         assert await here.lead("sys.exit(3)") == 3
@@ -150,8 +151,8 @@ async def test_the_end_of_a_machines_ranks_ends_all_others(
 
 
 async def test_a_machine_that_is_gone_ends_the_launch(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "_BACK_SECONDS", 0.3)
-    monkeypatch.setattr(machines, "_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr("polyreme_trainer.machines.launch._BACK_SECONDS", 0.3)
+    monkeypatch.setattr("polyreme_trainer.machines.lead._REPORT_SECONDS", 0.2)
     here = world(2)
     leading = asyncio.create_task(lead(here.run, here.config, here.url, "10.0.0.1:9", here.folder, (), here.agent(FOREVER)))
     call = await the_call(here.run)
@@ -163,10 +164,10 @@ async def test_a_machine_that_is_gone_ends_the_launch(world: Callable[[int], Wor
 
 
 async def test_a_lease_that_comes_back_in_time_is_not_gone(world: Callable[[int], World]) -> None:
-    seen = machines.Machines(world(2).run)
+    seen = Machines(world(2).run)
     assert not seen.gone("a", there=False)
     assert not seen.gone("a", there=True)
-    seen._missed["a"] = time.monotonic() - machines._BACK_SECONDS - 1
+    seen._missed["a"] = time.monotonic() - _BACK_SECONDS - 1
     assert seen.gone("a", there=False)
 
 
@@ -179,7 +180,7 @@ async def test_a_dead_machines_lease_is_not_asked_again(world: Callable[[int], W
 
 
 async def test_missing_machines_are_told_and_waited_for(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "_NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("polyreme_trainer.machines.lead._NOTICE_SECONDS", 0.1)
     here = world(3)
     impatient = here.config.rollout.model_copy(update={"start_timeout": 0.4})
     here.config = here.config.model_copy(update={"rollout": impatient})
@@ -200,7 +201,7 @@ async def test_a_stop_ends_the_wait(world: Callable[[int], World]) -> None:
 
 
 async def test_another_file_system_or_model_is_an_error(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "_FILES_SECONDS", 0.1)
+    monkeypatch.setattr("polyreme_trainer.machines.launch._FILES_SECONDS", 0.1)
     here = world(2)
     elsewhere = here.config.model_copy(update={"output_dir": here.folder / "elsewhere"})
     following = asyncio.create_task(follow(here.run, elsewhere, here.url, 1, here.stop, (), here.agent(WELL)))
@@ -227,7 +228,7 @@ async def test_a_newer_launch_takes_the_place_of_one_whose_leader_is_gone(world:
         keeper = await registry.register(Lease("learner", name, PLACE, "", 1, facts))
 
         async def answered() -> Lease | None:
-            return (await machines.Machines(here.run).answers(name)).get(1)
+            return (await Machines(here.run).answers(name)).get(1)
 
         answer = await here.run.until(answered, within=10)
         assert answer is not None
@@ -249,8 +250,8 @@ async def test_a_newer_launch_takes_the_place_of_one_whose_leader_is_gone(world:
 async def test_a_leader_whose_machines_follow_another_is_over(
     world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machines, "_BACK_SECONDS", 0.3)
-    monkeypatch.setattr(machines, "_REPORT_SECONDS", 0.2)
+    monkeypatch.setattr("polyreme_trainer.machines.launch._BACK_SECONDS", 0.3)
+    monkeypatch.setattr("polyreme_trainer.machines.lead._REPORT_SECONDS", 0.2)
     here = world(2)
     async with here.following(1, FOREVER):
         first = asyncio.create_task(here.lead(FOREVER))
