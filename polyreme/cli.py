@@ -4,12 +4,15 @@ Services add theirs through the entry-point group `polyreme.commands`: a functio
 fast, and shows what is installed in this image.
 """
 
+import ast
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -35,8 +38,7 @@ def commands() -> list[Command]:
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.audit", "audit")),
     ]
     for point in sorted(entry_points(group="polyreme.commands")):
-        summary = point.dist.metadata["Summary"] if point.dist else ""
-        found.append(Command(point.name, summary, point.load))
+        found.append(Command(point.name, _first_line(point), point.load))
     return found
 
 
@@ -68,6 +70,16 @@ def main() -> None:
 
 def _not_imported() -> None:
     raise AssertionError("a subcommand other than the one on the command line cannot run")
+
+
+def _first_line(point: EntryPoint) -> str:
+    """Of a function's docstring, read from the source: importing it may take seconds."""
+    package, *inside = point.module.split(".")
+    spec = find_spec(package)
+    [folder] = spec.submodule_search_locations or [] if spec else []
+    source = Path(folder, *inside).with_suffix(".py").read_text()
+    [function] = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == point.attr]
+    return (ast.get_docstring(function) or "").partition("\n")[0]
 
 
 def _attribute(module: str, name: str) -> Any:
