@@ -5,6 +5,7 @@ fast, and shows what is installed in this image.
 """
 
 import ast
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show ends no run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would not end a container's first process
     with exit_on_error("polyreme"):
         build_app(sys.argv[1:])(prog_name="polyreme")
 

@@ -74,8 +74,8 @@ class Place(NamedTuple):
 async def _serve(redis: str | None, run_id: str | None, path: Path | None, place: Place, wait: float) -> None:
     from polyreme_reward.server import serve
 
-    stop = stop_event()
     if path is not None:
+        stop = stop_event()
         async with serve(
             load_reward_config(path), place.host or "127.0.0.1", place.port, place.http_port, advertise=place.advertise
         ) as addresses:
@@ -88,6 +88,7 @@ async def _serve(redis: str | None, run_id: str | None, path: Path | None, place
     client = await connect(str(redis))
     try:
         run = await Run.attach(client, run_id, wait, ended=False)
+        stop = stop_event()  # until here there is nothing to end in order
         settings = (await run.config()).reward
         interface = address_towards(str(redis))
         host = place.host or interface
