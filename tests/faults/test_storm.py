@@ -97,6 +97,29 @@ async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+async def test_servers_that_leave_take_no_group_along(tmp_path: Path) -> None:
+    """Many answers take long, and no other process dies whose successor would take up what was lost."""
+    faults = [Fault("score", "after", 0.5, victim, action, away, gap) for victim, action, away, gap in (
+        ("reward", "term", 0.1, 1.0), ("rollout-0", "term", 0.1, 1.0), ("reward", "term", 0.3, 2.0), ("reward", "stop", 14.0, 8.0),
+        ("reward", "term", 0.0, 15.0), ("rollout-1", "term", 0.3, 1.0), ("reward", "cut", 2.0, 1.0), ("reward", "term", 0.1, 4.0),
+    )]  # fmt: skip
+    nursery = await Nursery.open(MODULES)
+    try:
+        async with simulated_storm(
+            nursery, tmp_path / "run", 0, iterations=40, supervised=True, max_staleness=1, rare=30
+        ) as s:  # fmt: skip
+            await s.running(60.0)
+            assert await s.rage(faults) == len(faults)
+            await s.calm()
+            wrong = await verdict(s, await s.wait(120.0), 40) + await weights_verdict(s, 40)
+            assert not wrong, "\n".join([*wrong, *s.notes])
+            print(table([s]))
+    finally:
+        await nursery.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_redis_stands_still_for_20_seconds_and_is_killed(tmp_path: Path) -> None:
     faults = [Fault(phase, "after", 0.01, "redis", action, away, 1.0) for phase, action, away in (
         ("generate", "stop", 20.0), ("train", "kill", 0.5), ("append", "stop", 20.0), ("plan", "kill", 3.0),

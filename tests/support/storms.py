@@ -85,7 +85,7 @@ async def _ground(
 
 
 def _telling_reward(folder: Path, rare: int = 0) -> dict[str, Any]:
-    """Writes the reward into a new folder, and gives its configuration. One answer of `rare` takes it seconds; 0: none."""
+    """Writes the reward into a new folder, and gives its configuration. One answer of `rare` takes it two seconds; 0: none."""
     folder.mkdir(parents=True)
     (folder / "telling.py").write_text(REWARD.format(path=str(folder / "wire"), rare=rare))
     return {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 60.0}
@@ -107,18 +107,20 @@ async def simulated_storm(
     supervised: bool,
     step_seconds: float = 0.003,
     train_seconds: float = 0.03,
+    rare: int = 200,
     **sections: Any,
 ) -> AsyncIterator[Storm]:
     """A run with three simulated replicas under way.
 
     Args:
         supervised: whether a supervisor keeps orchestrator and learner, or the driver itself.
+        rare: one answer of so many takes the reward two seconds.
         sections: of the configuration: see `config_tree`.
     """
     sections = {
         "iterations": iterations,
         "rollout": {"start_timeout": 90.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
-        "reward": _telling_reward(folder, rare=200),
+        "reward": _telling_reward(folder, rare),
         "trainer": {"save_interval": 3, "max_restarts": 1000},
         **sections,
     }
