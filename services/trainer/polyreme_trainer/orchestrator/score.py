@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -26,6 +26,8 @@ from polyreme.registry import Lease
 from polyreme_trainer.orchestrator.servers import Servers
 
 _log = logging.getLogger(__name__)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0  # seconds between two tries of a group, doubling
 _OK = reward_pb2.SCORE_STATUS_OK
 
 
@@ -143,6 +145,7 @@ class Rewards:
         self._leases = Servers(run, "reward")
         self._servers: dict[str, _Server] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._joined = asyncio.Event()  # set, and another put in its place, when a server is new
         self._grace = min(config.item_timeout + 1.0, 30.0)  # as long as a server drains
         self.health = Health(config.start_timeout)
 
@@ -164,6 +167,9 @@ class Rewards:
             leaving.add_done_callback(self._leaving.discard)
         for new in leases.keys() - self._servers.keys():
             self._servers[new] = _Server(leases[new], rpc.connect(leases[new].address, self._config.security))
+            self._joined.set()
+        if self._joined.is_set():
+            self._joined = asyncio.Event()
 
     async def close(self) -> None:
         for leaving in self._leaving:
@@ -199,8 +205,9 @@ class Rewards:
             attempts += outcome.counts
             await self._judge(outcome, attempts, f"{len(questions) - len(scored)} of {len(questions)} samples")
             pauses += 1
-            backoff = outcome.retry_after or min(5.0, 0.25 * 2.0 ** min(pauses, 5))
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+            backoff = outcome.retry_after or min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(pauses - 1, 5))
+            with suppress(TimeoutError):  # a new server is asked at once
+                await asyncio.wait_for(self._joined.wait(), backoff * random.uniform(0.5, 1.5))
 
     async def _judge(self, outcome: _Try, attempts: int, which: str) -> None:
         """Raises when asking again has no point; says so when it takes an outage to be the reason."""
