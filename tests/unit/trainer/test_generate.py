@@ -85,7 +85,7 @@ async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
 
 
 async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monkeypatch):
-    slow = {"step_seconds": 0.002, "lengths": Lengths(1e9)}
+    slow = {"step_seconds": 0.01, "lengths": Lengths(1e9)}  # several messages' time
     cut, other = await world.start(slow, slow)
     arrived = Claim.arrived
     responses = []
