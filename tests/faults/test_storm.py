@@ -77,7 +77,7 @@ async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> 
     """It stands still for longer than its lease lasts, with samples under way and weights on their way to it."""
     nursery = await Nursery.open(MODULES)
     try:
-        async with simulated_storm(nursery, tmp_path / "run", 0, iterations=10_000, supervised=False) as s:
+        async with simulated_storm(nursery, tmp_path / "run", 0, iterations=10_000, supervised=False, rare=0) as s:
             await s.running(60.0)
             replicas = {lease.id for lease in await Registry(s.run).wait_for("rollout", 3, 30.0)}
             await s.rage([Fault("chunk", "after", 0.03, "rollout-0", "stop", 12.0, 0.0)])
