@@ -4,6 +4,7 @@ A server is not ready until its owner says so, and a call never waits without a 
 With a SecurityConfig, nothing but health is answered without the token.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -109,6 +110,12 @@ def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Ch
         return _Bearing(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), secure.token(security) or "")
     name = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
     return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=(*_CHANNEL_OPTIONS, *name))
+
+
+def channel_closed() -> bool:
+    """Whether the CancelledError at hand is gRPC's word for a channel that was closed under a call: nobody has cancelled this task."""
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
 
 
 class _Bearing(grpc.aio.Channel):

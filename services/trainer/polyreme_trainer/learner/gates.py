@@ -201,7 +201,6 @@ async def _ask(
     )
     ids: list[list[np.ndarray]] = [[] for _ in range(samples)]
     logprobs: list[list[np.ndarray]] = [[] for _ in range(samples)]
-    task = asyncio.current_task()
     try:
         stream = aiter(stub.Generate(request, timeout=CALL_SECONDS))
         while True:
@@ -217,9 +216,9 @@ async def _ask(
     except TimeoutError:
         raise ReplicaLostError(f"no token within {questions.silence:g} s") from None
     except asyncio.CancelledError:
-        if task is None or task.cancelling():
+        if not rpc.channel_closed():
             raise
-        raise ReplicaLostError("its server or the channel closed under the call") from None  # gRPC's way to say so
+        raise ReplicaLostError("its server or the channel closed under the call") from None
     return [
         Answer(prompt, np.concatenate(i).astype(np.int64), np.concatenate(p).astype(np.float32))
         for i, p in zip(ids, logprobs, strict=True)

@@ -252,9 +252,8 @@ class Rewards:
             server.resting_until = now + 5.0
             return _Try(trouble=trouble, counts=False, outage=True)
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if not rpc.channel_closed():
                 raise
-            # so a call ends whose channel is closed under it
             return _Try(trouble=f"reward server {server.lease.id} left", counts=False, outage=True)
         return _sort(response, items, positions)
 
@@ -273,12 +272,6 @@ def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreIt
             status = reward_pb2.ScoreStatus.Name(result.status).removeprefix("SCORE_STATUS_").lower()
             outcome.trouble = outcome.trouble or f"{status}: {result.message}"
     return outcome
-
-
-def _is_cancelled() -> bool:
-    """Whether it is this task that somebody cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _describe(server: _Server) -> str:
