@@ -23,7 +23,7 @@ demo: env
 test: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
-## test-light: what needs neither vLLM nor learner ranks, in three minutes
+## test-light: what needs neither vLLM nor several learner ranks
 test-light: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow and not real" $(ARGS)
 
