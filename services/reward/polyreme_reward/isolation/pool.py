@@ -3,7 +3,7 @@ for what it does to a worker that nothing else has marked.
 
 Items go to a worker in small batches and are answered one by one. When a worker falls silent past an item's deadline it is killed:
 that item is TIMEOUT, those behind it go back to the queue. When a worker dies, the item under way is asked once more, alone, on a
-fresh worker, unless the worker was fresh: what killed it may have been left there by an earlier item.
+fresh worker: what killed the first may have been left there by an earlier item, or have come from outside.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class _Job:
     def __init__(self, index: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
         self.index, self.fields, self.answer = index, tuple(item), answer
         self.chars = sum(map(len, item))
-        self.suspect = False  # it was under way when a used worker failed: next time it goes alone, to a fresh one
+        self.suspect = False  # it was under way when a worker failed: next time it goes alone, to a fresh one
 
 
 class WorkerPool:
@@ -139,22 +139,22 @@ class WorkerPool:
                 async with asyncio.timeout(self._item_timeout):
                     outcome, retire, marked = _reply(await worker.receive())
                 worker.marked |= marked
-                doubt = retire and outcome.status is not Status.OK
+                doubt = retire and outcome.status is not Status.OK and not first
             except TimeoutError:
                 outcome = failed(
                     Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none, the worker was ended"
                 )
-                retire, doubt = True, worker.marked
+                retire, doubt = True, worker.marked and not first
                 self._metrics.workers_replaced.labels("timeout").inc()
             except Gone as gone:
                 outcome = failed(Status.ERROR, f"the worker process {gone}")
-                retire, doubt = True, True
+                retire, doubt = True, not job.suspect
                 self._metrics.workers_replaced.labels("exit").inc()
             except (ValueError, TypeError, AttributeError) as error:
                 outcome = failed(Status.INVALID, f"the worker's reply is no reply: {error}")
                 retire, doubt = True, False
             waiting.popleft()
-            if doubt and not first:
+            if doubt:
                 job.suspect = True
                 waiting.appendleft(job)
             elif not job.answer.done():
