@@ -42,6 +42,8 @@ _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
 _STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
+_UNHEARD = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
+"""How a trainer ends that is told to before it listens: by the signal, or by the KeyboardInterrupt that is made of it."""
 
 
 def up(
@@ -185,7 +187,7 @@ class _Session:
         """The exit status of a trainer that ended well. Raises why it did not."""
         error = training.exception()
         if isinstance(error, ChildFailedError):
-            if self._stopped_by and error.child.poll() == -signal.SIGTERM:  # so early that it did not listen yet
+            if self._stopped_by and error.child.poll() in _UNHEARD:
                 self._say("stopped before anything was trained")
                 return 128 + self._stopped_by
             self._point_at(error, self._log_dir)

@@ -5,13 +5,14 @@ test_demo.py.
 """
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ import pytest
 
 from polyreme.log.store import EmbeddedServer, _binary
 from polyreme.ports import free_port
+from support.processes import runs
 from support.whole_run import Up, make_task
 
 pytestmark = pytest.mark.timeout(240)
@@ -141,6 +143,7 @@ def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:
     assert output.count("connection refused") == 2  # once when it begins to wait, once at the end
 
 
+@pytest.mark.real
 def test_servers_of_another_version_are_named(task: Path, tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path / "redis") as server:
         reward = start("reward", "--redis", server.url, command=OTHER_API)
@@ -171,6 +174,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatc
     assert not up.leftovers()
 
 
+@pytest.mark.real
 def test_a_prompt_that_is_too_long_may_be_an_error(task: Path) -> None:
     up = Up(task, "name=overlong", "data.max_prompt_tokens=4", "data.overlong=error")
     assert up.wait(60) == 7
@@ -178,6 +182,7 @@ def test_a_prompt_that_is_too_long_may_be_an_error(task: Path) -> None:
     assert not up.leftovers()
 
 
+@pytest.mark.real
 def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
     up = Up(task, "name=dying", "trainer.max_restarts=1")
     second = None
@@ -198,21 +203,29 @@ def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
 
 def stores(up: Up) -> list[psutil.Process]:
     """The run's own Redis."""
-    return [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(up.run_dir / "redis") and not zombie(p)]
+    return [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(up.run_dir / "redis") and runs(p)]
 
 
-def zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+def loads(up: Up) -> bool:
+    """Whether the trainer's process makes an interrupt of SIGTERM already; it opens the run a good while later."""
+    for child in psutil.Process(up.process.pid).children():
+        if "train" in child.cmdline():
+            caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{child.pid}/status").read_text(), re.MULTILINE)
+            return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
-@pytest.mark.parametrize("moment", ["before the store", "before the trainer listens"])
+@pytest.mark.real
+@pytest.mark.parametrize("moment", ["before the store", "before the trainer listens", "while the trainer loads"])
 def test_ctrl_c_before_there_is_anything_to_save(task: Path, moment: str) -> None:
     name = moment.replace(" ", "-")
     up = Up(task, f"name={name}")
-    up.until(lambda: ("iterations" if moment == "before the store" else "starting") in up.output, 60)
+    seen: dict[str, Callable[[], bool]] = {
+        "before the store": lambda: "iterations" in up.output,
+        "before the trainer listens": lambda: "starting" in up.output,
+        "while the trainer loads": lambda: loads(up),
+    }
+    up.until(seen[moment], 60)
     up.signal(signal.SIGINT)
     assert up.wait(60) in (0, 128 + signal.SIGINT), up.output  # 0: the trainer listened already
     assert "Traceback" not in up.output and "error" not in up.output

@@ -15,6 +15,7 @@ from redis import Redis
 from polyreme.config import RunConfig
 from polyreme.log.store import EmbeddedServer
 from polyreme.rundir import RunFile, read_run_file
+from support.processes import runs
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
 
@@ -67,7 +68,7 @@ def started(up: psutil.Process, services: tuple[str, ...], output: Path) -> list
     """The processes of these services, once all have begun to be what they are."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        assert up.is_running() and up.status() != psutil.STATUS_ZOMBIE, output.read_text()
+        assert runs(up), output.read_text()
         found = [child for child in up.children() if set(child.cmdline()) & set(services)]
         if len(found) == len(services):
             return found

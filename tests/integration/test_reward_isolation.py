@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from polyreme.errors import ConfigError
+from support.processes import descendants
 from support.rewards import item, scoring, summary
 
 PLUGIN = '''
@@ -110,10 +111,6 @@ def plugin(tmp_path: Path) -> dict[str, str]:
     path = tmp_path / "faulty.py"
     path.write_text(PLUGIN)
     return {"file": str(path)}
-
-
-def descendants() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
 LIMITS = {"item_timeout": 1.0, "worker_memory_mib": 256, "workers": 2}

@@ -21,6 +21,7 @@ from polyreme_reward.model.classifier import Classifier
 from polyreme_reward.model.reward import ModelOptions, ModelReward
 from polyreme_reward.scorer import Scored
 from support.models import tiny_model, tiny_reward_model
+from support.processes import descendants
 from support.rewards import item, scoring, serving
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
@@ -162,10 +163,6 @@ def test_what_a_model_cannot_score_is_a_status(tmp_path: Path) -> None:
     nan, good = classifier.score(rows)
     assert (nan.status, good.status) == (Status.INVALID, Status.OK)
     assert good.value == pytest.approx(classifier.score([rows[1]])[0].value, abs=1e-5)
-
-
-def descendants() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
 
 
 async def test_a_service_scores_with_a_model_and_every_failure_is_a_status(model: Path) -> None:

@@ -18,6 +18,7 @@ from polyreme.log.run import Run
 from polyreme.registry import Lease, Registry
 from polyreme_reward.server import serve
 from support.configs import run_config
+from support.processes import runs
 from support.rewards import reward_config
 
 SLOW = "import time\ndef reward(response):\n    time.sleep(float(response))\n    return 1.0\n"
@@ -69,7 +70,7 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
             assert (await call).results[0].score == 2.0, "what was under way is answered"
         assert await asyncio.wait_for(process.wait(), 10) == 0
         assert await Registry(reward_run).leases("reward") == []
-        assert not [child for child in children if child.is_running()]
+        assert not [child for child in children if runs(child)]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from polyreme.log.store import EmbeddedServer
 from polyreme.supervision import last_error
 from support.faults import PHASES, Fault, script_digest
 from support.nursery import Born, Nursery
+from support.processes import runs
 from support.proxy import Proxy, bad_network
 
 STALL = 120.0
@@ -293,8 +294,7 @@ class Storm:
         if supervisor is None or supervisor.status is not None:
             return None
         with suppress(psutil.Error):
-            children = psutil.Process(supervisor.pid).children()
-            running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
+            running = [child for child in psutil.Process(supervisor.pid).children() if runs(child)]
             ours = [child.pid for child in running if any(f".{victim}" in word for word in child.cmdline())]
             return self._rng.choice(ours) if ours else None  # a learner has several ranks
         return None

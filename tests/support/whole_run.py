@@ -16,6 +16,7 @@ import yaml
 
 from polyreme.rundir import read_run_file
 from polyreme.weights.arena import SHARED_MEMORY
+from support.processes import runs
 
 RIGHT = "7"
 """The answer to every prompt of the task."""
@@ -105,7 +106,7 @@ class Up:
             if time.monotonic() > deadline:
                 self.kill()
                 raise AssertionError(f"not seen within {seconds} s:\n{self.output}")
-            time.sleep(0.1)
+            time.sleep(0.02)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -132,6 +133,6 @@ class Up:
                 or process.info["cwd"] == str(self.run_dir / "redis")  # Redis writes over its command line
                 or environment.get("POLYREME_RUN") == found.run_id
             )
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
+            if ours and runs(process):
                 left.append(f"{process.pid} {' '.join(command)[:200]}")
         return left

@@ -13,6 +13,7 @@ import pytest
 
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.supervision import ChildFailedError, Program, Supervisor, Unit, last_error
+from support.processes import runs
 
 pytestmark = pytest.mark.timeout(45)  # what supervision should have ended sleeps for longer
 
@@ -119,7 +120,7 @@ async def test_nothing_is_left_of_a_group_when_its_leader_has_died(tmp_path: Pat
     )
     with pytest.raises(ChildFailedError):
         await Supervisor([unit(tmp_path, script)], max_restarts=0).run()
-    await until(lambda: all(not _runs(int(pid)) for pid in notes(tmp_path)))
+    await until(lambda: all(not runs(int(pid)) for pid in notes(tmp_path)))
 
 
 async def test_cancelling_supervision_ends_its_children(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ async def test_cancelling_supervision_ends_its_children(tmp_path: Path) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not _runs(int(notes(tmp_path)[0]))
+    assert not runs(int(notes(tmp_path)[0]))
 
 
 async def test_stop_terminates_gently_and_kills_what_does_not_listen(tmp_path: Path) -> None:
@@ -178,13 +179,6 @@ def test_the_telling_line_of_a_log() -> None:
     assert last_error("") == ""
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_children_die_with_a_killed_owner(tmp_path: Path) -> None:
     owner = (
         "import asyncio, sys\nfrom pathlib import Path\nfrom polyreme.supervision import Program, Supervisor, Unit\n"
@@ -198,4 +192,4 @@ def test_children_die_with_a_killed_owner(tmp_path: Path) -> None:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    asyncio.run(until(lambda: not _runs(int(notes(tmp_path)[0]))))
+    asyncio.run(until(lambda: not runs(int(notes(tmp_path)[0]))))

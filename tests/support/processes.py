@@ -1,0 +1,17 @@
+"""Which processes there are, asked of a system in which they end at any moment."""
+
+import psutil
+
+
+def runs(process: psutil.Process | int) -> bool:
+    """Whether a process, or the one of this pid, is neither gone nor a zombie that waits for its parent."""
+    try:
+        found = psutil.Process(process) if isinstance(process, int) else process
+        return found.is_running() and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants() -> list[psutil.Process]:
+    """Of this process, those that run."""
+    return [process for process in psutil.Process().children(recursive=True) if runs(process)]
