@@ -12,7 +12,7 @@ PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
-.PHONY: secrets certs wheels demo test test-light test-slow bench lint proto env
+.PHONY: secrets certs wheels demo test test-light test-real test-slow bench lint proto env
 
 ## demo: train the example model (about five minutes on two cores)
 demo: env
@@ -20,12 +20,16 @@ demo: env
 	@$(BIN)/polyreme up examples/running_total/run.yaml $(ARGS)
 
 ## test: the whole suite except what is marked slow
-test: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow" $(ARGS)
+test: test-light test-real
 
-## test-light: what needs neither vLLM nor several learner ranks
+# Most of these tests wait rather than compute, so there are more of them at a time than cores.
+## test-light: what starts neither vLLM nor learner ranks (under three minutes on two cores)
 test-light: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow and not real" $(ARGS)
+	$(BIN)/pytest -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
+
+## test-real: what starts vLLM or learner ranks; one after the other
+test-real: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow and real" $(ARGS)
 
 ## test-slow: the rest: storms of a thousand faults, machines as network namespaces, whole runs (an hour, and root for some)
 test-slow: $(VENV)/.dev

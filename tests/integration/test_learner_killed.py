@@ -29,6 +29,8 @@ from support.filled_log import fill
 from support.models import tiny_model
 from support.mortal_learner import MOMENTS
 
+pytestmark = pytest.mark.real
+
 SEEDS = 20
 ITERATIONS, GROUPS, SAMPLES, SAVE_INTERVAL = 6, 4, 4, 2
 PER_SAVE = (
@@ -224,7 +226,6 @@ async def test_twenty_seeds_of_kills(world: Worlds, staleness: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.real
 @pytest.mark.parametrize("parallel", [ParallelConfig(tensor=2), ParallelConfig(data=2)], ids=["tensor", "data"])
 async def test_two_ranks_of_which_one_is_killed_or_both(world: Worlds, parallel: ParallelConfig) -> None:
     for seed, ends, cut in await compare(world, 0, range(5), parallel):

@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from polyreme_reward.items import Item
+from support.processes import descendants
 from support.rewards import scoring, summary
 
 ECHO_SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -54,9 +54,15 @@ BAD = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def leftovers() -> tuple[set[int], set[str]]:
-    children = {p.pid for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
-    return children, {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("polyreme-reward-")}
+    return {p.pid for p in descendants()}, {
+        name for name in os.listdir(tempfile.gettempdir()) if name.startswith("polyreme-reward-")
+    }
 
 
 async def test_programs_are_judged_and_leave_nothing() -> None:
