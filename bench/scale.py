@@ -35,9 +35,10 @@ from rich.table import Table
 from simulated_side.runs import COUNT, Stretch, measured
 
 from polyreme.log.store import EmbeddedServer
+from polyreme.place import Place
 from polyreme_rollout.engine.base import Delta, EngineRequest, Sampling
 from polyreme_rollout.engine.simulated import Lengths, SimulatedEngine, sample
-from polyreme_rollout.replica import Place, fetch_orders
+from polyreme_rollout.replica import fetch_orders
 from polyreme_rollout.serving import serve
 from polyreme_rollout.simulation import WEIGHT_NAMES
 from polyreme_rollout.slots import CHUNK_TOKENS
@@ -77,7 +78,7 @@ async def join(started: SimulatedRun, options: argparse.Namespace) -> dict[str, 
     orders = await fetch_orders(started.redis_url, started.run.run_id)
     engine = JoiningEngine(WEIGHT_NAMES, CONTEXT, VOCAB, options.step, options.slots, LENGTHS)
     stop, began = asyncio.Event(), time.perf_counter()
-    serving = asyncio.create_task(serve(engine, orders, started.redis_url, Place("127.0.0.1", 0, None), stop))
+    serving = asyncio.create_task(serve(engine, orders, started.redis_url, Place(http_port=None), stop))
     try:
         whole = await asyncio.wait_for(engine.whole, JOIN_SECONDS)
         assert engine.called is not None

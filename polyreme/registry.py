@@ -6,19 +6,16 @@ Renewal and registration are the same write, so a lease that expired while Redis
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from polyreme.errors import ConfigError, PolyremeError, StoreError, UnavailableError
+from polyreme.errors import PolyremeError, StoreError, UnavailableError
 from polyreme.log.run import Run
 
 log = logging.getLogger(__name__)
 
-WILDCARDS = ("0.0.0.0", "::")
 Kind = Literal["rollout", "reward", "learner"]
 _LEAVE = 2.0  # seconds for taking the lease away at exit; it expires by itself anyhow
 
@@ -42,19 +39,6 @@ class Lease:
     http_address: str
     api: int
     facts: dict[str, Any] = field(default_factory=dict)
-
-
-def address_towards(redis_url: str) -> str:
-    """This machine's address on the way to Redis: 127.0.0.1 on Redis's own. Raises ConfigError: there is no way."""
-    redis = urlsplit(redis_url)
-    host, port = redis.hostname or "127.0.0.1", redis.port or 6379
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # of a datagram socket: sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(f"a way to Redis at {host}", error.strerror or str(error), "Check --redis.") from None
 
 
 class Registry:

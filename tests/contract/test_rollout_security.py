@@ -16,9 +16,10 @@ from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
 from polyreme.config import RunConfig, SecurityConfig
 from polyreme.log.run import Run
+from polyreme.place import Place
 from polyreme.registry import Lease, Registry
 from polyreme_rollout.engine.simulated import SimulatedEngine
-from polyreme_rollout.replica import Orders, Place
+from polyreme_rollout.replica import Orders
 from polyreme_rollout.serving import serve
 from support.certificates import issue
 from support.configs import run_config
@@ -31,7 +32,7 @@ async def secured(redis_url: str, run: Run, security: SecurityConfig) -> AsyncIt
     config = (await run.config()).model_copy(update={"security": security})
     orders = Orders(run.run_id, config, {}, "f")
     engine, stop = SimulatedEngine(frozenset({"w"}), max_model_len=128, vocab_size=45, step_seconds=0.002), asyncio.Event()
-    serving = asyncio.create_task(serve(engine, orders, redis_url, Place("127.0.0.1", 0, 0), stop))
+    serving = asyncio.create_task(serve(engine, orders, redis_url, Place(), stop))
     try:
         [lease] = await Registry(run).wait_for("rollout", 1, 10, alive=lambda: not serving.done())
         yield lease

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from polyreme import rpc
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.log.run import Run
+from polyreme.place import Place
 from polyreme.registry import Lease, Registry
 from polyreme_reward.server import serve
 from support.configs import run_config
@@ -80,7 +81,7 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
 async def test_what_is_told_others(host: str, advertise: str | None, told: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    async with serve(reward_config({"name": "exact"}), host, port, advertise=advertise) as addresses:
+    async with serve(reward_config({"name": "exact"}), Place(host, port, advertise=advertise)) as addresses:
         assert addresses.grpc == told.replace("own", str(port))
         assert addresses.http.partition(":")[0] == told.partition(":")[0]
 

@@ -3,7 +3,6 @@ out it leaves the registry first, refuses new items next, and ends its processes
 
 import logging
 import os
-import socket
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 from polyreme import API_VERSION, rpc
 from polyreme.config import RewardConfig
 from polyreme.log.run import Run
-from polyreme.registry import WILDCARDS, Lease, Registry
+from polyreme.place import Place
+from polyreme.registry import Lease, Registry
 from polyreme_reward.build import open_rewards
 from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app
@@ -21,6 +21,9 @@ from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import Scorer
 
 log = logging.getLogger(__name__)
+
+NEARBY = Place()
+"""Free ports of the loopback."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +36,18 @@ class Addresses:
 
 
 @asynccontextmanager
-async def serve(
-    config: RewardConfig,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    http_port: int = 0,
-    run: Run | None = None,
-    advertise: str | None = None,
-) -> AsyncIterator[Addresses]:
+async def serve(config: RewardConfig, place: Place = NEARBY, run: Run | None = None) -> AsyncIterator[Addresses]:
     """Loads the rewards and serves them until the block ends, then drains.
 
     Args:
         config: the rewards and their limits.
-        host: the address to bind; beyond loopback, without config.security, everyone who reaches the machine may call.
-        port: of gRPC; 0 takes a free one.
-        http_port: of HTTP; 0 takes a free one.
+        place: beyond loopback, without config.security, everyone who reaches the machine may call.
         run: where to register; None: nowhere.
-        advertise: where others reach it instead: a host, or host:port of gRPC; None: `host`, or of a wildcard this machine's name.
 
     Raises:
         ConfigError: a reward cannot be loaded, a port is taken, `security` cannot be used. UnavailableError: loading takes too long.
     """
+    assert place.http_port is not None, "rewards are served over HTTP too"
     grace = min(config.item_timeout + 1.0, 30.0)
     metrics = Metrics()
     ready = [False]
@@ -61,14 +55,13 @@ async def serve(
         rewards = await stack.enter_async_context(open_rewards(config, metrics))
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
         app = make_app(scorer, metrics, config.special_tokens, ready)
-        http = await stack.enter_async_context(serve_http(host, http_port, app, grace, config.security))
+        http = await stack.enter_async_context(serve_http(place.host, place.http_port, app, grace, config.security))
         server = await stack.enter_async_context(
-            rpc.serve(host, port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
+            rpc.serve(place.host, place.port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
         )
-        name, _, reached = (advertise or "").partition(":")
-        name = name or (socket.gethostname() if host in WILDCARDS else host)
         scheme = "https" if config.security and config.security.certificate else "http"
-        addresses = Addresses(f"{name}:{reached or server.port}", f"{name}:{http}", f"{scheme}://{name}:{http}/")
+        reached = place.http_address(http)
+        addresses = Addresses(place.grpc_address(server.port), reached, f"{scheme}://{reached}/")
         await server.set_ready(True)
         ready[0] = True
         try:

@@ -17,19 +17,10 @@ from polyreme import logs
 from polyreme.config import RunConfig
 from polyreme.log.run import Run
 from polyreme.log.store import connect
+from polyreme.place import Place
 from polyreme_rollout.scratch import scratch_directory
 
 FIND_RUN_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where to serve; port 0 takes a free one; `http_port` None: no HTTP. `advertise`: host, or host:port, if others reach it there."""
-
-    host: str
-    port: int
-    http_port: int | None
-    advertise: str | None = None
 
 
 @dataclass(frozen=True)

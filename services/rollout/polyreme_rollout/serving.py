@@ -16,10 +16,11 @@ from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from polyreme.errors import PolyremeError
 from polyreme.log.run import Run
 from polyreme.log.store import connect
-from polyreme.registry import WILDCARDS, Lease, LeaseKeeper, Registry, address_towards
+from polyreme.place import Place
+from polyreme.registry import Lease, LeaseKeeper, Registry
 from polyreme_rollout import http
 from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.replica import Orders, Place
+from polyreme_rollout.replica import Orders
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.swap import Swapper
@@ -66,7 +67,7 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
             server = await servers.enter_async_context(
                 rpc.serve(place.host, place.port, add, _SERVICES, security=orders.config.security)
             )
-            address, http_address = _advertised(place, server.port, redis_url), ""
+            http_address = ""
             if place.http_port is not None:
                 app = http.make_app(
                     lambda: not engine.dead,
@@ -76,9 +77,9 @@ async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop:
                 )
                 bound = http.bind(place.host, place.http_port)
                 http_port = await servers.enter_async_context(http.serve(app, bound, orders.config.security))
-                http_address = f"{address.rpartition(':')[0]}:{http_port}"
+                http_address = place.http_address(http_port)
             lease = Lease(
-                "rollout", replica_id, address, http_address, API_VERSION,
+                "rollout", replica_id, place.grpc_address(server.port), http_address, API_VERSION,
                 {"model_fingerprint": orders.model_fingerprint, "max_model_len": engine.max_model_len,
                  "tensor_parallel": orders.config.rollout.tensor_parallel, "engine": engine.name},
             )  # fmt: skip
@@ -105,10 +106,3 @@ async def _until_stopped(stop: asyncio.Event, engine: Any) -> None:
             raise PolyremeError("the engine to run", "it is gone", "See the log above; start the replica again.")
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), WATCH_SECONDS)
-
-
-def _advertised(place: Place, port: int, redis_url: str) -> str:
-    """host:port at which others reach what is served at `port`."""
-    if place.advertise and ":" in place.advertise:
-        return place.advertise
-    return f"{place.advertise or (address_towards(redis_url) if place.host in WILDCARDS else place.host)}:{port}"

@@ -13,10 +13,10 @@ from typing import Annotated
 import typer
 
 from polyreme import lifecycle, logs
+from polyreme.place import Advertise, Place, Port, place_of
 from polyreme.redis_url import redis_option
-from polyreme.registry import address_towards
 from polyreme_rollout.engine.simulated import Lengths, SimulatedEngine
-from polyreme_rollout.replica import Orders, Place, fetch_orders
+from polyreme_rollout.replica import Orders, fetch_orders
 from polyreme_rollout.serving import serve
 
 WEIGHT_NAMES = frozenset({"weight"})
@@ -31,13 +31,13 @@ def simulation(
     mean_length: Annotated[float, typer.Option(min=1, help="Tokens up to the end token.")] = 32.0,
     length_spread: Annotated[float, typer.Option(min=0, help="Of the mean's logarithm over seeds; 1: a long tail.")] = 0.0,
     count: Annotated[Path | None, typer.Option(help="Gets a line with Unix time and tokens sampled so far, each second.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port of a single replica; 0: a free one.")] = 0,
-    advertise: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Where the trainer reaches it instead.")] = None,
+    port: Port = 0,
+    advertise: Advertise = None,
 ) -> None:
     """Serves a run with simulated engines; context, vocabulary and end token are the run's."""
     logs.setup("rollout")
     with lifecycle.exit_on_error("rollout"):
-        place = Place(address_towards(redis), port, None, advertise)
+        place = place_of(None, port, None, advertise, redis)
         asyncio.run(_simulate(redis, run, replicas, step_seconds, mean_length, length_spread, count, place))
 
 

@@ -7,11 +7,12 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import PolyremeError
+from polyreme.place import Place
 from polyreme.registry import Registry
 from polyreme.supervision import FINAL_CODES
 from polyreme_rollout import serving
 from polyreme_rollout.engine.simulated import SimulatedEngine
-from polyreme_rollout.replica import Orders, Place
+from polyreme_rollout.replica import Orders
 from support.simulated import CONTEXT, ROWS, VOCAB, config_tree, make_run
 
 
@@ -23,7 +24,7 @@ async def test_a_dead_engine_is_what_a_new_start_mends(
     registry = Registry(await make_run(redis, run_id, config))
     engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB)
     orders = Orders(run_id, config, {}, "")
-    serves = asyncio.create_task(serving.serve(engine, orders, redis_url, Place("127.0.0.1", 0, None), asyncio.Event()))
+    serves = asyncio.create_task(serving.serve(engine, orders, redis_url, Place(http_port=None), asyncio.Event()))
     await registry.wait_for("rollout", 1, 10)
     engine.close()
     with pytest.raises(PolyremeError, match="the engine to run") as told:

@@ -12,9 +12,9 @@ from polyreme import logs
 from polyreme.lifecycle import exit_on_error
 from polyreme.log.run import Run
 from polyreme.log.store import RIDE_OVER, connect
+from polyreme.place import address_towards
 from polyreme.ports import free_port
 from polyreme.redis_url import redis_option
-from polyreme.registry import address_towards
 from polyreme_trainer.machines.lead import lead
 
 _ATTACH_SECONDS = 10.0

@@ -11,7 +11,8 @@ from polyreme import API_VERSION
 from polyreme.config import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.log.run import Run, RunState
-from polyreme.registry import Lease, Registry, address_towards
+from polyreme.place import address_towards
+from polyreme.registry import Lease, Registry
 from polyreme.supervision import describe_end, last_error
 from polyreme_trainer.machines.launch import AGENT, Machines, check_files, log_path_of, start_agent
 from polyreme_trainer.supervisor import LEARNER

@@ -1,0 +1,90 @@
+"""Where a server listens and where others reach it: the same options and the same rule for every service.
+
+Kept here: nobody is told an address that only this machine understands, a wildcard's or its loopback's, unless they are on it too.
+"""
+
+import socket
+from dataclasses import dataclass
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from polyreme.errors import ConfigError
+
+_WILDCARDS = ("0.0.0.0", "::")
+_LOOPBACK = "127.0.0.1"
+
+Host = Annotated[
+    str | None,
+    typer.Option(
+        help="Address to serve on; without it, this machine's on the way to Redis, or loopback when no Redis is named.",
+        show_default=False,
+    ),
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: a free one.")]
+HttpPort = Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")]
+Advertise = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST[:PORT]", help="Where the trainer reaches the gRPC port, when that is not where it serves: behind a proxy."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to serve.
+
+    Attributes:
+        host: the address to bind.
+        port: of gRPC; 0 takes a free one.
+        http_port: of HTTP; 0 takes a free one; None: no HTTP.
+        advertise: where others reach it instead of at `host`: a host, or host:port of gRPC.
+    """
+
+    host: str = _LOOPBACK
+    port: int = 0
+    http_port: int | None = 0
+    advertise: str | None = None
+
+    def grpc_address(self, port: int) -> str:
+        """host:port at which others reach gRPC, which is served at `port`."""
+        return self.advertise if self.advertise and ":" in self.advertise else f"{self._reached}:{port}"
+
+    def http_address(self, port: int) -> str:
+        """host:port at which others reach HTTP, which is served at `port`."""
+        return f"{self._reached}:{port}"
+
+    @property
+    def _reached(self) -> str:
+        return self.advertise.partition(":")[0] if self.advertise else self.host
+
+
+def place_of(host: str | None, port: int, http_port: int | None, advertise: str | None, redis_url: str | None) -> Place:
+    """The place that a command's options mean.
+
+    Args:
+        redis_url: of the run that is served; None: there is none.
+
+    Raises:
+        ConfigError: there is no way to Redis.
+    """
+    interface = address_towards(redis_url) if redis_url else None
+    host = host or interface or _LOOPBACK
+    if host in _WILDCARDS:
+        advertise = advertise or interface or socket.gethostname()
+    return Place(host, port, http_port, advertise)
+
+
+def address_towards(redis_url: str) -> str:
+    """This machine's address on the way to Redis: 127.0.0.1 on Redis's own. Raises ConfigError: there is no way."""
+    redis = urlsplit(redis_url)
+    host, port = redis.hostname or _LOOPBACK, redis.port or 6379
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # of a datagram socket: sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"a way to Redis at {host}", error.strerror or str(error), "Check --redis.") from None
