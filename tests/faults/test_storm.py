@@ -14,19 +14,11 @@ import pytest
 
 from polyreme.log.ledger import ExperienceLog
 from polyreme.registry import Registry
-from support.driver import Storm, table
+from support.driver import Storm
 from support.faults import PHASES, Fault, schedule
 from support.nursery import Nursery
-from support.storms import (
-    MODULES,
-    REAL_REPLICAS,
-    real_storm,
-    records,
-    simulated_storm,
-    start_supervisor,
-    verdict,
-    weights_verdict,
-)
+from support.storms import MODULES, REAL_REPLICAS, real_storm, simulated_storm, start_supervisor
+from support.verdicts import records, table, verdict, weights_verdict
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
 TRAIN_SECONDS = 0.03

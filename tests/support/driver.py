@@ -407,22 +407,3 @@ class Storm:
             if part.born is not None:
                 part.born.end_group()
         await asyncio.gather(*self._reapers)
-
-
-def table(storms: Sequence[Storm]) -> str:
-    """Faults by process and phase, and the seconds to the next sample by process and action."""
-    done: Counter[tuple[str, str]] = Counter()
-    recoveries: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for each in storms:
-        done += each.done
-        for key, values in each.recoveries.items():
-            recoveries[key] += values
-    victims, phases = sorted({victim for victim, _ in done}), [*PHASES, "(none seen)"]
-    lines = [f"{sum(done.values())} faults", f"{'':14}" + "".join(f"{victim:>13}" for victim in victims)]
-    lines += [f"{phase:14}" + "".join(f"{done[victim, phase]:13}" for victim in victims) for phase in phases]
-    lines += ["", f"{'to the next sample, s':28}{'n':>6}{'median':>9}{'95%':>9}{'max':>9}"]
-    for (victim, action), values in sorted(recoveries.items()):
-        ordered = sorted(values)
-        median, late = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-        lines.append(f"{victim + ' ' + action:28}{len(ordered):6}{median:9.2f}{late:9.2f}{ordered[-1]:9.2f}")
-    return "\n".join(lines)

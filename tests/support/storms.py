@@ -1,10 +1,9 @@
-"""Runs for a storm of faults to rage over, and what is to be said of them afterwards."""
+"""Runs for a storm of faults to rage over."""
 
 import asyncio
 import os
 import random
 import socket
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -14,12 +13,10 @@ import yaml
 
 from polyreme.config import RunConfig
 from polyreme.configfile import load_config
-from polyreme.log.ledger import ExperienceLog
-from polyreme.log.run import Run, RunState
+from polyreme.log.run import Run
 from polyreme.log.store import EmbeddedServer, connect
 from polyreme.ports import free_port
 from polyreme.rundir import read_model_files
-from polyreme_trainer.learner.simulated import after_plan, newest
 from support.driver import Storm
 from support.nursery import Nursery
 from support.simulated import ROWS, config_tree
@@ -35,7 +32,6 @@ MODULES = (
     "polyreme_trainer.orchestrator.main",
     "polyreme_trainer.simulation",
 )
-SAME_IN_A_REPLAY = ("weights", "loss/policy", "grad_norm", "reward/mean", "mismatch_kl", "tokens/generated")
 
 REAL_REPLICAS = 2
 REAL_PATIENCE = 60.0  # vLLM or megatron-core may have to start again first
@@ -172,48 +168,3 @@ async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int)
         await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
         await storm.start("supervisor", "polyreme", "train", str(path), *run, forked=False)
         yield storm
-
-
-async def verdict(storm: Storm, state: RunState, iterations: int) -> list[str]:
-    """What is wrong with a run that has ended: nothing may be."""
-    wrong, log = list(storm.problems), ExperienceLog(storm.run)
-    if state is not RunState.DONE:
-        wrong.append(f"the run is {state}")
-    audit = await log.audit()
-    if not audit.clean:
-        wrong.append(f"the log is not whole: {audit}")
-    if audit.counts["failed"]:
-        wrong.append(f"{audit.counts['failed']} groups failed")
-    if missing := [i for i in range(1, iterations + 1) if await log.find_plan(i) is None]:
-        wrong.append(f"there are no plans {missing}")
-    trained: dict[int, set[tuple[Any, ...]]] = defaultdict(set)
-    for record in await records(storm.run, "iteration"):
-        trained[record["iteration"]].add(tuple(record.get(name) for name in SAME_IN_A_REPLAY))
-    wrong += [f"iteration {i} was not trained alike every time: {found}" for i, found in trained.items() if len(found) > 1]
-    if sorted(trained) != list(range(1, iterations + 1)):
-        wrong.append(f"iterations {sorted(trained)} are on record")
-    return wrong
-
-
-async def weights_verdict(storm: Storm, iterations: int) -> list[str]:
-    """What is wrong with the last weights of a simulated learner, which prove what it was trained on."""
-    log, chain = ExperienceLog(storm.run), bytes(32)
-    for iteration in range(1, iterations + 1):
-        plan = await log.find_plan(iteration)
-        chain = after_plan(chain, plan) if plan else b""
-    last = newest(storm.folder / "run" / "checkpoints")
-    if last is None or (last.version, last.plans) != (iterations, chain):
-        return [f"the last checkpoint was not trained on plans 1 to {iterations}, each once and in order: {last}"]
-    told = {record["weights"] for record in await records(storm.run, "iteration") if record["iteration"] == iterations}
-    return (
-        [] if told == {(last.plans + last.payloads).hex()} else ["the last checkpoint does not hold the last iteration's weights"]
-    )
-
-
-async def records(run: Run, kind: str) -> list[dict[str, Any]]:
-    """The run's records of a kind."""
-    found, last = [], "0"
-    while batch := await run.records(last, 0):
-        last = batch[-1][0]
-        found += [record for _, record in batch if record["kind"] == kind]
-    return found
