@@ -90,7 +90,7 @@ def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
     rows = read_rows(path, data)
     texts = _render(rows, template, path)
     prompts, filtered = [], 0
-    for row, text, ids in zip(rows, texts, template.encode(texts), strict=True):
+    for row, text, ids in zip(rows, texts, template.encode_prompts(texts), strict=True):
         if len(ids) == 0:
             raise DataError(f"a prompt with tokens in {path}:{row.line}", "an empty one", "Remove or fill the row.")
         if len(ids) <= data.max_prompt_tokens:
@@ -124,7 +124,7 @@ def load_examples(path: Path, data: DataConfig, template: Template, max_tokens: 
         DataError: a row is unusable, or prompt, response and end token are more than `max_tokens`.
     """
     rows = read_rows(path, data, response_key="response")
-    prompts = template.encode(_render(rows, template, path))
+    prompts = template.encode_prompts(_render(rows, template, path))
     responses = template.encode([row.response for row in rows])
     end = np.array([template.end_id], dtype=np.int32)
     examples = []
@@ -159,6 +159,8 @@ def _row(line: str, where: str, number: int, data: DataConfig, response_key: str
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"a JSON object in {where}", f"{error.msg} at column {error.colno}", "Mend the line.") from None
+    if "\\u" in line:
+        _check_characters(fields, where)
     if not isinstance(fields, dict):
         raise DataError(f"a JSON object in {where}", type(fields).__name__, "Write one object per line.")
     prompt = _prompt(_column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
@@ -171,6 +173,17 @@ def _row(line: str, where: str, number: int, data: DataConfig, response_key: str
         response = value
     roles = {data.label_key, response_key}  # a reward model puts the prompt into a template of its own
     return Row(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
+
+
+def _check_characters(fields: Any, where: str) -> None:
+    """JSON can escape half a character, which no text in UTF-8 can hold."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("unicode_escape").decode()
+        raise DataError(
+            f"whole characters in {where}", f"{half}, one half of a pair", "Mend the text: it was cut there."
+        ) from None
 
 
 def _column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any:

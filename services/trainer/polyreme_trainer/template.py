@@ -52,6 +52,7 @@ class Template:
                 "Write the system text into the prompts, or use the chat template.",
             )
         self.end_id = self._find_end_id()
+        self._lead = np.empty(0, np.int32) if self._chat else self._find_lead()
         parts = [files["tokenizer.json"].decode(), data.template, data.system, self._tokenizer.chat_template]
         self.digest = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
@@ -68,8 +69,18 @@ class Template:
             return [str(prompt) for prompt in prompts]
         return self._apply([self._messages(prompt) for prompt in prompts], generation_prompt=True)
 
+    def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """int32 ids [length] of each rendered prompt.
+
+        A chat template writes what a model's input begins with, a text as it is does not: it gets the tokens that the tokenizer puts in
+        front of texts (a Llama's <|begin_of_text|>), unless it begins with them.
+        """
+        prompts = self.encode(texts)
+        lead, size = self._lead, len(self._lead)
+        return [ids if np.array_equal(ids[:size], lead) else np.concatenate([lead, ids]) for ids in prompts]
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids [length] of each text. Nothing is added: a rendered prompt is complete."""
+        """int32 ids [length] of each text, as it is."""
         encodings = self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -118,6 +129,11 @@ class Template:
         before, _, after = answered.rpartition(_SENTINEL)
         return before.removeprefix(prompt), after
 
+    def _find_lead(self) -> np.ndarray:
+        """What the tokenizer puts in front of a text."""
+        whole = self._tokenizer.backend_tokenizer.encode(_SENTINEL, add_special_tokens=True)
+        return np.array(whole.ids[: whole.special_tokens_mask.index(0)], dtype=np.int32)
+
     def _find_end_id(self) -> int:
         """The stop token that the template writes behind an answer, else the tokenizer's end token."""
         if self._chat:
@@ -140,11 +156,15 @@ def _load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
         try:
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers and tokenizers raise plain Exception on malformed files
             raise ConfigError(
                 "tokenizer files that transformers loads", f"{type(error).__name__}: {error}", "Save the tokenizer again."
             ) from error
+    # A tokenizer that was used to make batches has been saved with how it cut and filled them up.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerFast, files: Mapping[str, bytes]) -> tuple[int, ...]:

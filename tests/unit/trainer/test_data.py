@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
 from polyreme.config import DataConfig
 from polyreme.errors import ConfigError, DataError
@@ -55,6 +56,49 @@ def test_template_none_takes_the_text_as_it_is(write):
     assert prompt.text == "<user>1=" and len(prompt.ids) == 3 and prompt.label == ""
 
 
+def tokenizer_that(change):
+    """Files of a tokenizer that was saved after `change` had been made to it."""
+    files = model_files(chat_template=None)
+    tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+    change(tokenizer)
+    return {**files, "tokenizer.json": tokenizer.to_str().encode()}
+
+
+def begin_with_bos(tokenizer):
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("<bos>", "<eos>")]
+    )
+
+
+def test_a_text_as_it_is_begins_with_what_the_tokenizer_puts_there(write):
+    files, data = tokenizer_that(begin_with_bos), section(template="none")
+    path = write({"prompt": "1+1=", "response": "2"}, {"prompt": "<bos>1+1=", "response": "2"})
+    template = Template(files, data)
+    bare, begun = prompts(path, files, template="none").prompts
+    assert template.decode([bare.ids, begun.ids], special=True) == ["<bos>1+1="] * 2
+    assert bare.text == "1+1="
+    examples = load_examples(path, data, template, max_tokens=20)
+    assert template.decode([e.ids for e in examples], special=True) == ["<bos>1+1=2<eos>"] * 2
+    assert examples[0].loss_mask.tolist() == [0] * 5 + [1] * 2
+
+
+def test_a_chat_template_writes_its_beginning_itself(write):
+    files = {**tokenizer_that(begin_with_bos), "chat_template.jinja": CHAT_TEMPLATE.encode()}
+    (prompt,) = prompts(write({"prompt": "1+1="}), files).prompts
+    assert Template(files, section()).decode([prompt.ids], special=True) == ["<user>1+1=<assistant>"]
+
+
+def test_how_a_saved_tokenizer_made_batches_is_not_taken_over(write):
+    def cut_and_fill(tokenizer):
+        tokenizer.enable_truncation(8)
+        tokenizer.enable_padding(length=8)
+
+    short, long = prompts(
+        write({"prompt": "1="}, {"prompt": "1+2+3+4+5="}), tokenizer_that(cut_and_fill), template="none"
+    ).prompts
+    assert (len(short.ids), len(long.ids)) == (2, 10)
+
+
 def test_paddlenlp_rows(write):
     path = write({"src": ["1+2="], "tgt": ["3"]}, {"src": "2+2=", "tgt": "4"})
     rows = read_rows(path, section(prompt_key="src", label_key="tgt"))
@@ -98,6 +142,11 @@ def test_all_overlong(write):
 def test_bad_row(write, line, complaint):
     with pytest.raises(DataError, match=complaint):
         read_rows(write({"prompt": "fine"}, line), section())
+
+
+def test_half_a_character_names_the_line(write):
+    with pytest.raises(DataError, match=r"whole characters in .*rows.jsonl:2; found \\ud83d"):
+        read_rows(write({"prompt": "\U0001f600 is whole"}, '{"prompt": "fine", "note": ["\\ud83d x"]}'), section())
 
 
 def test_missing_and_empty_file(tmp_path, write):
