@@ -23,6 +23,9 @@ def ask(name: str, response: str, label: str = "", **options: object) -> object:
         ("I first thought the answer is A. But the correct answer is: **C**", "C"),
         (r"A or B? \boxed{C}", "C"),
         (r"\boxed{A}, no, \boxed{\text{C}}", "C"),
+        ("The answer, I believe, is C.", "C"),
+        ("Answer: I think C", "C"),
+        ("Answer: I'd say C", "C"),
         ("A C", None),
         ("perhaps C", None),
         ("The answer is unclear", None),
@@ -34,6 +37,11 @@ def test_choice(response: str, chosen: str | None) -> None:
     for label in "ABCD":
         assert ask("choice", response, label) == float(label == chosen)
     assert ask("choice", f"<answer>{response}</answer>", "(C)", after="<answer>", before="</answer>") == float(chosen == "C")
+
+
+@pytest.mark.parametrize("response", ["The answer is I.", "The answer is I because it is larger.", "Answer: (I) I think"])
+def test_the_ninth_choice_is_no_pronoun(response: str) -> None:
+    assert ask("choice", response, "I") == 1.0
 
 
 def test_a_choice_needs_a_letter_as_label() -> None:

@@ -8,6 +8,7 @@ from polyreme_reward.items import Item, RewardError
 _NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
 _GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _WORD = re.compile(r"[^\W_]+")
+_PRONOUN = re.compile(r"I(?:['\u2019]|\s+[a-z])")
 _WINDOW = 100  # characters behind "answer" in which the choice must stand
 
 
@@ -56,8 +57,8 @@ def numeric(after: str | None = None, before: str | None = None) -> Callable[[It
 def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
     r"""1 if the response chooses the label's letter (multiple choice); else 0.
 
-    The choice is the letter in the last \boxed{...}; without one, the first letter behind the last "answer" or "Answer:"; without
-    that, a response that is the letter alone, however bracketed.
+    The choice is the letter in the last \boxed{...}; without one, the first letter behind the last "answer" or "Answer:", where the I
+    of "I think" counts only when no other letter follows; without that, a response that is the letter alone, however bracketed.
 
     Args:
         letters: what may be chosen, in capitals.
@@ -104,8 +105,9 @@ def last_number(text: str) -> str | None:
 
 
 def _canonical(number: str) -> str:
+    number = number.rstrip(",")  # of the sentence
     if "," in number and not _GROUPED.fullmatch(number):
-        number = number.rstrip(",").rpartition(",")[2]  # a list of numbers, not one with thousands separators
+        number = number.rpartition(",")[2]  # a list of numbers, not one with thousands separators
     sign = "-" if number.startswith("-") else ""
     whole, _, fraction = number.lstrip("-").replace(",", "").partition(".")
     whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
@@ -120,7 +122,10 @@ def _chosen(text: str, letters: str) -> str | None:
     start = max(text.rfind("answer"), text.rfind("Answer"), text.rfind("ANSWER"))
     if start < 0:
         return _lone_letter(text, letters)
-    return next((word for word in _WORD.findall(text[start : start + _WINDOW]) if len(word) == 1 and word in letters), None)
+    behind = text[start : start + _WINDOW]
+    found = [word for word in _WORD.finditer(behind) if len(word[0]) == 1 and word[0] in letters]
+    found = [word for word in found if not _PRONOUN.match(behind, word.start())] or found
+    return found[0][0] if found else None
 
 
 def _lone_letter(text: str, letters: str) -> str | None:
