@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from polyreme.config import OptimizerConfig
 from polyreme_trainer.model.functional import rms_norm, rotary, swiglu
@@ -26,6 +27,25 @@ def test_rms_norm() -> None:
         torch.autograd.grad(got, (x, weight), grad), torch.autograd.grad(want, (x, weight), grad), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_rounds_where_the_reference_does(dtype: torch.dtype) -> None:
+    """In bfloat16 bit for bit what transformers' LlamaRMSNorm gives; gradients are within the dtype's rounding of the exact ones."""
+    x, weight = leaf(64, 96, dtype=dtype), leaf(96, dtype=dtype, seed=1)
+    reference = LlamaRMSNorm(96, eps=1e-6).to(dtype)
+    reference.weight.data.copy_(weight.detach())
+    got, want = rms_norm(x, weight, 1e-6), reference(x)
+    if dtype is torch.bfloat16:
+        assert torch.equal(got, want)
+    torch.testing.assert_close(got, want)
+    grad = leaf(64, 96, dtype=dtype, seed=2).detach()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    truth = torch.autograd.grad(rms_norm(exact[0], exact[1], 1e-6), exact, grad.double())
+    for mine, true in zip(torch.autograd.grad(got, (x, weight), grad), truth, strict=True):
+        assert mine.dtype is dtype
+        eps = max(1e-5, 2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(mine, true.to(dtype), rtol=eps, atol=eps)
 
 
 def test_swiglu() -> None:

@@ -17,9 +17,9 @@ class _RmsNorm(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_statistic(x))
-        rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_().to(x.dtype)
+        rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).mul_(weight)
+        return (x * rstd).to(x.dtype).mul_(weight)  # rounded once, where the reference implementations round
 
     @staticmethod
     @once_differentiable
@@ -27,10 +27,10 @@ class _RmsNorm(Function):
         (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
         normed = x * rstd
-        scaled = grad * weight
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        scaled = (grad * weight).to(normed.dtype)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
         mean = torch.linalg.vecdot(scaled, normed).unsqueeze(-1).div_(x.shape[-1])
-        return scaled.addcmul_(normed, mean, value=-1).mul_(rstd), grad_weight, None
+        return scaled.addcmul_(normed, mean, value=-1).mul_(rstd).to(x.dtype), grad_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
