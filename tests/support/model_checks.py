@@ -1,6 +1,7 @@
 """What test_model_parity runs inside the ranks. Each function is one program: same lines on every rank, asserts inside."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,11 @@ def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -
     assert torch.equal(torch.rand(3), drawn)
     train(second, optimizer, steps=2)
     assert all(torch.equal(a, b) for a, b in zip(straight.state_dict().values(), second.state_dict().values(), strict=True))
+    forked = Optimizer(policy_of(model, device), replace(ADAM, beta1=0.7, beta2=0.8, eps=1e-6, weight_decay=0.3))
+    checkpoint.load(found, forked.policy, forked)
+    settings = [(group["betas"], group["eps"], group["weight_decay"]) for group in forked._inner.param_groups]
+    assert {(betas, eps) for betas, eps, _ in settings} == {((0.7, 0.8), 1e-6)}
+    assert {decay for _, _, decay in settings} == {0.0, 0.3}, "what a fork is configured with, not what it was saved with"
 
 
 def files_and_failures(tied: str, untied: str, folder: str) -> None:

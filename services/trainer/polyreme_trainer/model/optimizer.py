@@ -50,9 +50,7 @@ class Optimizer:
         with policy.device.megatron():
             chained = mcore.get_megatron_optimizer(config, [self._replica], overrides, use_gloo_process_groups=False)
         (self._inner,) = chained.chained_optimizers
-        for group in self._inner.param_groups:
-            group["weight_decay"] = adam.weight_decay * group["wd_mult"]
-            group["fused"] = policy.device.kind != "npu"
+        self._set_hyper_parameters()
         mine = {piece.param for piece in policy.slices if piece.primary}
         self._counted = [param for name, param in policy.module.named_parameters() if name in mine]
         self.zero_grad()
@@ -93,6 +91,13 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave on a rank of the same layout."""
         self._inner.load_state_dict(state)
+        self._set_hyper_parameters()  # a fork's are its own
+
+    def _set_hyper_parameters(self) -> None:
+        for group in self._inner.param_groups:
+            group["betas"], group["eps"] = (self.adam.beta1, self.adam.beta2), self.adam.eps
+            group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
+            group["fused"] = self.policy.device.kind != "npu"
 
     @torch.no_grad()
     def _grad_norm(self) -> float:
