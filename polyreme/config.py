@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -23,7 +23,9 @@ class DataConfig(Section):
     eval: Path | None = Field(None, description="JSON lines of held-out prompts; none: no evaluation.")
     prompt_key: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages.")
     label_key: str = Field("answer", description="Column with the reference answer; a row may lack it.")
-    template: Literal["chat", "none"] = Field("chat", description="chat: the tokenizer's template; none: the text as it is.")
+    template: Literal["chat", "none"] = Field(
+        "chat", description="chat: the tokenizer's template; none: the text as it is, behind the tokenizer's BOS."
+    )
     system: str | None = Field(None, description="System message in front of every prompt.")
     max_prompt_tokens: int = Field(1024, ge=1)
     overlong: Literal["filter", "error"] = Field("filter", description="What to do with a prompt beyond max_prompt_tokens.")
@@ -34,7 +36,9 @@ class RolloutConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     max_new_tokens: int = Field(ge=1)
     max_model_len: int = Field(ge=2, description="Longest prompt plus response, in tokens.")
-    temperature: float = Field(1.0, gt=0, description="Of sampling for training; the learner uses the same.")
+    temperature: float = Field(
+        1.0, ge=0.01, le=2, description="Of sampling for training, within what vLLM takes as it is; the learner uses the same."
+    )
     max_num_seqs: int = Field(256, ge=1, description="Samples a replica decodes at once.")
     kv_cache_mib: int = Field(256, ge=1, description="Key-value cache of a CPU replica; GPUs use gpu_memory_utilization.")
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
@@ -72,7 +76,7 @@ class RewardSpec(Section):
     protocol: Literal["paddlenlp", "openrlhf", "native"] | None = Field(None, description="What the endpoint speaks.")
     security: EndpointSecurity | None = Field(None, description="Of an https endpoint; none: as the system trusts, no token.")
     model: Path | None = Field(None, description="A Hugging Face directory of a sequence classifier: its output is the score.")
-    weight: float = Field(1.0, allow_inf_nan=False, description="The reward's value times this goes into the score.")
+    weight: float = Field(1.0, description="The reward's value times this goes into the score.")
     options: dict[str, Any] = Field({}, description="Arguments of the reward.")
 
     @model_validator(mode="after")
@@ -233,7 +237,7 @@ class TrainerConfig(Section):
 class RunConfig(Section):
     name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9-]*$")
     output_dir: Path = Field(Path("runs"), description="The run directory is output_dir/name.")
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     device: Literal["cpu", "cuda", "npu"] = "cpu"
     iterations: int = Field(ge=1)
     groups_per_iteration: int = Field(ge=1)
@@ -277,6 +281,10 @@ class RunConfig(Section):
             )
         if self.algorithm.name == "grpo" and self.group_size < 2:
             raise ValueError("group_size must be at least 2: GRPO compares the samples of a group")
+        if self.algorithm.minibatches > self.groups_per_iteration:
+            raise ValueError(
+                f"algorithm.minibatches = {self.algorithm.minibatches} is more than groups_per_iteration = {self.groups_per_iteration}: a minibatch has whole groups"
+            )
         if self.trainer.save_interval > self.iterations:
             raise ValueError(
                 f"trainer.save_interval = {self.trainer.save_interval} would never fire in {self.iterations} iterations"
@@ -322,10 +330,11 @@ class RunConfig(Section):
     def fingerprint(self) -> str:
         """Digest (16 hex digits) of what decides the trained weights, for a resume that must repeat them.
 
-        Left out: how long the run is, where it writes, how it is served and watched.
+        Left out: how long the run is, unless the learning rate depends on it, where it writes, how it is served and watched.
         """
         fields = self.model_dump(mode="json")
-        for dotted in _NOT_TRAINED_ON:
+        lasting = () if self.trainer.optimizer.schedule == "constant" else ("iterations",)
+        for dotted in set(_NOT_TRAINED_ON) - set(lasting):
             *parents, last = dotted.split(".")
             nodes = [fields]
             for parent in parents:

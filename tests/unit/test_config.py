@@ -63,6 +63,11 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`data` = 3 must be a multiple of `nodes` = 2"),
         ("trainer.parallel={tensor: 4, nodes: 2}", "tensor ranks share one"),
         ("name=No Spaces", "name"),
+        ("trainer.optimizer.lr=.inf", "finite number"),
+        ("rollout.temperature=0.001", "greater than or equal to 0.01"),
+        ("rollout.temperature=3", "less than or equal to 2"),
+        ("seed=-5", "greater than or equal to 0"),
+        ("algorithm.minibatches=5", "minibatches = 5 is more than groups_per_iteration = 4"),
         ("iterations", "write key=value|Write key=value"),
         ("=3", "Write key=value"),
     ],
@@ -122,6 +127,16 @@ def test_the_fingerprint_is_of_what_decides_the_weights(tmp_path: Path) -> None:
     other = [{"seed": 1}, {"groups_per_iteration": 5}, {"group_size": 3}, {"max_staleness": 1}]
     assert {base.model_copy(update=change).fingerprint() for change in same} == {base.fingerprint()}
     assert len({base.model_copy(update=change).fingerprint() for change in [{}, *other]}) == len(other) + 1
+
+
+@pytest.mark.parametrize(("schedule", "decides"), [("constant", False), ("linear", True), ("cosine", True)])
+def test_a_runs_length_decides_the_weights_where_the_learning_rate_depends_on_it(
+    tree: dict[str, Any], schedule: str, decides: bool
+) -> None:
+    tree["trainer"]["optimizer"]["schedule"] = schedule
+    short = parse_config(tree, "the test")
+    long = parse_config({**tree, "iterations": 2 * tree["iterations"]}, "the test")
+    assert (short.fingerprint() != long.fingerprint()) is decides
 
 
 def test_on_how_many_machines_the_ranks_are_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
