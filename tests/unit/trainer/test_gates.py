@@ -63,6 +63,21 @@ def test_greedy_gate_sees_one_wrong_token(model: torch.nn.Module) -> None:
         gates.greedy_gate(model, answers, LIMIT).check()
 
 
+def test_greedy_gate_keeps_no_logits_but_those_of_an_answer(model: torch.nn.Module) -> None:
+    """Of a real vocabulary they are a megabyte a token."""
+    sizes: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel() // logits.shape[-1]))
+    try:
+        gates.greedy_gate(model, [answer([5, 6, 7, 8], 6), answer([9, 10], 3)], LIMIT)
+    finally:
+        hook.remove()
+    assert sizes == [6, 3]
+
+
+def answer(prompt: list[int], length: int) -> Answer:
+    return Answer(np.array(prompt), np.arange(length), np.zeros(length, dtype=np.float32))
+
+
 def test_replica_gate_sees_another_temperature(model: torch.nn.Module) -> None:
     answers = [greedy(model, [5, 6, 7, 8]), greedy(model, [9, 10], 3)]
     ids, targets = gates.stack(answers)

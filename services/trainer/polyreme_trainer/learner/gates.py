@@ -112,17 +112,17 @@ def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: Limit
     """A replica's greedy answers under the Hugging Face model of the same weights.
 
     One forward pass over prompt and answer tells, token by token, whether the model would have chosen the same; near ties, which
-    rounding decides, are within the limit.
+    rounding decides, are within the limit. Answers go one by one, and logits are of responses only: they are large.
     """
-    ids, targets = stack(answers)
-    mask = targets != IGNORE
-    with torch.no_grad():
-        logprobs = model(input_ids=ids).logits.float().log_softmax(-1)
-    chosen = logprobs.gather(2, targets.clamp(min=0)[..., None])[..., 0]
-    gap = float((logprobs.amax(-1) - chosen)[mask].max())
+    gaps = []
+    for answer in answers:
+        ids, response = torch.from_numpy(np.concatenate([answer.prompt, answer.response])), torch.from_numpy(answer.response)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None, :-1], logits_to_keep=len(response)).logits[0].float()
+        gaps.append((logits.amax(-1) - logits.gather(1, response[:, None])[:, 0]).max())
     return Gate(
         "log-probability by which the Hugging Face model prefers another token than a replica's greedy one",
-        gap,
+        float(torch.stack(gaps).max()),
         limits.greedy,
         "The replica serves other weights than were pushed, or its engine computes them wrongly; do not train with it.",
     )

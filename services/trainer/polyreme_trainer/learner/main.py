@@ -252,7 +252,7 @@ class Learner:
 
         async def check() -> None:
             models.append(await asyncio.to_thread(gates.load_hf, path, self.config.model.dtype))
-            await self.desk.gate(gates.logits_gate(logits, models[0], ids, self.limits))
+            await self.desk.gate(await asyncio.to_thread(gates.logits_gate, logits, models[0], ids, self.limits))
 
         self.ranks.tell(check)
         return models[0] if models else None
@@ -264,17 +264,16 @@ class Learner:
         async def ask() -> bytes:
             assert hf is not None
             greedy, answers = await self.desk.replica_answers(self.publisher, version, self.config)
-            await self.desk.gate(gates.greedy_gate(hf, greedy, self.limits))
+            await self.desk.gate(await asyncio.to_thread(gates.greedy_gate, hf, greedy, self.limits))
             sampled.extend(answers)
             return join([np.array(part).tobytes() for part in (gates.stack(answers)[0].shape, *gates.stack(answers))])
 
-        shape, ids, targets = (np.frombuffer(part, np.int64) for part in split(self.ranks.ask(ask)))
+        shape, *parts = (np.frombuffer(part, np.int64) for part in split(self.ranks.ask(ask)))
+        rows = max(1, self.config.trainer.micro_batch_tokens // int(shape[1]))
+        ids, targets = (torch.from_numpy(part.reshape(shape).copy()).to(self.device.torch).split(rows) for part in parts)
         with torch.no_grad():
-            ours = self.policy.logprobs(
-                torch.from_numpy(ids.reshape(shape).copy()).to(self.device.torch),
-                torch.from_numpy(targets.reshape(shape).copy()).to(self.device.torch),
-                self.config.rollout.temperature,
-            )
+            temperature = self.config.rollout.temperature
+            ours = torch.cat([self.policy.logprobs(*pair, temperature) for pair in zip(ids, targets, strict=True)])
         self.ranks.tell(lambda: self.desk.gate(gates.replica_gate(ours, sampled, self.limits)))
 
     async def finish(self, version: int) -> None:
