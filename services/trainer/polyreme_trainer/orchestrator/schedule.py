@@ -86,11 +86,13 @@ class Schedule:
         failure = None
         try:
             try:
-                async with asyncio.timeout(limit):
+                async with asyncio.timeout(limit) as deadline:
                     await evaluator.evaluate(version)
             except EvaluationError as error:
                 failure = str(error)
             except TimeoutError:
+                if not deadline.expired():  # an UnavailableError is one too
+                    raise
                 failure = f"the evaluation of version {version} took longer than eval_hold = {limit:g} s"
             await self._settle(version, failure)
         finally:
