@@ -2,14 +2,17 @@
 
 Sole reader of the metrics stream that writes. metrics.jsonl is its own cursor: each line carries the stream id it came from, so a
 restart goes on behind the last whole line, and no record is lost or written twice. A sample file is complete before the line of
-its iteration is written.
+its iteration is written; so are TensorBoard's events, which a repetition may therefore write again. Every write is made here and now,
+so that a disk that takes nothing raises OSError where somebody hears it.
 """
 
 import json
 import logging
 import math
+import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,6 @@ class Recorder:
     """
 
     def __init__(self, config: RunConfig, groups_of: GroupsOf) -> None:
-        from tensorboardX import SummaryWriter
-
         self._config, self._groups_of, self._folder = config, groups_of, config.run_dir
         self._progress = Progress(config.samples_per_iteration)
         self.cursor = "0"
@@ -46,27 +47,29 @@ class Recorder:
             self._progress.add(line)
             self.cursor = line["id"]
         (self._folder / "samples").mkdir(exist_ok=True)
-        self._metrics = open(self._metrics_path, "a")  # noqa: SIM115 (closed by close)
-        self._board = SummaryWriter(str(self._folder / "tensorboard"), flush_secs=5)
+        with ExitStack() as files:
+            self._metrics = files.enter_context(open(self._metrics_path, "a"))
+            self._board = files.enter_context(closing(Board(self._folder / "tensorboard")))
+            self._files = files.pop_all()
 
     async def take(self, records: list[tuple[str, Record]]) -> None:
         """Writes records that follow the cursor, in order."""
-        for stream_id, record in records:
-            line = {"id": stream_id, "time": stream_time(stream_id), **record}
-            if record.get("kind") == "iteration":
-                await self._write_samples(record["iteration"])
+        lines = [{"id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records]
+        for line in lines:
+            if line["kind"] == "iteration":
+                await self._write_samples(line["iteration"])
+        self._board.add(lines)
+        for line in lines:
             self._metrics.write(json.dumps(line) + "\n")
             self._metrics.flush()
             self._progress.add(line)
-            self.cursor = stream_id
-            for tag, value, step in scalars(line):
-                self._board.add_scalar(tag, value, step, walltime=line["time"])
-        if records:
+            self.cursor = line["id"]
+        if lines:
             write_atomically(self._folder / "summary.json", json.dumps(self._progress.summary(), indent=1) + "\n")
 
     def close(self) -> None:
-        self._metrics.close()
-        self._board.close()
+        """Closes every file, whatever one of them raises."""
+        self._files.close()
 
     async def _write_samples(self, iteration: int) -> None:
         try:
@@ -78,6 +81,33 @@ class Recorder:
             json.dumps({"iteration": iteration, **line}) for payload in payloads for line in sample_lines(decode_group(payload))
         ]
         write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
+
+
+class Board:
+    """An event file of TensorBoard's. tensorboardX's own SummaryWriter writes in a thread, whose death at a full disk nobody is told,
+    and which then blocks whoever adds to its queue."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        folder.mkdir(exist_ok=True)
+        now = time.time()
+        self._file = RecordWriter(str(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"))
+        self._file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+
+    def add(self, lines: list[Record]) -> None:
+        """Writes the scalars of metrics.jsonl's lines; they are on disk when it returns."""
+        for line in lines:
+            for tag, value, step in scalars(line):
+                event = self._event(wall_time=line["time"], step=step, summary=self._scalar(tag, value))
+                self._file.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def sample_lines(group: GroupRecord) -> Iterator[Record]:

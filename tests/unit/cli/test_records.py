@@ -1,6 +1,9 @@
 """The files that records become: each record once, whatever crashes between them."""
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -141,6 +144,57 @@ async def test_tensorboard_has_the_events(config: RunConfig) -> None:
         await recorder.take(stream(iteration(1)))
     [events] = (config.run_dir / "tensorboard").iterdir()
     assert b"reward/mean" in events.read_bytes()
+
+
+ON_A_FULL_DISK = """
+import asyncio, json, os, resource, sys, threading
+from contextlib import suppress
+from pathlib import Path
+from polyreme.progress import stream_time
+from polyreme_trainer.records import Recorder
+from support.configs import run_config
+
+async def no_groups(iteration):
+    return []
+
+async def main(folder, records):
+    config, refused, open_files = run_config(folder), 0, []
+    for limit in (4096, 4096, resource.RLIM_INFINITY):
+        recorder = Recorder(config, no_groups)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            for record in records:
+                if stream_time(record[0]) > stream_time(recorder.cursor):
+                    await recorder.take([record])
+        except OSError:
+            refused += 1
+        with suppress(OSError):
+            recorder.close()
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert (refused, threading.active_count(), len(set(open_files))) == (2, 1, 1), (refused, threading.enumerate(), open_files)
+
+asyncio.run(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the process's open files in /proc")
+@pytest.mark.parametrize("kind", ["iteration", "notice"])  # whose events, or whose line, are what does not fit
+def test_a_full_disk_is_told_each_time_and_all_is_written_once_there_is_room(
+    config: RunConfig, tmp_path: Path, kind: str
+) -> None:
+    plotted = [iteration(number, **{f"a{place}": 1 for place in range(20)}) for number in range(1, 16)]
+    records = stream(*plotted) if kind == "iteration" else stream({"kind": kind, "service": "rollout", "text": 5000 * "."})
+    process = subprocess.run(
+        [sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path), json.dumps(records)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 0, process.stderr
+    assert [line["id"] for line in lines(config.run_dir / "metrics.jsonl")] == [at for at, _ in records]
+    events = b"".join(path.read_bytes() for path in (config.run_dir / "tensorboard").iterdir())
+    assert events.count(b"reward/mean") >= (len(plotted) if kind == "iteration" else 0)
 
 
 def test_staleness_and_waits_are_plotted() -> None:
