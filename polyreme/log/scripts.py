@@ -12,9 +12,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
-from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import NoScriptError
 
-from polyreme.errors import ConfigError, PolyremeError, StaleTermError, StoreError, UnavailableError
+from polyreme.errors import ConfigError, PolyremeError, StaleTermError, UnavailableError
+from polyreme.log.store import RefusedError
 
 KEYS = ("meta", "terms", "ledger", "in_flight", "appended", "plans", "payloads", "drafts", "events")
 
@@ -48,7 +49,7 @@ class Scripts:
 
         Raises:
             StaleTermError, StaleAttemptError, TransitionError: the script refused; nothing has changed.
-            StoreError: Redis cannot be reached, or cannot take more.
+            StoreError: Redis cannot be reached, or refuses.
         """
         script = self._registered.get(name)
         if script is None:
@@ -58,11 +59,14 @@ class Scripts:
                 with suppress(NoScriptError):  # it loads the script itself, but a Redis that restarts again has forgotten it
                     return await script(keys=[*self._common, *keys], args=list(args))
             return await script(keys=[*self._common, *keys], args=list(args))
-        except ResponseError as error:
-            raise self._explain(name, error) from error
+        except RefusedError as error:
+            raise self._explain(name, error) from error.__cause__
+        except NoScriptError as error:
+            raise RefusedError(error) from error
 
-    def _explain(self, name: str, error: ResponseError) -> Exception:
-        code, _, detail = str(error).partition(" ")
+    def _explain(self, name: str, error: RefusedError) -> PolyremeError:
+        """What a script's own error means; any other is Redis', and stays what it is."""
+        code, detail = error.code, error.detail
         if code == "STALETERM":
             return StaleTermError(
                 f"to hold the role for `{name}`", detail, "Another process has taken over; this one must end and change nothing."
@@ -78,20 +82,6 @@ class Scripts:
         if code == "NORUN":
             return UnavailableError(
                 f"run {self._run_id} in this Redis", "no record of it", "Check the run id and the Redis URL, or start the run."
-            )
-        if isinstance(error, OutOfMemoryError):
-            return StoreError(
-                "room in Redis for the experience log",
-                "it has reached its `maxmemory`",
-                "Raise maxmemory, or lower trainer.save_interval, so that groups are released sooner. Nothing was lost.",
-            )
-        if isinstance(error, ReadOnlyError) or code == "MISCONF":
-            return StoreError(
-                "a Redis that accepts writes", str(error), "Use the primary, not a replica, and check that its disk has room."
-            )
-        if isinstance(error, NoPermissionError):
-            return StoreError(
-                "a Redis user that may run scripts", str(error), "Grant this user read, write and scripting on polyreme:*."
             )
         return error
 

@@ -1,7 +1,8 @@
 """The Redis that keeps a run: either the user's, checked before use, or a server of our own.
 
-A client from here rides over a restart or a pause of Redis (bounded retries with jitter), and says clearly when it cannot. What
-Redis has acknowledged is on disk: `appendfsync always`, and nothing is evicted.
+A client from here rides over a restart, a pause or a failover of Redis (bounded retries with jitter), and says clearly when it cannot:
+whatever Redis replies, what comes out of a command is its result or a StoreError. What Redis has acknowledged is on disk:
+`appendfsync always`, and nothing is evicted.
 """
 
 import asyncio
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.InvalidResponse)
+_PASSING = frozenset({"BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED"})
+"""Codes of replies that say: not now. The command has changed nothing."""
 _NEEDED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 _SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in _NEEDED.items())
 
@@ -46,8 +49,42 @@ LOADING = 300.0
 _REMINDER = 10.0
 
 
+class RefusedError(StoreError):
+    """Redis has answered a command with an error. A script's own errors come as this too: `Scripts` knows them by their code.
+
+    Attributes:
+        code, detail: of the reply: its first word, and the rest.
+    """
+
+    def __init__(self, error: exceptions.ResponseError) -> None:
+        # The client takes a code that it knows off the text.
+        first, _, rest = str(error).partition(" ")
+        self.code, self.detail = (error.status_code, str(error)) if error.status_code else (first, rest)
+        super().__init__(*_refusal(self.code, f"{self.code} {self.detail}"))
+
+
+def _refusal(code: str, reply: str) -> tuple[str, str, str]:
+    """What was expected of Redis, what it replied, and what to do."""
+    match code:
+        case "OOM":
+            return (
+                "room in Redis for the experience log",
+                "it has reached its `maxmemory`",
+                "Raise maxmemory, or lower trainer.save_interval, so that groups are released sooner. Nothing was lost.",
+            )
+        case "READONLY" | "MISCONF":
+            return "a Redis that accepts writes", reply, "Use the primary, not a replica, and check that its disk has room."
+        case "NOPERM":
+            return (
+                "a Redis user that may do what a run needs",
+                reply,
+                "Grant this user read, write and scripting on polyreme:*.",
+            )
+    return "a Redis that does what it is told", reply, "Look into its log, and at its replicas if it has any."
+
+
 class Store(Redis):
-    """A Redis client that repeats a command whose answer was lost, for a bounded time.
+    """A Redis client that repeats a command whose answer was lost, or for which it is not the time, as long as its patience lasts.
 
     Commands are therefore sent at least once: everything that changes a run goes through a script that bears repetition.
     """
@@ -55,7 +92,13 @@ class Store(Redis):
     patience = RIDE_OVER
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """As in Redis. Raises StoreError when the server stays away for longer than `patience` seconds, or loads for `LOADING`."""
+        """As in Redis.
+
+        Raises:
+            StoreError: the server stays away for longer than `patience` seconds, or loads for `LOADING`.
+            RefusedError: it replied with an error; one that passes by itself, for as long as that.
+            NoScriptError: it does not know the script; whoever asks for it sends it.
+        """
         began = time.monotonic()
         pause, next_word = 0.02, 0.0
         task = asyncio.current_task()
@@ -67,11 +110,15 @@ class Store(Redis):
                     # Python 3.11's wait_for, with which the client sends, loses a cancellation that comes as it completes.
                     raise asyncio.CancelledError
                 return reply
-            except (*_LOST, exceptions.InvalidResponse) as error:
+            except exceptions.NoScriptError:
+                raise
+            except (*_LOST, exceptions.InvalidResponse, exceptions.ResponseError) as error:
+                failure = not_done(self, error)
+                final = failure.code not in _PASSING if isinstance(failure, RefusedError) else isinstance(error, _REFUSED)
                 now = time.monotonic()
                 left = began + (LOADING if isinstance(error, exceptions.BusyLoadingError) else self.patience) - now
-                if isinstance(error, _REFUSED) or left <= 0:
-                    raise unreachable(self, error) from error
+                if final or left <= 0:
+                    raise failure from error
                 if now >= next_word:
                     log.warning("redis at %s: %s; trying for another %.0f s", address(self), _cause(error), left)
                     next_word = now + _REMINDER
@@ -120,10 +167,10 @@ async def _check(client: Redis) -> None:
     try:
         server = await client.info("server")
         found = {name: str(value) for name, value in (await client.config_get(*_NEEDED)).items()}
-    except exceptions.ResponseError as error:
+    except RefusedError as error:
         raise StoreError(
             f"to read the settings of {place}",
-            str(error),
+            error.found,
             "Give the user of this URL the commands INFO and CONFIG GET: Polyreme checks that nothing can be lost.",
         ) from None
     version = str(server.get("redis_version", "0"))
@@ -146,8 +193,10 @@ def address(client: Redis) -> str:
     return kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
 
 
-def unreachable(client: Redis, error: Exception) -> StoreError:
+def not_done(client: Redis, error: Exception) -> StoreError:
     """What to tell the user when a command could not be done."""
+    if isinstance(error, exceptions.ResponseError):
+        return RefusedError(error)
     place = address(client)
     if isinstance(error, exceptions.BusyLoadingError):
         return StoreError(f"Redis at {place} to answer", "it still loads its data", "Wait until it has, then start again.")

@@ -1,12 +1,15 @@
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
 from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.log.ledger import ExperienceLog, Role
 from polyreme.log.run import Run, RunState
+from polyreme.log.store import EmbeddedServer, connect
 from polyreme.registry import Lease, Registry
+from support.configs import run_config
 
 
 def lease(name: str, **facts: object) -> Lease:
@@ -38,6 +41,25 @@ async def test_renewals_learn_the_learners_term(run: Run) -> None:
         await ExperienceLog(run).take(Role.LEARNER)
         await asyncio.sleep(0.3)
         assert keeper.learner_term == 2
+
+
+async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
+    """Until the new primary has a replica, it refuses renewals for longer than the lease lives, and than the client asks again."""
+    with EmbeddedServer.start(tmp_path / "redis") as server:
+        async with await connect(server.url) as redis:
+            run = await Run.create(redis, "failing-over", run_config(tmp_path), {})
+
+            async def lives(wanted: bool) -> None:
+                while bool(await redis.exists(run.key("lease:rollout:a"))) != wanted:  # noqa: ASYNC110 (expiry gives no event)
+                    await asyncio.sleep(0.02)
+
+            async with await Registry(run).register(lease("a"), ttl=0.3):
+                redis.patience = 0.1
+                await redis.config_set("min-replicas-to-write", "1")
+                await lives(False)
+                await asyncio.sleep(0.2)
+                await redis.config_set("min-replicas-to-write", "0")
+                await asyncio.wait_for(lives(True), 20)
 
 
 async def test_facts_can_change(run: Run) -> None:

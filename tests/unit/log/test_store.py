@@ -243,6 +243,36 @@ async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp
         await client.aclose()
 
 
+async def test_a_client_rides_over_what_passes_by_itself(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    """As in a failover: the new primary has no replica yet, and takes no writes until it has."""
+    client, other = await connect(own_server.url), await connect(own_server.url)
+    run = await Run.create(client, "failing-over", run_config(tmp_path), {})
+    await other.config_set("min-replicas-to-write", "1")
+    writing = asyncio.gather(client.set("x", "1"), ExperienceLog(run).take(Role.LEARNER))
+    await asyncio.sleep(0.2)
+    assert not writing.done()
+    await other.config_set("min-replicas-to-write", "0")
+    await writing
+    assert await client.get("x") == b"1"
+    await client.aclose()
+    await other.aclose()
+
+
+async def test_an_error_of_the_server_is_told_in_its_own_words(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    client = await connect(own_server.url)
+    run = await Run.create(client, "refused", run_config(tmp_path), {})
+    await client.set(run.key("terms"), "of another type")
+    for asked in (client.hgetall(run.key("terms")), ExperienceLog(run).take(Role.LEARNER)):
+        with pytest.raises(StoreError, match="found WRONGTYPE Operation against a key"):
+            await asked
+    await client.config_set("min-replicas-to-write", "1")
+    client.patience = 0.1
+    for asked in (client.set("x", "1"), run.emit({"kind": "notice"})):
+        with pytest.raises(StoreError, match="found NOREPLICAS"):
+            await asked
+    await client.aclose()
+
+
 async def test_a_full_server_refuses_whole_changes_only(own_server: EmbeddedServer, tmp_path: Path) -> None:
     client = await connect(own_server.url)
     run = await Run.create(client, "full", run_config(tmp_path), {})
