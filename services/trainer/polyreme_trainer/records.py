@@ -1,7 +1,8 @@
 """Writes a run's records to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
 
-Sole reader of the metrics stream that writes. metrics.jsonl is its own cursor: each line carries the stream id it came from, so a
-restart goes on behind the last whole line, and no record is lost or written twice. A sample file is complete before the line of
+Sole reader of the metrics stream that writes. metrics.jsonl is its own cursor: each line carries its run's id and the stream id it came
+from, so a restart goes on behind the run's last whole line, and no record is lost or written twice. Lines of the runs that a run was
+forked from stay, and are not read: its summary tells of it alone, and TensorBoard shows each run of the directory by itself. A sample file is complete before the line of
 its iteration is written; so are TensorBoard's events, which a repetition may therefore write again. Every write is made here and now,
 so that a disk that takes nothing raises OSError where somebody hears it.
 """
@@ -33,28 +34,31 @@ class Recorder:
     """The files of one run directory.
 
     Args:
-        config: of the run; its directory exists.
+        config, run_id: of the run; its directory exists.
         groups_of: reads an iteration's groups from the experience log.
     """
 
-    def __init__(self, config: RunConfig, groups_of: GroupsOf) -> None:
-        self._config, self._groups_of, self._folder = config, groups_of, config.run_dir
+    def __init__(self, config: RunConfig, run_id: str, groups_of: GroupsOf) -> None:
+        self._run_id, self._groups_of, self._folder = run_id, groups_of, config.run_dir
         self._progress = Progress(config.samples_per_iteration)
         self.cursor = "0"
         """Stream id behind which the next records are wanted."""
         self._metrics_path = self._folder / "metrics.jsonl"
         for line in recover_lines(self._metrics_path):
-            self._progress.add(line)
-            self.cursor = line["id"]
+            if line.get("run") == run_id:
+                self._progress.add(line)
+                self.cursor = line["id"]
         (self._folder / "samples").mkdir(exist_ok=True)
         with ExitStack() as files:
             self._metrics = files.enter_context(open(self._metrics_path, "a"))
-            self._board = files.enter_context(closing(Board(self._folder / "tensorboard")))
+            self._board = files.enter_context(closing(Board(self._folder / "tensorboard" / run_id)))
             self._files = files.pop_all()
 
     async def take(self, records: list[tuple[str, Record]]) -> None:
         """Writes records that follow the cursor, in order."""
-        lines = [{"id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records]
+        lines = [
+            {"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records
+        ]
         for line in lines:
             if line["kind"] == "iteration":
                 await self._write_samples(line["iteration"])
@@ -93,7 +97,7 @@ class Board:
         from tensorboardX.summary import scalar
 
         self._event, self._scalar = Event, scalar
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
         self._file = RecordWriter(str(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"))
         self._file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())

@@ -115,7 +115,7 @@ class Trainer:
         await asyncio.to_thread(import_module, "tensorboardX")  # takes a second, in which signals would not be heard
         while True:
             try:
-                with closing(Recorder(self._config, self._groups_of)) as recorder:
+                with closing(Recorder(self._config, self._run.run_id, self._groups_of)) as recorder:
                     while True:
                         last = ended.is_set()
                         batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)

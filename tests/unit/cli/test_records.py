@@ -67,27 +67,47 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 async def test_a_record_becomes_a_line_with_its_time(config: RunConfig) -> None:
-    with closing(Recorder(config, groups_of)) as recorder:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
         await recorder.take(stream({"kind": "notice", "service": "rollout", "text": "joined"}))
     [line] = lines(config.run_dir / "metrics.jsonl")
-    assert line == {"id": "1000-0", "time": 1.0, "kind": "notice", "service": "rollout", "text": "joined"}
+    assert line == {"run": "run-1", "id": "1000-0", "time": 1.0, "kind": "notice", "service": "rollout", "text": "joined"}
 
 
 async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -> None:
     records = stream(iteration(1), iteration(2), iteration(3))
-    with closing(Recorder(config, groups_of)) as recorder:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
         await recorder.take(records[:2])
     metrics = config.run_dir / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-7])  # the crash tore the second line
-    with closing(Recorder(config, groups_of)) as recorder:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
         assert recorder.cursor == records[0][0]
         await recorder.take([entry for entry in records if entry[0] > recorder.cursor])
     assert [line["iteration"] for line in lines(metrics)] == [1, 2, 3]
     assert json.loads((config.run_dir / "summary.json").read_text())["iterations"] == 3
 
 
+async def test_a_fork_is_told_apart_from_the_run_before_it(config: RunConfig) -> None:
+    """Also where its Redis' clock is behind: its stream is read from the first record."""
+    evaluation = {"kind": "eval", "version": 2, "samples": 10, "seconds": 1.0}
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(stream(iteration(1), iteration(2), iteration(3), iteration(4), {**evaluation, "accuracy": 0.25}))
+    forked = stream({**evaluation, "accuracy": 0.75}, iteration(3))  # of the checkpoint of iteration 2
+    for records in (forked[:1], forked[1:]):
+        with closing(Recorder(config, "run-2", groups_of)) as recorder:
+            assert recorder.cursor == ("0" if records == forked[:1] else forked[0][0])
+            await recorder.take(records)
+    metrics = lines(config.run_dir / "metrics.jsonl")
+    assert [(line["run"], line.get("iteration")) for line in metrics if line["kind"] == "iteration"] == [
+        *(("run-1", number) for number in (1, 2, 3, 4)),
+        ("run-2", 3),
+    ]
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert (summary["iterations"], summary["evaluations"]) == (1, {"2": 0.75})
+    assert {path.name for path in (config.run_dir / "tensorboard").iterdir()} == {"run-1", "run-2"}
+
+
 async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> None:
-    with closing(Recorder(config, groups_of)) as recorder:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
         await recorder.take(stream(iteration(1)))
     samples = lines(config.run_dir / "samples" / "iteration_0001.jsonl")
     assert len(samples) == 8
@@ -108,7 +128,7 @@ async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> N
 
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
-    with closing(Recorder(config, no_groups)) as recorder:
+    with closing(Recorder(config, "run-1", no_groups)) as recorder:
         await recorder.take(stream(iteration(1)))
     assert not list((config.run_dir / "samples").iterdir())
     assert len(lines(config.run_dir / "metrics.jsonl")) == 1
@@ -116,7 +136,7 @@ async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfi
 
 
 async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -> None:
-    with closing(Recorder(config, groups_of)) as recorder:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
         await recorder.take(
             stream(
                 {"kind": "sft_done", "seconds": 7.0},
@@ -140,9 +160,9 @@ async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -
 
 
 async def test_tensorboard_has_the_events(config: RunConfig) -> None:
-    with closing(Recorder(config, groups_of)) as recorder:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
         await recorder.take(stream(iteration(1)))
-    [events] = (config.run_dir / "tensorboard").iterdir()
+    [events] = (config.run_dir / "tensorboard" / "run-1").iterdir()
     assert b"reward/mean" in events.read_bytes()
 
 
@@ -160,7 +180,7 @@ async def no_groups(iteration):
 async def main(folder, records):
     config, refused, open_files = run_config(folder), 0, []
     for limit in (4096, 4096, resource.RLIM_INFINITY):
-        recorder = Recorder(config, no_groups)
+        recorder = Recorder(config, "run-1", no_groups)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             for record in records:
@@ -193,7 +213,7 @@ def test_a_full_disk_is_told_each_time_and_all_is_written_once_there_is_room(
     )
     assert process.returncode == 0, process.stderr
     assert [line["id"] for line in lines(config.run_dir / "metrics.jsonl")] == [at for at, _ in records]
-    events = b"".join(path.read_bytes() for path in (config.run_dir / "tensorboard").iterdir())
+    events = b"".join(path.read_bytes() for path in (config.run_dir / "tensorboard" / "run-1").iterdir())
     assert events.count(b"reward/mean") >= (len(plotted) if kind == "iteration" else 0)
 
 
