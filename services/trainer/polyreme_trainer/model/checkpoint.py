@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def save(root: Path, iteration: int, policy: Policy, optimizer: Optimizer, facts: Mapping[str, Any], keep: int) -> Checkpoint:
-    """Writes a checkpoint, then removes all but the newest `keep`. Collective; returns on every rank when it is on disk.
+    """Writes a checkpoint, then removes what it takes the place of (see `prune`). Collective; returns on every rank when it is on disk.
 
     Args:
         facts: JSON values, the same on every rank.
@@ -62,10 +62,19 @@ def save(root: Path, iteration: int, policy: Policy, optimizer: Optimizer, facts
         manifest = {"format": _FORMAT, "iteration": iteration, "layout": _layout(policy), "facts": dict(facts), "files": files}
         (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         atomic.publish(temporary, path)
-        for old in find(root)[:-keep]:
-            atomic.discard(old.path)
+        prune(root, iteration, keep)
     torch.distributed.barrier()
     return Checkpoint(path, iteration, facts)
+
+
+def prune(root: Path, iteration: int, keep: int) -> None:
+    """Removes all but the newest `keep` up to the one just saved, and what is damaged above it: a resume has passed that over."""
+    there = find(root)
+    for old in [each for each in there if each.iteration <= iteration][:-keep]:
+        atomic.discard(old.path)
+    for passed in [each for each in there if each.iteration > iteration and not intact(each)]:
+        logger.warning("checkpoint %s is damaged: removed", passed.path)
+        atomic.discard(passed.path)
 
 
 def find(root: Path) -> list[Checkpoint]:
