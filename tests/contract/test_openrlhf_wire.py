@@ -79,6 +79,23 @@ async def test_a_failure_is_an_http_error_for_their_retries(data: dict[str, Any]
         assert await raw(url, data) == (status, golden)
 
 
+@pytest.mark.parametrize("query", ["p#3<eos>", "<s>p#3<eos>", "<pad><pad><s>p#3<eos>"])
+async def test_a_prompt_is_found_behind_what_a_decoded_sequence_begins_with(query: str) -> None:
+    async with serving({"name": "exact"}, special_tokens=["<eos>", "<s>", "<pad>", ""]) as (_, _, addresses):
+        data = {"query": [query], "prompts": ["p"], "labels": ["#3"]}
+        assert (await theirs(f"http://{addresses.http}/get_reward", data))["rewards"] == [1.0]
+
+
+async def test_a_query_without_its_prompt_is_refused_not_scored() -> None:
+    """A trainer that cuts a long prompt sends the whole one beside it."""
+    async with serving({"name": "length"}) as (_, _, addresses):
+        status, body = await raw(
+            f"http://{addresses.http}/get_reward", {"query": ["a b", "ompt yes"], "prompts": ["a", "prompt"]}
+        )
+        assert status == 422
+        assert b"item 1: expected a query that begins with its prompt; found 'ompt yes'" in body
+
+
 async def test_their_server_is_sent_what_their_client_sends_and_its_logs_are_parts() -> None:
     async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(reply(b'{"rewards":[1.5],"scores":[1],"extra_logs":{"format":[0.5],"note":["x"]}}'))

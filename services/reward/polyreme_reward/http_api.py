@@ -1,7 +1,7 @@
 """The HTTP wires: PaddleNLP's, OpenRLHF's and our own. Invariant: they only translate, and a failure carries no number.
 
 The foreign wires have no status per item, so one failed item fails their whole request. Where PaddleNLP's server answers an error
-with zeros as scores, this one answers `null`: its trainer reads only `score`, and would train on the zeros without a word.
+with zeros as scores, this one answers `null`: its trainer puts zeros in their place too, but not without a warning.
 """
 
 import json
@@ -124,6 +124,15 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
             text = text.replace(token, "")
         return text
 
+    def behind(query: str, prompt: str) -> str | None:
+        """The query without its prompt, in front of which a decoded sequence may have padding and a beginning; None: it has it not."""
+        while not query.startswith(prompt):
+            lead = next((token for token in special_tokens if token and query.startswith(token)), None)
+            if lead is None:
+                return None
+            query = query[len(lead) :]
+        return query[len(prompt) :]
+
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
         status = 503 if error.draining else 429
@@ -176,8 +185,13 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
         if not count:
             return OpenRlhfReply(rewards=[], scores=[], extra_logs={})
         items = []
-        for query, prompt, label in zip(body.query, prompts, labels, strict=True):
-            response = query.removeprefix(prompt)
+        for place, (query, prompt, label) in enumerate(zip(body.query, prompts, labels, strict=True)):
+            response = behind(query, prompt)
+            if response is None:
+                return _unprocessable(
+                    f"item {place}: expected a query that begins with its prompt; found {query[:80]!r}. Add tokens that stand in "
+                    "front of it to reward.special_tokens, and leave prompts whole"
+                )
             items.append(Item("", prompt, clean(response), response, label or ""))
         answers = await scorer.score(items)
         if problem := _failures(answers):
