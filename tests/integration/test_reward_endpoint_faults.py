@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 from typing import Any
 
 import psutil
@@ -108,6 +109,18 @@ async def test_three_hundred_random_faults_among_good_answers() -> None:
             assert (answer.status.name, answer.score) == ("OK", 1.0 - int(number) % 2), (text, answer)
     await asyncio.sleep(0.05)  # closed connections of the servers' side
     assert process.num_fds() <= files + 2
+
+
+async def test_a_machine_that_is_gone_without_a_word_costs_few_items() -> None:
+    """Its connections are taken, as by a switch in front of it, and nothing ever comes."""
+    items = [item(str(2 * n)) for n in range(8)]
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as gone:
+        async with raw_server(Server()) as there:
+            urls: Any = [f"http://127.0.0.1:{gone.getsockname()[1]}/", there.url]
+            async with scoring({"name": "far", "url": urls, "protocol": "paddlenlp"}, item_timeout=0.5) as scorer:
+                first = [answer.status.name for answer in await scorer.score(items)]
+                again = [answer.status.name for answer in await scorer.score(items)]
+    assert first.count("TIMEOUT") >= 3 and again == ["OK"] * 8
 
 
 async def test_a_servers_own_time_to_come_back_is_kept() -> None:

@@ -102,7 +102,7 @@ class Clock:
 
 
 def test_the_least_busy_endpoint_is_next() -> None:
-    endpoints = Endpoints(["a", "b"])
+    endpoints = Endpoints(["a", "b"], 1.0)
     first, second, third = endpoints.take(), endpoints.take(), endpoints.take()
     assert first and second and third
     assert {first.url, second.url} == {"a", "b"}
@@ -113,7 +113,7 @@ def test_the_least_busy_endpoint_is_next() -> None:
 
 def test_a_dead_endpoint_is_left_alone_then_probed_by_one() -> None:
     clock = Clock()
-    endpoints = Endpoints(["a"], clock)
+    endpoints = Endpoints(["a"], 1.0, clock)
     for _ in range(3):
         endpoint = endpoints.take()
         assert endpoint
@@ -134,11 +134,39 @@ def test_a_dead_endpoint_is_left_alone_then_probed_by_one() -> None:
 
 
 def test_failures_that_may_be_the_items_doing_do_not_count() -> None:
-    endpoints = Endpoints(["a"])
+    endpoints = Endpoints(["a"], 1.0)
     for _ in range(10):
         endpoint = endpoints.take()
         assert endpoint
         endpoints.give_back(endpoint, None)
+
+
+def test_an_endpoint_that_lets_deadlines_pass_and_answers_nobody_is_left_alone() -> None:
+    clock = Clock()
+    endpoints = Endpoints(["a", "b"], 1.0, clock)
+    silent, other = endpoints.take(), endpoints.take()
+    assert silent and other
+    clock.now = 1.0
+    for _ in range(3):
+        endpoints.let_pass(silent)
+    endpoints.give_back(silent, None)
+    assert {endpoint.url for endpoint in (endpoints.take(), endpoints.take()) if endpoint} == {other.url}
+    for _ in range(10):
+        endpoints.let_pass(other)
+    assert endpoints.take() is other, "the last one is asked all the same"
+
+
+def test_deadlines_that_pass_while_others_are_answered_are_the_items_doing() -> None:
+    clock = Clock()
+    endpoints = Endpoints(["a", "b"], 1.0, clock)
+    busy = endpoints.take()
+    assert busy
+    clock.now = 0.5
+    endpoints.give_back(busy, True)
+    clock.now = 1.0
+    for _ in range(10):
+        endpoints.let_pass(busy)
+    assert {endpoint.url for endpoint in (endpoints.take(), endpoints.take()) if endpoint} == {"a", "b"}
 
 
 @pytest.mark.parametrize(

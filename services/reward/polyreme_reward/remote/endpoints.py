@@ -17,14 +17,20 @@ class Endpoint:
     busy: int = 0
     failures: int = 0
     retry_at: float = 0.0
+    answered_at: float = float("-inf")
 
 
 class Endpoints:
-    """Shares the load between URLs. `clock` gives monotonic seconds."""
+    """Shares the load between URLs.
 
-    def __init__(self, urls: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        deadline: seconds for a request.
+        clock: gives monotonic seconds.
+    """
+
+    def __init__(self, urls: Sequence[str], deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._all = [Endpoint(url) for url in urls]
-        self._clock = clock
+        self._deadline, self._clock = deadline, clock
 
     @property
     def count(self) -> int:
@@ -50,14 +56,24 @@ class Endpoints:
         """Ends a request. `alive`: it answered; False: nobody is there; None: what failed may have been the item's doing."""
         endpoint.busy -= 1
         if alive:
-            endpoint.failures = 0
+            endpoint.failures, endpoint.answered_at = 0, self._clock()
         elif alive is False:
-            endpoint.failures += 1
-            endpoint.retry_at = self._clock() + _pause(endpoint.failures)
+            self._failed(endpoint)
+
+    def let_pass(self, endpoint: Endpoint) -> None:
+        """A deadline has passed while it was asked. That may have been the item's doing, unless it has answered nobody for as long: then
+        its machine may be gone without a word, and others are asked first, where there are any."""
+        others = any(other.failures < _FAILURES for other in self._all if other is not endpoint)
+        if others and self._clock() - endpoint.answered_at >= self._deadline:
+            self._failed(endpoint)
 
     def next_probe(self) -> float:
         """Seconds until a dead endpoint is tried again."""
         return max(0.0, min(e.retry_at for e in self._all) - self._clock())
+
+    def _failed(self, endpoint: Endpoint) -> None:
+        endpoint.failures += 1
+        endpoint.retry_at = self._clock() + _pause(endpoint.failures)
 
 
 def _pause(failures: int) -> float:

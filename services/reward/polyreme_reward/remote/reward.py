@@ -23,6 +23,7 @@ from polyreme_reward.remote.trouble import explain, refused
 
 _REPLY_BYTES = 32 << 20
 _FIRST_PAUSE = 0.1
+_CONNECT_SHARE = 0.3  # of an item's time: a machine that is gone without a word leaves enough of it for another
 _NOBODY_THERE = (502, 503, 504)
 
 
@@ -101,14 +102,14 @@ class HttpReward:
         self._item_timeout = item_timeout
         self._security = security
         self._outage = ""  # why nobody was there when last asked
-        self._endpoints = Endpoints(urls)
+        self._endpoints = Endpoints(urls, item_timeout)
         self._slots = asyncio.Semaphore(self._options.concurrency)
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if security is not None and (token := secure.token(security)) is not None:
             self._headers["authorization"] = f"Bearer {token}"
         uses_tls = any(url.startswith("https:") for url in urls)
         self._client = httpx.AsyncClient(
-            timeout=None,  # the deadline around each request is ours
+            timeout=httpx.Timeout(None, connect=_CONNECT_SHARE * item_timeout),  # the deadline around each request is ours
             limits=httpx.Limits(max_connections=self._options.concurrency, max_keepalive_connections=self._options.concurrency),
             verify=secure.client_context(security or EndpointSecurity()) if uses_tls else False,
             trust_env=False,
@@ -138,7 +139,7 @@ class HttpReward:
             body = json.dumps(self._protocol.encode(items)).encode()
         except RewardError as error:
             return _Failure(Status.ERROR, str(error), answered=True)
-        last = _Failure(Status.TIMEOUT, "", answered=False)
+        last, asked = _Failure(Status.TIMEOUT, "", answered=False), None
         try:
             async with asyncio.timeout(self._item_timeout) as deadline:
                 for attempt in range(self._options.tries):
@@ -147,18 +148,21 @@ class HttpReward:
                         if asyncio.get_running_loop().time() + pause >= (deadline.when() or 0.0):
                             break
                         await asyncio.sleep(pause)
-                    endpoint = self._endpoints.take()
-                    if endpoint is None:
+                    asked = self._endpoints.take()
+                    if asked is None:
                         wait = self._endpoints.next_probe()
                         why = f"{self.description} does not answer ({self._outage}); next probe in {wait:.1f} s"
                         return _Failure(Status.ERROR, why, False)
-                    answer, again = await self._request(endpoint, body, len(items))
+                    answer, again = await self._request(asked, body, len(items))
+                    asked = None
                     if isinstance(answer, list):
                         return answer
                     last = answer
                     if not again:
                         break
         except TimeoutError:
+            if asked is not None:
+                self._endpoints.let_pass(asked)
             before = f"; before that: {last.message}" if last.message else ""
             return _Failure(Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none{before}", False)
         return last
@@ -176,7 +180,7 @@ class HttpReward:
             self._outage = text if alive is False else self._outage
             return _Failure(error.status, text, True, reply.wait), error.again
         except (httpx.HTTPError, OSError) as error:  # OSError: a TLS alert in the middle of a reply
-            alive = False if isinstance(error, httpx.ConnectError) else None
+            alive = False if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else None
             why, again = explain(error, endpoint.url, self._security)
             text = f"{endpoint.url}: {why}"
             self._outage = text if alive is False else self._outage
