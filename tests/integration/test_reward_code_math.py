@@ -75,6 +75,15 @@ async def test_programs_are_judged_and_leave_nothing() -> None:
     assert (children - before[0], folders - before[1]) == (set(), set())
 
 
+async def test_a_function_finds_what_an_editor_imports_and_sums_may_be_rounded() -> None:
+    solution = "class Solution:\n    def f(self, a: List[float]) -> float:\n        return math.fsum(Counter(a).elements()) + pow(2, 3, 5)"
+    tests = {"fn_name": "f", "inputs": [[[0.1, 0.2]]], "outputs": [3.3]}
+    async with scoring({"name": "code"}) as scorer:
+        good = program(solution, tests)
+        bad = program(solution, {**tests, "outputs": [3.31]})
+        assert summary(await scorer.score([good, bad])) == [("OK", 1.0), ("OK", 0.0)]
+
+
 async def test_the_share_of_passed_tests() -> None:
     async with scoring({"name": "code", "options": {"partial": True}}) as scorer:
         assert summary(await scorer.score([program("print(3)", ECHO_SUM)])) == [("OK", 0.5)]
@@ -115,6 +124,12 @@ MATH = [
     (r"\boxed{3}, and not 4", "$3$", 1.0),
     (r"\boxed{4}", "3", 0.0),
     ("no idea", "3", 0.0),
+    (r"\boxed{3}", "3 dollars", 1.0),
+    (r"\boxed{4}", "3 dollars", 0.0),
+    (r"\boxed{10}", "10 km/h", 1.0),
+    (r"\boxed{2}", "2 sin x", 0.0),
+    (r"\boxed{36}", r"\$36", 1.0),
+    (r"\boxed{\$32,\!348}", r"\$32,\!348", 1.0),
 ]
 
 

@@ -1,7 +1,7 @@
 """The built-in rewards' scores, and their names and options."""
 
 import re
-from decimal import Decimal
+from decimal import Decimal, localcontext
 
 import pytest
 from hypothesis import given
@@ -55,6 +55,13 @@ def test_exact_may_ignore_case() -> None:
         ("The total is 1,234, so we are done", "234", 0.0),
         ("He pays $12,500, not more.", "12500", 1.0),
         ("It is 1,000,", "0", 0.0),
+        ("3.2e10", "7.5e10", 0.0),
+        ("1.5e3", "1500", 1.0),
+        ("0.001", "1e-3", 1.0),
+        ("2e", "2", 1.0),
+        ("\u22125", "-5", 1.0),
+        ("-$5", "-5", 1.0),
+        (r"1{,}000 or 1,\!000", "1000", 1.0),
         ("none at all", "3", 0.0),
         ("9" * 100_000, "9" * 100_000, 1.0),
         ("9" * 100_000, "9" * 99_999 + "8", 0.0),
@@ -85,6 +92,18 @@ def test_a_number_is_found_wherever_there_is_a_digit(text: str) -> None:
 def test_a_row_without_label_is_an_error(name: str) -> None:
     with pytest.raises(RewardError, match="label"):
         ask(name, "", "")
+
+
+def test_a_label_that_is_a_fraction_is_an_error() -> None:
+    with pytest.raises(RewardError, match="the fraction '3/4', which the reward `math` compares"):
+        ask("numeric", "4", "3/4")
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=4, min_value=-(10**12), max_value=10**12), st.integers(-30, 30))
+def test_an_exponent_moves_the_point(number: Decimal, exponent: int) -> None:
+    with localcontext(prec=100):
+        moved = number.scaleb(exponent)
+        assert last_number(f"so {number:f}e{exponent}, done") == last_number(f"{moved:f}")
 
 
 def test_a_label_without_number_is_an_error() -> None:

@@ -5,9 +5,16 @@ from collections.abc import Callable
 
 from polyreme_reward.items import Item, RewardError
 
-_NUMBER = re.compile(r"(?:(?<![0-9])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
-_GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_NUMBER = re.compile(r"(?:(?<![0-9])-\$?)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?")
+_FRACTION = re.compile(r"\s*-?[0-9]+\s*/\s*[0-9]+\s*")
+_SPELLINGS = (("\u2212", "-"), ("{,}", ","), (r",\!", ","))  # of a minus, and of a thousands separator in LaTeX
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 _WORD = re.compile(r"[^\W_]+")
+_ANSWER = re.compile(r"answer|Answer|ANSWER")
+_CAPITAL = re.compile(r"(?<![^\W_])[A-Z](?![^\W_])")
+_SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)")
+_FIRST = re.compile(r"\W*([^\W\d_])(?:\s*[).:\]]|\W*$)")  # a box begins with the letter, and may go on with what it stands for
+_FONT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|bb|it|rm)|bf|rm)\b\s*\{?")
 _PRONOUN = re.compile(r"I(?:['\u2019]|\s+[a-z])")
 _WINDOW = 100  # characters behind "answer" in which the choice must stand
 
@@ -37,7 +44,8 @@ def exact(after: str | None = None, before: str | None = None, ignore_case: bool
 def numeric(after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
     """1 if the last number in the response equals the last number in the label (GSM8K); else 0.
 
-    1,234.50 equals 1234.5 and 007 equals 7: numbers are compared by value, exactly, however long.
+    1,234.50 equals 1234.5, 1.5e3 equals 1500 and 007 equals 7: numbers are compared by value, exactly, however long. A label that is
+    a fraction is an error: the reward `math` compares those.
 
     Args:
         after: look only behind the first occurrence of this text in the response; a response without it scores 0.
@@ -46,6 +54,10 @@ def numeric(after: str | None = None, before: str | None = None) -> Callable[[It
 
     def score(item: Item) -> float:
         expected = last_number(required_label(item))
+        if _FRACTION.fullmatch(item.label):
+            raise RewardError(
+                f"expected a number in the label; found the fraction {item.label[:200]!r}, which the reward `math` compares"
+            )
         if expected is None:
             raise RewardError(f"expected a number in the label; found {item.label[:200]!r}")
         answer = between(item.response, after, before)
@@ -57,8 +69,9 @@ def numeric(after: str | None = None, before: str | None = None) -> Callable[[It
 def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
     r"""1 if the response chooses the label's letter (multiple choice); else 0.
 
-    The choice is the letter in the last \boxed{...}; without one, the first letter behind the last "answer" or "Answer:", where the I
-    of "I think" counts only when no other letter follows; without that, a response that is the letter alone, however bracketed.
+    The choice is the letter that the last \boxed{...} begins with; without a box, the first capital behind the last "answer" or "Answer:"
+    that has one, where the I of "I think" counts only when no other follows, or a small letter in brackets or at the very end; without
+    that, a response that is the letter alone, however bracketed.
 
     Args:
         letters: what may be chosen, in capitals.
@@ -98,6 +111,8 @@ def between(text: str, after: str | None, before: str | None) -> str | None:
 
 def last_number(text: str) -> str | None:
     """The last number in the text in a canonical spelling, so that equal numbers are equal strings; None without one."""
+    for other, plain in _SPELLINGS:
+        text = text.replace(other, plain)
     last = None
     for match in _NUMBER.finditer(text):
         last = match
@@ -105,11 +120,16 @@ def last_number(text: str) -> str | None:
 
 
 def _canonical(number: str) -> str:
-    number = number.rstrip(",")  # of the sentence
-    if "," in number and not _GROUPED.fullmatch(number):
-        number = number.rpartition(",")[2]  # a list of numbers, not one with thousands separators
-    sign = "-" if number.startswith("-") else ""
-    whole, _, fraction = number.lstrip("-").replace(",", "").partition(".")
+    sign, number = "-" * number.startswith("-"), number.lstrip("-$")
+    mantissa, _, exponent = number.lower().partition("e")
+    mantissa = mantissa.rstrip(",")  # of the sentence
+    if "," in mantissa and not _GROUPED.fullmatch(mantissa):
+        sign, mantissa = "", mantissa.rpartition(",")[2]  # a list of numbers, not one with thousands separators
+    whole, _, fraction = mantissa.replace(",", "").partition(".")
+    if shift := int(exponent or 0):
+        point, digits = len(whole) + shift, whole + fraction
+        digits, point = digits.rjust(len(digits) - min(point, 0), "0").ljust(point, "0"), max(point, 0)
+        whole, fraction = digits[:point], digits[point:]
     whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
     value = f"{whole}.{fraction}" if fraction else whole
     return value if value == "0" else sign + value
@@ -118,14 +138,18 @@ def _canonical(number: str) -> str:
 def _chosen(text: str, letters: str) -> str | None:
     _, boxed, rest = text.rpartition(r"\boxed{")
     if boxed:
-        return _lone_letter(rest.partition("}")[0].replace(r"\text{", ""), letters)
-    start = max(text.rfind("answer"), text.rfind("Answer"), text.rfind("ANSWER"))
-    if start < 0:
+        first = _FIRST.match(_FONT.sub("", rest[:_WINDOW]).partition("}")[0])
+        return first[1].upper() if first and first[1].upper() in letters else None
+    answers = list(_ANSWER.finditer(text))
+    if not answers:
         return _lone_letter(text, letters)
-    behind = text[start : start + _WINDOW]
-    found = [word for word in _WORD.finditer(behind) if len(word[0]) == 1 and word[0] in letters]
-    found = [word for word in found if not _PRONOUN.match(behind, word.start())] or found
-    return found[0][0] if found else None
+    for answer in reversed(answers):
+        behind = text[answer.end() : answer.end() + _WINDOW]
+        capitals = [word for word in _CAPITAL.finditer(behind) if word[0] in letters]
+        chosen = [word for word in capitals if not _PRONOUN.match(behind, word.start())] or capitals
+        if chosen := chosen or [word for word in _SMALL.finditer(behind) if word[0].upper() in letters]:
+            return chosen[0][0].upper()
+    return None
 
 
 def _lone_letter(text: str, letters: str) -> str | None:

@@ -4,6 +4,7 @@ an error; nothing that a program writes outlives its test."""
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
@@ -43,7 +44,7 @@ def code(
     The program is the last fenced code block of the response, or the whole response. The tests are the row's column `tests`, or the
     label as JSON: {"inputs": [...], "outputs": [...]} compares standard output, line by line without white space at line ends;
     with "fn_name" beside them, inputs are lists of arguments and outputs the values that function (or method of `Solution`) must
-    return; a list of strings is executed behind the program, one by one, such as "assert f(1) == 2".
+    return, numbers with a fraction to six digits, and the program finds what LeetCode's editor imports (typing, collections, math ...); a list of strings is executed behind the program, one by one, such as "assert f(1) == 2".
 
     Each test has a process of its own: resource limits, an empty environment, a directory of its own, and, where the kernel allows
     it, no network. That contains accidents. It does not contain an attacker: the program runs as this user, can read whatever
@@ -109,7 +110,19 @@ def _script(given: str, wanted: str) -> Trial:
 
 
 def _call(name: str, arguments: list[Any], wanted: Any) -> Trial:
-    return Trial({"call.json": json.dumps({"name": name, "arguments": arguments})}, "", lambda _, value: bool(value == wanted))
+    return Trial({"call.json": json.dumps({"name": name, "arguments": arguments})}, "", lambda _, value: _equal(value, wanted))
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    """Equality of JSON values; of numbers with a fraction to six digits, which the order of a sum may change."""
+    if isinstance(wanted, list) and isinstance(value, list):
+        return len(wanted) == len(value) and all(map(_equal, value, wanted))
+    if isinstance(wanted, dict) and isinstance(value, dict):
+        return wanted.keys() == value.keys() and all(_equal(value[key], wanted[key]) for key in wanted)
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (value, wanted))
+    if numbers and (isinstance(value, float) or isinstance(wanted, float)):
+        return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(value == wanted)
 
 
 class _Nothing:

@@ -1,7 +1,7 @@
 """Runs inside the child process that executes a response's program; never imported. Its working directory holds what it needs.
 
 `program.py` is the program. With `call.json` ({"name", "arguments"}) the function `name` is called and its value written as JSON to
-descriptor 3; with `check.py` that text is executed in the program's namespace and `null` written; else the program runs as a script.
+descriptor 3; such a program finds the names that LeetCode's editor gives it; with `check.py` that text is executed in the program's namespace and `null` written; else the program runs as a script.
 """
 
 import json
@@ -14,7 +14,13 @@ _RECURSION = 100_000
 sys.setrecursionlimit(_RECURSION)
 sys.argv = ["program.py"]
 if os.path.exists("call.json") or os.path.exists("check.py"):
-    namespace = runpy.run_path("program.py", run_name="program")
+    given: dict[str, object] = {}
+    if os.path.exists("call.json"):
+        for module in ("typing", "collections", "functools", "itertools", "heapq", "bisect"):
+            exec(f"from {module} import *", given)
+        exec("from math import ceil, comb, floor, gcd, inf, log, sqrt", given)
+        exec("import bisect, collections, functools, heapq, itertools, math, operator, random, re, string", given)
+    namespace = runpy.run_path("program.py", init_globals=given, run_name="program")
     value = None
     if os.path.exists("call.json"):
         with open("call.json") as file:

@@ -1,11 +1,18 @@
 """Mathematical equality by math-verify. Runs in worker processes only: sympy may take any time, and the worker has a deadline."""
 
 import logging
+import re
 from collections.abc import Callable
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules.answers import between, required_label
+
+_COUNTED = re.compile(
+    r"\s*-?\$?[0-9][0-9.,]*\s+(?!(?:arc)?(?:sin|cos|tan|sec|csc|cot)|(?:log|exp|sqrt|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|psi"
+    r"|and|over|plus|minus|times|mod|choose)\b)(?:[A-Za-z]{3,}|[a-z]{1,2}/[hs]\b)[A-Za-z/ .]*"
+)
+"""A number of something, which as LaTeX would be a product of letters."""
 
 
 def math(after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
@@ -26,8 +33,9 @@ def math(after: str | None = None, before: str | None = None) -> Callable[[Item]
     of_response = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
     def expected(label: str) -> list[object]:
-        delimited = any(mark in label for mark in ("$", r"\boxed", r"\(", r"\["))
-        for text in [label] if delimited else [f"${label}$", label]:  # to the parser only what stands in dollars is LaTeX
+        delimited = any(mark in label.replace(r"\$", "") for mark in ("$", r"\boxed", r"\(", r"\["))
+        wrapped = f"${label}$"  # to the parser only what stands in dollars is LaTeX
+        for text in [label] if delimited else [label, wrapped] if _COUNTED.fullmatch(label) else [wrapped, label]:
             if gold := parse(text, of_label, parsing_timeout=None):
                 return list(gold)
         raise RewardError(f"expected a mathematical expression as label; found {label[:200]!r}")
