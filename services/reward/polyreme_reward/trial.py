@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from polyreme.config import RewardConfig
 from polyreme.errors import DataError
+from polyreme.rows import label_text, lines_of
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
 from polyreme_reward.metrics import Metrics
@@ -53,7 +55,7 @@ async def try_rewards(config: RewardConfig, path: Path, console: Console) -> int
 def read_items(path: Path) -> Iterator[Item]:
     """The items of a file of JSON lines; columns beyond the known ones are metadata. Raises DataError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = lines_of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"JSON lines in {path}", str(error), "Give a file with one JSON object on each line.") from None
     rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -67,6 +69,8 @@ def read_items(path: Path) -> Iterator[Item]:
         if not isinstance(row, dict) or "response" not in row:
             raise DataError(f"a JSON object with `response` in {path}, line {number}", line[:100], "Mend the line.")
         texts = {name: row.get(name, "") for name in _TEXTS}
+        with suppress(TypeError):  # what cannot be one is told below
+            texts["label"] = label_text(row.get("label"))
         columns = {name: value for name, value in row.items() if name == "prompt" or name not in _TEXTS}
         if odd := [name for name, text in texts.items() if not isinstance(text, str)]:
             raise DataError(f"text under {', '.join(odd)} in {path}, line {number}", line[:100], "Mend the line.")

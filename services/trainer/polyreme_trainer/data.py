@@ -15,6 +15,7 @@ import numpy as np
 
 from polyreme.config import DataConfig
 from polyreme.errors import DataError
+from polyreme.rows import label_text, lines_of
 from polyreme_trainer.template import PromptSource, Template
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def read_rows(path: Path, data: DataConfig, *, response_key: str | None = None) 
         DataError: the file is missing or empty, or a line is no usable row.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028 inside a text
+        lines = lines_of(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"a JSON lines file at {path}", error.strerror or str(error), "Mend the path in `data`.") from error
     except UnicodeDecodeError as error:
@@ -208,13 +209,7 @@ def _prompt(value: Any, what: str) -> PromptSource:
 
 
 def _text(value: Any, what: str) -> str:
-    """A reference answer as text: texts as they are, numbers as JSON writes them, a list of one (PaddleNLP's `tgt`), nothing as ''."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float):
-        return json.dumps(value)
-    raise DataError(f"a text or number in {what}", f"{value!r:.80}", "Mend the row, or data.label_key.")
+    try:
+        return label_text(value)
+    except TypeError as error:
+        raise DataError(f"a text or number in {what}", str(error), "Mend the row, or data.label_key.") from None
