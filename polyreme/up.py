@@ -5,6 +5,7 @@ ends all at once, and when this process is killed the kernel tells its children,
 """
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -56,11 +57,23 @@ def up(
     """Train: start every service of a run on this machine and watch it."""
     resolved = load_config(config, overrides or ())
     check_inputs(resolved)
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = _Console(markup=False, emoji=False, highlight=False)
     with owned(resolved.run_dir):
         existing = claim(resolved, resume, fork)
         status = asyncio.run(_up(resolved, redis, existing, console))
     raise typer.Exit(status)
+
+
+class _Console(Console):
+    """Says nothing more once who read it is gone (`| head`, or a `| tee` that the same Ctrl-C has ended): that ends no run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        heard_there = [descriptor for descriptor in (1, 2) if os.path.sameopenfile(descriptor, self.file.fileno())]
+        for descriptor in heard_there:  # what is still buffered goes there at the interpreter's end
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
@@ -141,9 +154,9 @@ class _Session:
     async def _stop(self, stops: "asyncio.Queue[int]") -> int:
         """Drains the trainer at the first signal; returns the second."""
         self._stopped_by = await stops.get()
-        self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
         self._training.draining = True
         self._trainer.signal(signal.SIGTERM)
+        self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
         return await stops.get()
 
     async def _keep_store(self) -> None:
