@@ -94,7 +94,7 @@ class Trainer:
         _log.info("stopping: the iteration under way is finished and saved")
         try:
             await self._run.set_state(RunState.DRAINING, "a stop was asked for")
-            await asyncio.wait({work}, timeout=min(DRAIN_SECONDS, self._config.trainer.straggler_timeout))
+            await asyncio.wait({work}, timeout=DRAIN_SECONDS)
         except PolyremeError as error:
             _log.error("cannot ask the children to drain: %s", error)
         if not work.done():

@@ -99,21 +99,19 @@ async def test_a_stop_drains_and_is_a_good_end(run: Run, config: RunConfig, redi
     assert (await run.state())[0] is RunState.DONE
 
 
-async def test_a_child_that_does_not_drain_in_time_is_ended(run: Run, config: RunConfig, redis_url: str) -> None:
-    impatient = config.model_copy(update={"trainer": config.trainer.model_copy(update={"straggler_timeout": 0.3})})
-    task = asyncio.create_task(trainer(impatient, run, redis_url, FOREVER).run())
+async def test_a_drain_takes_its_time_however_soon_attempts_expire(run: Run, config: RunConfig, redis_url: str) -> None:
+    impatient = config.model_copy(update={"trainer": config.trainer.model_copy(update={"straggler_timeout": 0.1})})
+    task = asyncio.create_task(trainer(impatient, run, redis_url, UNTIL_DRAINED + "time.sleep(1)").run())
     await asyncio.sleep(0.3)
     os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(ChildFailedError, match="SIGTERM"):
-        await asyncio.wait_for(task, 20)
-    assert (await run.state())[0] is RunState.FAILED
+    await asyncio.wait_for(task, 20)
+    assert (await run.state())[0] is RunState.DONE
 
 
 async def test_a_stop_is_over_before_who_asked_for_it_kills(
     run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "DRAIN_SECONDS", 0.3)
-    assert config.trainer.straggler_timeout > 60
     task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
     await asyncio.sleep(0.3)
     os.kill(os.getpid(), signal.SIGTERM)
