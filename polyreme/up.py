@@ -110,7 +110,8 @@ class _Session:
             unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
         self._serving = Supervisor(services, config.trainer.max_restarts)
-        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, "--log-dir", str(log_dir))
+        ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()))
+        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours)
         self._training = Supervisor([self._trainer], config.trainer.max_restarts)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:

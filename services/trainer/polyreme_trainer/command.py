@@ -52,6 +52,7 @@ def train(
     learner_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Where the learner's machines meet, when there are several; 0: a free one.")
     ] = 0,
+    owner: Annotated[int | None, typer.Option(hidden=True, help="Pid of the `polyreme up` that has started this.")] = None,
 ) -> None:
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
     logs.setup("train")
@@ -61,7 +62,7 @@ def train(
         existing = claim(resolved, resume, fork) if run is None else None
         logs_to = log_dir or next_attempt(resolved.run_dir)
         place = MeetingPlace(advertise, learner_port)
-        asyncio.run(_train(resolved, redis, run, logs_to, existing, (host, http_port), place))
+        asyncio.run(_train(resolved, redis, run, logs_to, existing, (host, http_port), place, owner))
 
 
 async def _train(
@@ -72,6 +73,7 @@ async def _train(
     existing: RunFile | None,
     http: tuple[str, int | None],
     place: MeetingPlace,
+    owner: int | None,
 ) -> None:
     redis = await connect(redis_url)
     try:
@@ -84,7 +86,8 @@ async def _train(
         async with export(run, config, *http) as port:
             if port is not None:
                 _log.info("metrics at port %d", port)
-            await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir, place=place)).run()
+            units = trainer_units(config, run.run_id, redis_url, log_dir, place=place)
+            await Trainer(config, run, units, owner).run()
     finally:
         await redis.aclose()
 

@@ -37,11 +37,17 @@ _RECORDS_RETRY_SECONDS = 5.0
 
 
 class Trainer:
-    """One run's supervision and its three ends: all children done, a stop asked for, the run declared failed."""
+    """One run's supervision and its three ends: all children done, a stop asked for, the run declared failed.
 
-    def __init__(self, config: RunConfig, run: Run, units: Sequence[Unit]) -> None:
-        self._config, self._run = config, run
-        self._parent, self._orphaned = os.getppid(), False
+    Args:
+        config: of the run.
+        run: there already.
+        units: what to keep running.
+        owner: pid of the `polyreme up` that started this process, whose death leaves nothing to drain with; None: started by itself.
+    """
+
+    def __init__(self, config: RunConfig, run: Run, units: Sequence[Unit], owner: int | None = None) -> None:
+        self._config, self._run, self._owner, self._orphaned = config, run, owner, False
         self._supervisor = Supervisor(units, config.trainer.max_restarts)
 
     async def run(self) -> None:
@@ -86,7 +92,7 @@ class Trainer:
     async def _drain(self, work: asyncio.Task[None]) -> None:
         """Lets the children finish the iteration under way and save; ends those that cannot."""
         self._supervisor.draining = True
-        if os.getppid() != self._parent:  # `up` was killed, and its services and perhaps its store with it
+        if self._owner not in (None, os.getppid()):  # `up` was killed, and its services and perhaps its store with it
             self._orphaned = True
             _log.warning("stopping at once: the process that started this one is gone")
             await self._supervisor.stop(_STOP_GRACE_SECONDS)

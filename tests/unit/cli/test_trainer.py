@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from polyreme.log.run import Run, RunState
 from polyreme.supervision import ChildFailedError, Program, Unit
 from polyreme_trainer import supervisor
 from polyreme_trainer.supervisor import MeetingPlace, Trainer, trainer_units
+from support.processes import runs
 
 UNTIL_DRAINED = """
 import os, redis, time
@@ -118,6 +120,46 @@ async def test_a_stop_is_over_before_who_asked_for_it_kills(
     with pytest.raises(ChildFailedError, match="SIGTERM"):
         await asyncio.wait_for(task, 20)
     assert (await run.state())[0] is RunState.FAILED
+
+
+ALONE = """
+import asyncio, os, sys
+from polyreme.log.run import Run
+from polyreme.log.store import connect
+from polyreme.supervision import Program, Unit
+from polyreme_trainer.supervisor import Trainer
+
+async def main(url, run_id, script, owner):
+    run = Run(await connect(url), run_id)
+    config = await run.config()
+    env = {"POLYREME_REDIS": url, "META": run.key("meta")}
+    unit = Unit("child", lambda: [Program("child", (sys.executable, "-c", script), env)], config.run_dir)
+    await Trainer(config, run, [unit], int(owner) if owner else None).run()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("owner", "last"), [("", RunState.DONE), ("$$", RunState.STARTING)])
+async def test_only_the_death_of_up_ends_its_trainer_without_a_drain(
+    owner: str, last: RunState, run: Run, config: RunConfig, redis_url: str
+) -> None:
+    started = config.run_dir / "started"
+    script = f"open({str(started)!r}, 'w').close()" + UNTIL_DRAINED
+    shell = f'"$@" "{owner}" >/dev/null 2>&1 & echo $!; while [ ! -e {started} ]; do sleep 0.05; done'
+    command = ("sh", "-c", shell, "sh", sys.executable, "-c", ALONE, redis_url, run.run_id, script)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    told, _ = await asyncio.wait_for(process.communicate(), 60)
+    pid = int(told)
+    try:
+        os.kill(pid, signal.SIGTERM)
+        async with asyncio.timeout(30):
+            while runs(pid):
+                await asyncio.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert (await run.state())[0] is last
 
 
 def test_a_drain_ends_a_good_while_before_the_deployments_lose_patience() -> None:

@@ -27,6 +27,7 @@ def state(name):
     client.hset("polyreme:{{" + option["--run"] + "}}:meta", "state", name)
 
 if role == "train":
+    assert int(option["--owner"]) == os.getppid()
     state("running")
     while not asked and not (folder / "trained").exists():
         time.sleep(0.02)
