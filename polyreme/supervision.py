@@ -54,10 +54,11 @@ class Unit:
         name: for messages.
         programs: makes them anew for every start (a port, say, is chosen per start).
         log_dir: stdout and stderr go to NAME.log there, appended.
+        serves: has no end of its own: one with status 0 that nobody asked for is a death like any other.
     """
 
-    def __init__(self, name: str, programs: Callable[[], Sequence[Program]], log_dir: Path) -> None:
-        self.name, self.programs, self._log_dir = name, programs, log_dir
+    def __init__(self, name: str, programs: Callable[[], Sequence[Program]], log_dir: Path, serves: bool = False) -> None:
+        self.name, self.programs, self._log_dir, self._serves = name, programs, log_dir, serves
         self._children: list[Child] = []
 
     def start(self) -> None:
@@ -73,7 +74,7 @@ class Unit:
                 ) from None
 
     async def ended(self) -> Child | None:
-        """Waits for the unit's end. Returns the child that ended badly first, or None when all ended with status 0."""
+        """Waits for the unit's end. Returns the child that ended badly first, or None when all ended well."""
         waiting = {asyncio.ensure_future(child.wait()): child for child in self._children}
         deadline: float | None = None
         try:
@@ -83,7 +84,7 @@ class Unit:
                 if not done:
                     return next(iter(waiting.values()))
                 ended = [(waiting.pop(task), task.result()) for task in done]
-                if bad := [child for child, status in ended if status != 0]:
+                if bad := [child for child, status in ended if status != 0 or self._serves]:
                     return min(bad, key=lambda child: (child.poll() not in FINAL_CODES, child.pid))
                 deadline = deadline or asyncio.get_running_loop().time() + _TOGETHER_SECONDS
             return None
@@ -152,7 +153,7 @@ class Supervisor:
             unit.start()
             started = asyncio.get_running_loop().time()
             child = await unit.ended()
-            if child is None:
+            if child is None or (self.draining and child.poll() == 0):
                 return
             unit.kill()
             await unit.reap()

@@ -102,8 +102,8 @@ class _Session:
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
-        def unit(name: str, *argv: str) -> Unit:
-            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir)
+        def unit(name: str, *argv: str, serves: bool = True) -> Unit:
+            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
 
         services = [unit("reward", "reward", *server)]
         services += [
@@ -111,7 +111,7 @@ class _Session:
         ]
         self._serving = Supervisor(services, config.trainer.max_restarts)
         ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()))
-        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours)
+        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
         self._training = Supervisor([self._trainer], config.trainer.max_restarts)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:

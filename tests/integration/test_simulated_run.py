@@ -1,7 +1,11 @@
 """The simulated learner and replicas as processes, in a run whose other parts are real."""
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from polyreme.log.ledger import ExperienceLog
 from polyreme_trainer.learner.simulated import LAYOUT, after_plan, newest
@@ -25,6 +29,22 @@ async def test_it_trains_every_planned_group_once_and_in_order(redis_url: str, r
         assert (last.version, last.plans) == (4, plans)
         assert [record["iteration"] for record in await started.records("iteration")] == [1, 2, 3, 4]
         assert len(bytes.fromhex((await started.records("iteration"))[-1]["weights"])) == LAYOUT.nbytes
+
+
+async def test_a_lone_stop_of_the_orchestrator_does_not_end_the_run(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    def trained_two(record: dict[str, Any]) -> bool:
+        return record["kind"] == "iteration" and record["iteration"] == 2
+
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=8) as started:
+        async with asyncio.timeout(60):
+            while not any(trained_two(record) for _, record in await started.run.records("0", 500)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        children = psutil.Process(started.children["train"].pid).children()
+        [orchestrator] = [child for child in children if "polyreme_trainer.orchestrator" in child.cmdline()]
+        orchestrator.terminate()
+        state, reason = await started.ended(60)
+        assert (state, reason) == ("done", ""), started.logs()
+        assert "orchestrator ended with status 143; restart 1" in (tmp_path / "train.log").read_text()
 
 
 async def test_an_evaluation_keeps_its_version_while_training_goes_on(redis_url: str, run_id: str, tmp_path: Path) -> None:

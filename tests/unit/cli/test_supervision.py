@@ -18,7 +18,7 @@ from support.processes import runs
 pytestmark = pytest.mark.timeout(45)  # what supervision should have ended sleeps for longer
 
 
-def unit(folder: Path, *scripts: str, name: str = "work") -> Unit:
+def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) -> Unit:
     """A unit of one Python process per script; `note(text)` in it appends a line to notes.txt."""
     prelude = (
         f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
@@ -29,7 +29,7 @@ def unit(folder: Path, *scripts: str, name: str = "work") -> Unit:
             Program(f"{name}-{place}", (sys.executable, "-S", "-c", prelude + script)) for place, script in enumerate(scripts)
         ]
 
-    return Unit(name, programs, folder)
+    return Unit(name, programs, folder, serves)
 
 
 def notes(folder: Path) -> list[str]:
@@ -48,6 +48,19 @@ async def test_a_dead_child_is_started_again_until_it_ends_well(tmp_path: Path) 
     script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 3 else 1)"
     await Supervisor([unit(tmp_path, script)], max_restarts=5, first_backoff=0.01).run()
     assert notes(tmp_path) == ["start"] * 3
+
+
+async def test_a_server_that_ends_unasked_is_started_again(tmp_path: Path) -> None:
+    serve = "signal.signal(signal.SIGTERM, lambda *_: (note('drained'), sys.exit(0)))\nnote('up')\nwhile True: time.sleep(0.02)"
+    supervisor = Supervisor([unit(tmp_path, serve, name=name, serves=True) for name in "ab"], max_restarts=1, first_backoff=0.01)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: notes(tmp_path) == ["up"] * 2)
+    children = [child for child in psutil.Process().children() if str(tmp_path) in " ".join(child.cmdline())]
+    children[0].terminate()
+    await until(lambda: notes(tmp_path).count("up") == 3)
+    await supervisor.stop(grace=10)
+    await task  # an end that was asked for is a good one, and cuts no other server's short
+    assert notes(tmp_path).count("drained") == 3
 
 
 async def test_restarts_before_a_long_good_time_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

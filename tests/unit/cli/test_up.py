@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ folder = pathlib.Path({folder!r})
 role, option = sys.argv[3], dict(zip(sys.argv, sys.argv[1:]))
 client = redis.Redis.from_url(option["--redis"])
 asked = []
+open(folder / role, "a").write(str(os.getpid()) + "\\n")
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
 def state(name):
@@ -96,3 +98,16 @@ def test_a_run_whose_reader_is_gone_goes_on_to_its_own_end(config_file: Path, li
             (config_file.parent / "trained").touch()
         assert process.wait(60) == 0
     assert (config_file.parent / "saved").exists()
+
+
+def test_a_server_that_ends_while_its_run_goes_on_is_started_again(config_file: Path) -> None:
+    started = config_file.parent / "reward"
+    with up(config_file) as process:
+        until(process, "running")
+        os.kill(int(started.read_text()), signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while len(started.read_text().split()) < 2:
+            assert time.monotonic() < deadline, "not started again"
+            time.sleep(0.02)
+        (config_file.parent / "trained").touch()
+        assert process.wait(60) == 0

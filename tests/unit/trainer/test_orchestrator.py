@@ -342,7 +342,7 @@ async def test_drain(world):
         assert await w.log.in_flight()
 
 
-async def test_the_process_ends_well_on_a_signal(world):
+async def test_a_signal_ends_the_process_whose_run_goes_on_as_one_to_start_again(world):
     slow = {"step_seconds": 0.05, "lengths": Lengths(1e9)}
     async with world(slow) as w:
         child = Child.spawn(
@@ -352,7 +352,7 @@ async def test_the_process_ends_well_on_a_signal(world):
         )
         await asyncio.wait_for(w.replicas[0].asked.wait(), 30.0)
         child.signal(signal.SIGTERM)
-        assert await asyncio.wait_for(child.wait(), 10.0) == 0
+        assert await asyncio.wait_for(child.wait(), 10.0) == 128 + signal.SIGTERM
         assert (await w.run.state())[0] is RunState.RUNNING and await w.log.in_flight()
 
 

@@ -2,16 +2,19 @@
 
 import asyncio
 import os
+import signal
+import sys
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would take the cores of engine and learner
 
 from polyreme import lifecycle, logs
-from polyreme.log.run import Run
+from polyreme.log.run import Run, RunState
 from polyreme.log.store import RIDE_OVER, connect
 from polyreme_trainer.orchestrator.main import orchestrate
 
 
-async def _main() -> None:
+async def _main() -> int:
+    """The exit status: 0 only where the run is at its end, so that after any other stop the supervisor starts a successor."""
     stop = lifecycle.stop_event()
     redis = await connect(os.environ["POLYREME_REDIS"], RIDE_OVER)
     try:
@@ -27,6 +30,10 @@ async def _main() -> None:
         except asyncio.CancelledError:
             if not stop.is_set():
                 raise
+            redis.patience = 0.0  # a store that is away holds up no stop
+            if (await run.state())[0] in (RunState.STARTING, RunState.RUNNING):
+                return 128 + signal.SIGTERM
+        return 0
     finally:
         await redis.aclose()
 
@@ -34,4 +41,4 @@ async def _main() -> None:
 if __name__ == "__main__":
     logs.setup("orchestrator")
     with lifecycle.exit_on_error("orchestrator"):
-        asyncio.run(_main())
+        sys.exit(asyncio.run(_main()))
