@@ -110,7 +110,7 @@ class _Session:
             unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
         self._serving = Supervisor(services, config.trainer.max_restarts)
-        ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()))
+        ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
         self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
         self._training = Supervisor([self._trainer], config.trainer.max_restarts)
 

@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from polyreme.config import RunConfig
 from polyreme.configfile import parse_config
-from polyreme.errors import ConfigError, RunFailedError, StoreError, UnavailableError
+from polyreme.errors import ConfigError, RunFailedError, StaleTermError, StoreError, UnavailableError
 from polyreme.log.scripts import Scripts, key
 
 T = TypeVar("T")
@@ -45,11 +45,15 @@ class RunState(StrEnum):
 
 
 class Run:
-    """A run that exists in Redis. Get one by `create`, `resume` or `attach`."""
+    """A run that exists in Redis. Get one by `create`, `resume` or `attach`.
+
+    `start` counts how often it was created or resumed, up to the time this process is of: a later start's state is not its to set.
+    """
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self.redis: Any = redis  # redis-py's types leave open whether replies are bytes or text
         self.run_id = run_id
+        self.start = 0
         self.scripts = Scripts(redis, run_id)
 
     def key(self, name: str) -> str:
@@ -90,26 +94,44 @@ class Run:
         }
         words: list[Any] = [word for pair in [*limits.items(), *model_files.items()] for word in pair]
         keys = [self.key("config"), self.key("files")]
-        await self.scripts.call(script, uuid.uuid4().hex, config.model_dump_json(), len(limits), *words, keys=keys)
+        nonce, text = uuid.uuid4().hex, config.model_dump_json()
+        self.start = int(await self.scripts.call(script, nonce, text, len(limits), *words, keys=keys))
         await self.redis.set(CURRENT, self.run_id)
         return self
 
     @classmethod
-    async def attach(cls, redis: Redis, run_id: str | None, timeout: float, ended: bool = True) -> "Run":  # noqa: ASYNC109
+    async def attach(
+        cls,
+        redis: Redis,
+        run_id: str | None,
+        timeout: float,  # noqa: ASYNC109
+        ended: bool = True,
+        start: int | None = None,
+    ) -> "Run":
         """Finds a run, waiting up to `timeout` seconds for it to appear; without a run id, the newest.
 
         Args:
             ended: whether a newest run that has ended will do; no: waits for one that goes on.
+            start: of the process that this one acts for; None: the run's newest.
 
         Raises:
             UnavailableError: it did not appear.
+            StaleTermError: it has been started again since `start`.
         """
         store: Any = redis
         deadline = time.monotonic() + timeout
         while True:
             wanted = run_id or str(await store.get(CURRENT) or b"", "ascii")
             found = cls(redis, wanted)
-            if wanted and await store.exists(found.key("meta")) and (ended or run_id or await found.goes_on()):
+            state, newest = await store.hmget(found.key("meta"), "state", "start") if wanted else (None, None)
+            if state is not None and (ended or run_id or await found.goes_on()):
+                found.start = int(newest or 0)
+                if start is not None and start < found.start:
+                    raise StaleTermError(
+                        f"run {wanted} at its start {start}",
+                        f"start {found.start}",
+                        "Another process has taken the run over; this one must end and change nothing.",
+                    )
                 return found
             if time.monotonic() >= deadline:
                 raise UnavailableError(
@@ -175,8 +197,9 @@ class Run:
 
         Raises:
             TransitionError: the step is none; `done` and `failed` are final until `resume`.
+            StaleTermError: the run has been resumed since, and its state is that start's to set.
         """
-        await self.scripts.call("state", state.value, reason)
+        await self.scripts.call("state", state.value, reason, self.start)
 
     async def check(self) -> RunState:
         """The state of a run that goes on or has been done. Raises RunFailedError when it has failed."""

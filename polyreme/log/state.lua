@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- state: one legal step of the run's state. The state it already has changes nothing.
 -- KEYS: common. Writes meta.
--- ARGV: state, reason.
+-- ARGV: state, reason, the caller's start.
 local LEGAL = {
   starting = {running = true, draining = true, done = true, failed = true},
   running = {draining = true, done = true, failed = true},
@@ -11,6 +11,9 @@ local LEGAL = {
 }
 local now = redis.call('HGET', META, 'state')
 if not now then return redis.error_reply('NORUN ' .. META) end
+if meta('start') > tonumber(ARGV[3]) then
+  return redis.error_reply('STALETERM the run was started again: start ' .. int(meta('start')) .. ', not ' .. ARGV[3])
+end
 if now == ARGV[1] then return 0 end
 if not LEGAL[now][ARGV[1]] then return redis.error_reply('ORDER the run is ' .. now .. ' and cannot become ' .. ARGV[1]) end
 redis.call('HSET', META, 'state', ARGV[1], 'reason', ARGV[2])

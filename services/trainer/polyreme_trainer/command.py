@@ -53,6 +53,7 @@ def train(
         int, typer.Option(min=0, max=65535, help="Where the learner's machines meet, when there are several; 0: a free one.")
     ] = 0,
     owner: Annotated[int | None, typer.Option(hidden=True, help="Pid of the `polyreme up` that has started this.")] = None,
+    start: Annotated[int | None, typer.Option(hidden=True, help="Which of the run's starts this is part of.")] = None,
 ) -> None:
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
     logs.setup("train")
@@ -62,7 +63,7 @@ def train(
         existing = claim(resolved, resume, fork) if run is None else None
         logs_to = log_dir or next_attempt(resolved.run_dir)
         place = MeetingPlace(advertise, learner_port)
-        asyncio.run(_train(resolved, redis, run, logs_to, existing, (host, http_port), place, owner))
+        asyncio.run(_train(resolved, redis, run, logs_to, existing, (host, http_port), place, owner, start))
 
 
 async def _train(
@@ -74,6 +75,7 @@ async def _train(
     http: tuple[str, int | None],
     place: MeetingPlace,
     owner: int | None,
+    start: int | None,
 ) -> None:
     redis = await connect(redis_url)
     try:
@@ -82,7 +84,7 @@ async def _train(
             for line in plan_lines(config):
                 _log.info(line)
         else:
-            run = await Run.attach(redis, run_id, _ATTACH_SECONDS)
+            run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)
         async with export(run, config, *http) as port:
             if port is not None:
                 _log.info("metrics at port %d", port)

@@ -101,6 +101,8 @@ class Trainer:
         try:
             await self._run.set_state(RunState.DRAINING, "a stop was asked for")
             await asyncio.wait({work}, timeout=DRAIN_SECONDS)
+        except StaleTermError:
+            raise  # another trainer's learner has the run: there is nothing to wait for
         except PolyremeError as error:
             _log.error("cannot ask the children to drain: %s", error)
         if not work.done():

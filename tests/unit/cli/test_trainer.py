@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from redis.asyncio import Redis
 
 from polyreme.config import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
@@ -130,7 +131,7 @@ from polyreme.supervision import Program, Unit
 from polyreme_trainer.supervisor import Trainer
 
 async def main(url, run_id, script, owner):
-    run = Run(await connect(url), run_id)
+    run = await Run.attach(await connect(url), run_id, 0)
     config = await run.config()
     env = {"POLYREME_REDIS": url, "META": run.key("meta")}
     unit = Unit("child", lambda: [Program("child", (sys.executable, "-c", script), env)], config.run_dir)
@@ -177,6 +178,19 @@ async def test_a_run_taken_over_keeps_the_state_of_its_new_trainer(run: Run, con
     with pytest.raises(StaleTermError):
         await trainer(config, run, redis_url, f"raise SystemExit({StaleTermError.exit_code})").run()
     assert (await run.state())[0] is RunState.RUNNING
+
+
+async def test_the_stop_of_a_trainer_that_was_taken_over_is_not_its_successor_s(
+    run: Run, config: RunConfig, redis: Redis, redis_url: str
+) -> None:
+    task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
+    await asyncio.sleep(0.3)
+    successor = await Run.resume(redis, run.run_id, config, {})
+    await successor.set_state(RunState.RUNNING)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StaleTermError):
+        await asyncio.wait_for(task, 20)
+    assert await successor.state() == (RunState.RUNNING, "")
 
 
 def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config: RunConfig) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.errors import ConfigError, RunFailedError, UnavailableError
+from polyreme.errors import ConfigError, RunFailedError, StaleTermError, UnavailableError
 from polyreme.log.run import CURRENT, Run, RunState
 from polyreme.log.scripts import TransitionError
 from support.configs import run_config
@@ -99,6 +99,26 @@ async def test_states_follow_the_table(run: Run, before: RunState, after: RunSta
         with pytest.raises(TransitionError, match=f"the run is {before} and cannot become {after}"):
             await run.set_state(after)
         assert (await run.state())[0] is before
+
+
+async def test_the_state_of_a_resumed_run_is_not_its_former_start_s_to_set(redis: Redis, run: Run, tmp_path) -> None:
+    child = await Run.attach(redis, run.run_id, 0, start=run.start)
+    successor = await Run.resume(redis, run.run_id, run_config(tmp_path), {})
+    await (await Run.attach(redis, run.run_id, 0)).set_state(RunState.RUNNING)
+    for former in (run, child):
+        for state in (RunState.RUNNING, RunState.DRAINING, RunState.DONE, RunState.FAILED):
+            with pytest.raises(StaleTermError, match="started again: start 2, not 1"):
+                await former.set_state(state, "taken over")
+    assert await successor.state() == (RunState.RUNNING, "")
+    with pytest.raises(StaleTermError, match="at its start 1; found start 2"):
+        await Run.attach(redis, run.run_id, 0, start=run.start)
+
+
+async def test_a_resume_that_is_sent_again_is_one_start(redis: Redis, run: Run) -> None:
+    words = ["the nonce", "{}", 0]
+    keys = [run.key("config"), run.key("files")]
+    assert await run.scripts.call("resume", *words, keys=keys) == 2
+    assert await run.scripts.call("resume", *words, keys=keys) == 2
 
 
 async def test_a_failed_run_raises_its_reason(run: Run) -> None:
