@@ -12,6 +12,12 @@ from polyreme.log.store import EmbeddedServer, connect
 from support.configs import run_config
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Storms and whole runs first, the rest as it comes: they wait most, and at the end there would be nothing left to do beside them."""
+    items.sort(key=lambda item: item.path.name not in ("test_storm.py", "test_simulated_run.py"))
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real server with production settings, on a free port, for the whole session."""

@@ -63,7 +63,7 @@ async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervis
 
 @pytest.mark.parametrize("number", range(2))
 async def test_faults_in_every_phase(tmp_path: Path, number: int) -> None:
-    await endure_all(tmp_path, seed_of(random.randrange(1 << 31)), 20, 20, supervised=False)
+    await endure_all(tmp_path, seed_of(random.randrange(1 << 31)), 15, 15, supervised=False)
 
 
 async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> None:

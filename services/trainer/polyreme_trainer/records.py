@@ -1,10 +1,10 @@
 """Writes a run's records to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
 
 Sole reader of the metrics stream that writes. metrics.jsonl is its own cursor: each line carries its run's id and the stream id it came
-from, so a restart goes on behind the run's last whole line, and no record is lost or written twice. Lines of the runs that a run was
-forked from stay, and are not read: its summary tells of it alone, and TensorBoard shows each run of the directory by itself. A sample file is complete before the line of
-its iteration is written; so are TensorBoard's events, which a repetition may therefore write again. Every write is made here and now,
-so that a disk that takes nothing raises OSError where somebody hears it.
+from, so a restart goes on behind the run's last whole line, and no record is lost or written twice. Lines of the runs that a run was forked
+from stay, and are not read: its summary tells of it alone, and TensorBoard shows each run of the directory by itself. A sample file is
+complete before the line of its iteration is written; so are TensorBoard's events, which a repetition may therefore write again. Every write
+is made here and now, so that a disk that takes nothing raises OSError where somebody hears it.
 """
 
 import json
