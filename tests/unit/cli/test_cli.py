@@ -10,26 +10,12 @@ import pytest
 import yaml
 
 from polyreme.lifecycle import exit_on_error
-from support.configs import run_config
 
 
 def polyreme(*argv: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
     env = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
     command = [sys.executable, "-m", "polyreme", *argv]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=env | {"COLUMNS": "120"})
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    """A configuration whose files exist and hold nothing."""
-    (tmp_path / "model").mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / "model" / name).write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    (tmp_path / "train.jsonl").touch()
-    path = tmp_path / "run.yaml"
-    path.write_text(run_config(tmp_path).to_yaml())
-    return path
 
 
 def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -> None:
