@@ -292,7 +292,6 @@ class Fleet:
             await self._notice(f"the way to replica {replica.lease.id} is broken, it is tried again: {replica.trouble}")
         if replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
             await self._quarantine(replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.trouble}")
-        if replica.quarantined:
             return False
         attempts = replica.swap_failures + replica.reach_failures
         backoff = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** (attempts - 1))
@@ -300,12 +299,11 @@ class Fleet:
         return True
 
     async def _quarantine(self, replica: _Replica, reason: str) -> None:
-        replica.quarantined, replica.trouble = True, f"quarantined: {reason}"
         self._slots.drop(replica.lease.id)
-        if replica.task is not asyncio.current_task():
-            await self._stop(replica)
-        self._notify()
+        # Told before it counts: the last one's quarantine ends the run, and with it whoever would still tell.
         await self._notice(f"replica {replica.lease.id} at {replica.lease.address} is quarantined: {reason}")
+        replica.quarantined, replica.trouble = True, f"quarantined: {reason}"
+        self._notify()
 
     def _check_hope(self) -> None:
         """A run whose replicas have all been given up cannot go on; one of fewer than it wants may yet get another."""
