@@ -55,6 +55,7 @@ class Child:
     def __init__(self, name: str, popen: "subprocess.Popen[bytes]", log_path: Path | None) -> None:
         self.name, self.log_path, self._popen = name, log_path, popen
         self.started = time.monotonic()
+        self._group_ended = False
 
     @classmethod
     def spawn(
@@ -133,7 +134,10 @@ class Child:
             _log.error("%s (pid %d) was killed and does not end", self.name, self.pid)
 
     def kill(self) -> None:
-        """KILL to the whole group, also when its leader has ended."""
+        """KILL to the whole group, also when its leader has ended; after that its number may be another's."""
+        if self._group_ended:
+            return
+        self._group_ended = self._popen.poll() is not None
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -38,8 +38,10 @@ class Born:
                 os.kill(self.pid, number)
 
     def end_group(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """KILL to the process and its group; when it has ended, its number may be another's by now."""
+        if self.status is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
 class Nursery:

@@ -1,11 +1,15 @@
 """Signals as a service gets them: the first asks it to end, a second one ends it."""
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from polyreme.lifecycle import Child
 
 SERVICE = """
 import asyncio, time
@@ -26,6 +30,17 @@ with exit_on_error("service"):
     asyncio.run(serve())
 """
 INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+def test_a_group_is_ended_with_its_leader_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose number it is later is not ours to end."""
+    ended: list[int] = []
+    child = Child.spawn("short", [sys.executable, "-S", "-c", ""])
+    monkeypatch.setattr(os, "killpg", lambda pid, _: ended.append(pid))
+    assert asyncio.run(child.wait()) == 0
+    child.kill()
+    child.kill()
+    assert ended == [child.pid]
 
 
 @pytest.mark.parametrize("numbers", [(INT, INT), (TERM, TERM), (INT, TERM)])
