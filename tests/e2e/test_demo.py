@@ -166,7 +166,8 @@ def test_bad_input_is_one_message_and_the_end(task: Path, tmp_path: Path, name: 
 
 
 def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(task: Path) -> None:
-    first = Up(task, "name=forked", "iterations=4", "trainer.keep_checkpoints=1", "trainer.save_interval=1")
+    # All checkpoints are kept, and with them all groups: who writes the samples may be the last to find the new Redis.
+    first = Up(task, "name=forked", "iterations=4", "trainer.keep_checkpoints=4", "trainer.save_interval=1")
     first.until(lambda: len(first.records("iteration")) >= 1)
     (redis,) = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(first.run_dir / "redis")]
     redis.kill()
