@@ -44,7 +44,8 @@ def code(
     The program is the last fenced code block of the response, or the whole response. The tests are the row's column `tests`, or the
     label as JSON: {"inputs": [...], "outputs": [...]} compares standard output, line by line without white space at line ends;
     with "fn_name" beside them, inputs are lists of arguments and outputs the values that function (or method of `Solution`) must
-    return, numbers with a fraction to six digits, and the program finds what LeetCode's editor imports (typing, collections, math ...); a list of strings is executed behind the program, one by one, such as "assert f(1) == 2".
+    return, numbers with a fraction to six digits, and the program finds what LeetCode's editor imports (typing, collections, math
+    and their like); a list of strings is executed behind the program, one by one, such as "assert f(1) == 2".
 
     Each test has a process of its own: resource limits, an empty environment, a directory of its own, and, where the kernel allows
     it, no network. That contains accidents. It does not contain an attacker: the program runs as this user, can read whatever

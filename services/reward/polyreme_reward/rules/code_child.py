@@ -1,7 +1,8 @@
 """Runs inside the child process that executes a response's program; never imported. Its working directory holds what it needs.
 
 `program.py` is the program. With `call.json` ({"name", "arguments"}) the function `name` is called and its value written as JSON to
-descriptor 3; such a program finds the names that LeetCode's editor gives it; with `check.py` that text is executed in the program's namespace and `null` written; else the program runs as a script.
+descriptor 3; such a program finds the names that LeetCode's editor gives it. With `check.py` that text is executed in the program's
+namespace and `null` written; else the program runs as a script.
 """
 
 import json
