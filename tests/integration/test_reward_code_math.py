@@ -76,11 +76,11 @@ async def test_programs_are_judged_and_leave_nothing() -> None:
 
 
 async def test_a_function_finds_what_an_editor_imports_and_sums_may_be_rounded() -> None:
-    solution = "class Solution:\n    def f(self, a: List[float]) -> float:\n        return math.fsum(Counter(a).elements()) + pow(2, 3, 5)"
-    tests = {"fn_name": "f", "inputs": [[[0.1, 0.2]]], "outputs": [3.3]}
+    solution = "class Solution:\n    def f(self, a: List[float]) -> float:\n        return math.fsum(Counter(a).elements()) * pow(2, 1, 5)"
+    tests = {"fn_name": "f", "inputs": [[[0.1, 0.2]]], "outputs": [0.6]}
     async with scoring({"name": "code"}) as scorer:
         good = program(solution, tests)
-        bad = program(solution, {**tests, "outputs": [3.31]})
+        bad = program(solution, {**tests, "outputs": [0.61]})
         assert summary(await scorer.score([good, bad])) == [("OK", 1.0), ("OK", 0.0)]
 
 
