@@ -82,14 +82,14 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     import numpy as np
     import torch
 
-    from polyreme.config import AlgorithmConfig, ParallelConfig
-    from polyreme_trainer.learner.batch import Sequences
-    from polyreme_trainer.learner.step import Layout, PolicyLoss, optimize
-    from polyreme_trainer.model.architecture import Architecture
-    from polyreme_trainer.model.build import init_parallel
-    from polyreme_trainer.model.device import Device
-    from polyreme_trainer.model.optimizer import Adam, Optimizer
-    from polyreme_trainer.model.policy import Policy
+    from polyreme.config.run import AlgorithmConfig, ParallelConfig
+    from polyreme_trainer.megatron.batch import Sequences
+    from polyreme_trainer.megatron.build import init_parallel
+    from polyreme_trainer.megatron.device import Device
+    from polyreme_trainer.megatron.families.base import Architecture
+    from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+    from polyreme_trainer.megatron.policy import Policy
+    from polyreme_trainer.megatron.step import Layout, PolicyLoss, optimize
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)

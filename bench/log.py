@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.config import RunConfig
-from polyreme.experience import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import Run
-from polyreme.log.store import EmbeddedServer, connect
+from polyreme.config.run import RunConfig
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
+from polyreme.experience.run import Run
+from polyreme.experience.store import EmbeddedServer, connect
 
 GROUPS, SAMPLES, TOKENS = 32, 8, 40
 TARGET = {"ms_per_sample": 1.0}

@@ -23,8 +23,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from polyreme import rpc
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
+from polyreme.net import rpc
 
 BATCH = 256
 IN_FLIGHT = 4

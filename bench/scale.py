@@ -34,14 +34,14 @@ from rich.console import Console
 from rich.table import Table
 from simulated_side.runs import COUNT, Stretch, measured
 
-from polyreme.log.store import EmbeddedServer
-from polyreme.place import Place
+from polyreme.experience.store import EmbeddedServer
+from polyreme.net.endpoint import Place
 from polyreme_rollout.engine.base import Delta, EngineRequest, Sampling
-from polyreme_rollout.engine.simulated import Lengths, SimulatedEngine, sample
 from polyreme_rollout.replica import fetch_orders
+from polyreme_rollout.sequences import CHUNK_TOKENS
 from polyreme_rollout.serving import serve
-from polyreme_rollout.simulation import WEIGHT_NAMES
-from polyreme_rollout.slots import CHUNK_TOKENS
+from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedEngine, sample
+from polyreme_rollout.testing.simulated_replicas import WEIGHT_NAMES
 from support.simulated import VOCAB
 from support.simulated_run import SimulatedRun, simulated_run
 

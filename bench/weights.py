@@ -44,23 +44,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from weights_side import streams
 
-from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme.configfile import load_config
-from polyreme.lifecycle import Child
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import Run
-from polyreme.log.store import EmbeddedServer, connect
-from polyreme.registry import Registry
-from polyreme.rundir import read_model_files
+from polyreme.cli.run_directory import read_model_files
+from polyreme.config.load import load_config
+from polyreme.experience.leases import Registry
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run
+from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.net import rpc
+from polyreme.process.lifecycle import Child
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.learner.fleet import Commit
-from polyreme_trainer.learner.publish import Publisher
-from polyreme_trainer.model import layout
-from polyreme_trainer.model.architecture import Architecture, Rope
+from polyreme_trainer.megatron import hf_mapping
+from polyreme_trainer.megatron.families.base import Architecture, Rope
+from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.replica_sync import Commit
 
 LEAST = {"arena_vs_memcpy": 0.5, "stream_vs_socket": 0.35, "stream_vs_shaped_link": 0.9}
 MOST = {"stall_over_reload_ms": 25.0}
@@ -100,25 +100,25 @@ def seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def parameters(arch: Architecture, tp: int) -> list[tuple[torch.Tensor, str, layout.Index]]:
+def parameters(arch: Architecture, tp: int) -> list[tuple[torch.Tensor, str, hf_mapping.Index]]:
     """Source view, tensor name and place of every primary slice of all `tp` ranks."""
     pieces = []
     for tp_rank in range(tp):
-        rank = layout.Rank(tp_rank, tp)
-        params = {name: torch.rand(shape) for name, shape in layout.param_shapes(arch, rank).items()}
-        slices = [piece for piece in layout.rank_slices(arch, rank) if piece.primary]
+        rank = hf_mapping.Rank(tp_rank, tp)
+        params = {name: torch.rand(shape) for name, shape in hf_mapping.param_shapes(arch, rank).items()}
+        slices = [piece for piece in hf_mapping.rank_slices(arch, rank) if piece.primary]
         pieces += [(params[s.param][s.param_index], s.hf_name, s.hf_index) for s in slices]
     return pieces
 
 
-def write(pieces: list[tuple[torch.Tensor, str, layout.Index]], views: dict[str, torch.Tensor]) -> None:
+def write(pieces: list[tuple[torch.Tensor, str, hf_mapping.Index]], views: dict[str, torch.Tensor]) -> None:
     for source, name, index in pieces:
         views[name][index].copy_(source)
 
 
 def bench_arena(gib: float, repeats: int) -> dict[str, float]:
     arch = architecture(gib)
-    plan = plan_manifest([TensorSpec(name, "F32", shape) for name, shape in layout.hf_shapes(arch).items()])
+    plan = plan_manifest([TensorSpec(name, "F32", shape) for name, shape in hf_mapping.hf_shapes(arch).items()])
     run_id = f"bench-{uuid.uuid4().hex[:8]}"
     results: dict[str, float] = {"gib": plan.nbytes / 2**30}
     created = time.perf_counter()
@@ -138,7 +138,7 @@ def bench_arena(gib: float, repeats: int) -> dict[str, float]:
 
 
 def measure_writes(
-    arena: Arena, plan: Manifest, pieces: list[tuple[torch.Tensor, str, layout.Index]], tp: int, repeats: int
+    arena: Arena, plan: Manifest, pieces: list[tuple[torch.Tensor, str, hf_mapping.Index]], tp: int, repeats: int
 ) -> dict[str, float]:
     """Writes and plain copies in turn, so that both meet the same machine; the slots in turn, as in training."""
     source = torch.rand(plan.nbytes // 4)
@@ -222,9 +222,9 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
     prepare.save_model(folder / "model", seed=0)
     weights = load_file(folder / "model" / "model.safetensors")
     arch = Architecture.load(folder / "model")
-    specs = [TensorSpec(name, "F32", shape) for name, shape in layout.hf_shapes(arch).items()]
-    plan = plan_manifest(specs, layout.hf_aliases(arch))
-    weights |= {alias: weights[name] for alias, name in layout.hf_aliases(arch).items()}
+    specs = [TensorSpec(name, "F32", shape) for name, shape in hf_mapping.hf_shapes(arch).items()]
+    plan = plan_manifest(specs, hf_mapping.hf_aliases(arch))
+    weights |= {alias: weights[name] for alias, name in hf_mapping.hf_aliases(arch).items()}
     config = load_config(TASK / "run.yaml", [f"model.path={folder / 'model'}"])
     with EmbeddedServer.start(folder / "redis") as server:
         redis = await connect(server.url)

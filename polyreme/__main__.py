@@ -1,5 +1,5 @@
 """`python -m polyreme`: the same command, by this interpreter."""
 
-from polyreme.cli import main
+from polyreme.cli.main import main
 
 main()

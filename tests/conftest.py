@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.log.run import Run
-from polyreme.log.store import EmbeddedServer, connect
+from polyreme.experience.run import Run
+from polyreme.experience.store import EmbeddedServer, connect
 from support.configs import run_config
 
 

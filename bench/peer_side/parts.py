@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from polyreme.configfile import load_config
+from polyreme.config.load import load_config
 from polyreme_rollout.engine import vllm as engine_module
 from polyreme_rollout.engine.base import ArenaSource, EngineRequest, Sampling
 
@@ -52,20 +52,20 @@ def measure(engine: Any, config: Any, iterations: int, after: str) -> dict[str, 
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2
-    from polyreme.experience import GroupRecord, SampleRecord
-    from polyreme.rundir import read_model_files
+    from polyreme.cli.run_directory import read_model_files
+    from polyreme.experience.records import GroupRecord, SampleRecord
     from polyreme_trainer.algorithms.grpo import group_advantages
-    from polyreme_trainer.data import load_prompts
-    from polyreme_trainer.learner.batch import collect
-    from polyreme_trainer.learner.main import data_layout
-    from polyreme_trainer.learner.ranks import Ranks
-    from polyreme_trainer.learner.step import train_iteration
-    from polyreme_trainer.learner.versions import VersionWriter
-    from polyreme_trainer.model.build import init_parallel
-    from polyreme_trainer.model.device import Device
-    from polyreme_trainer.model.optimizer import Adam, Optimizer
-    from polyreme_trainer.model.policy import build_policy
-    from polyreme_trainer.template import Template
+    from polyreme_trainer.data.prompts import load_prompts
+    from polyreme_trainer.data.template import Template
+    from polyreme_trainer.learner.leader import Ranks
+    from polyreme_trainer.learner.loop import data_layout
+    from polyreme_trainer.megatron.batch import collect
+    from polyreme_trainer.megatron.build import init_parallel
+    from polyreme_trainer.megatron.device import Device
+    from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+    from polyreme_trainer.megatron.policy import build_policy
+    from polyreme_trainer.megatron.step import train_iteration
+    from polyreme_trainer.weight_sync.version_writer import VersionWriter
 
     device = Device(config.device, 0, config.trainer.parallel.threads)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -9,8 +9,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from polyreme import rpc
-from polyreme.lifecycle import stop_event
+from polyreme.net import rpc
+from polyreme.process.lifecycle import stop_event
 from polyreme_rollout.engine.base import ArenaSource, Loaded
 from support.receiver import SERVICE, Receiver
 

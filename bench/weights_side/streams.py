@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 from weights_side.replica import names
 
-from polyreme.config import RunConfig
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import Run
-from polyreme.log.store import EmbeddedServer, connect
-from polyreme.registry import Registry
+from polyreme.config.run import RunConfig
+from polyreme.experience.leases import Registry
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run
+from polyreme.experience.store import EmbeddedServer, connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
-from polyreme_trainer.learner.publish import Publisher
-from polyreme_trainer.learner.push import Link, Version
+from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.replica_client import Link, Version
 from support.machines import missing, network
 from support.receiver import lease
 

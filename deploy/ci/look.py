@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from polyreme.log.run import Run
-from polyreme.log.store import connect
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
 
 
 def names(records: list[dict[str, Any]], state: str) -> dict[str, Any]:

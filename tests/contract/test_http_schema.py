@@ -6,8 +6,8 @@ from grpc_health.v1 import health_pb2
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polyreme import rpc
 from polyreme.api.v1 import reward_pb2
+from polyreme.net import rpc
 from polyreme_reward.http_api import make_app
 from polyreme_reward.inline import InlineReward
 from polyreme_reward.metrics import Metrics

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from polyreme.config import RewardSpec
-from polyreme.configfile import load_reward_config
+from polyreme.config.load import load_reward_config
+from polyreme.config.run import RewardSpec
 from polyreme.errors import ConfigError
 from support.certificates import Issued, issue
 from support.raw_http import RawServer, raw_server, reply

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from polyreme import rpc
 from polyreme.api.v1 import reward_pb2
+from polyreme.net import rpc
 from support.rewards import EXACT, serving
 
 

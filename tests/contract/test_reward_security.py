@@ -13,14 +13,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
-from polyreme import rpc
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
-from polyreme.config import RewardConfig, SecurityConfig
-from polyreme.configfile import load_reward_config
+from polyreme.config.load import load_reward_config
+from polyreme.config.run import RewardConfig, SecurityConfig
 from polyreme.errors import ConfigError
-from polyreme.log.run import Run
+from polyreme.experience.run import Run
+from polyreme.net import rpc
 from polyreme_reward.server import Addresses, serve
-from polyreme_trainer.orchestrator.score import Question, Rewards
+from polyreme_trainer.orchestrator.reward_client import Question, Rewards
 from support.certificates import Issued, issue, pem_key
 from support.configs import run_config
 from support.rewards import EXACT, reward_config

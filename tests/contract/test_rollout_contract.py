@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from polyreme import API_VERSION, rpc
+from polyreme import API_VERSION
 from polyreme.api.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
+from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import TensorSpec, plan_manifest
-from polyreme_rollout.engine.simulated import SimulatedEngine
 from polyreme_rollout.metrics import Metrics
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.swap import Swapper
+from polyreme_rollout.testing.simulated_engine import SimulatedEngine
+from polyreme_rollout.weight_swap import Swapper
 from polyreme_rollout.weights_service import WeightsService
 from support.models import tiny_model
 from support.replicas import Learner, generate, hf_weights, replica, request, rollout_config

@@ -12,15 +12,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
-from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
-from polyreme.config import RunConfig, SecurityConfig
-from polyreme.log.run import Run
-from polyreme.place import Place
-from polyreme.registry import Lease, Registry
-from polyreme_rollout.engine.simulated import SimulatedEngine
+from polyreme.config.run import RunConfig, SecurityConfig
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run
+from polyreme.net import rpc
+from polyreme.net.endpoint import Place
 from polyreme_rollout.replica import Orders
 from polyreme_rollout.serving import serve
+from polyreme_rollout.testing.simulated_engine import SimulatedEngine
 from support.certificates import issue
 from support.configs import run_config
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.log.store import EmbeddedServer, _binary
-from polyreme.ports import free_port
+from polyreme.experience.store import EmbeddedServer, _binary
+from polyreme.net.ports import free_port
 from support.processes import runs
 from support.whole_run import Up, make_task
 
@@ -29,7 +29,7 @@ COMMAND = (sys.executable, "-m", "polyreme")
 OTHER_API = (
     sys.executable,
     "-c",
-    "import polyreme; polyreme.API_VERSION += 1\nfrom polyreme.cli import main\nmain()",
+    "import polyreme; polyreme.API_VERSION += 1\nfrom polyreme.cli.main import main\nmain()",
 )
 """The command as another release of Polyreme would run it."""
 REWARDS = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.rundir import read_run_file
+from polyreme.cli.run_directory import read_run_file
 from support.whole_run import RIGHT, Up, make_task
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import redis as redis_py
 
-from polyreme.lifecycle import Child
-from polyreme.log.store import _binary
+from polyreme.experience.store import _binary
+from polyreme.process.lifecycle import Child
 from support.machines import Machine, Network
 from support.whole_run import make_task
 

@@ -18,12 +18,12 @@ import psutil
 import pytest
 import torch
 
-from polyreme.config import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
-from polyreme.lifecycle import Child
-from polyreme.log.ledger import ExperienceLog
-from polyreme.log.run import Run, RunState
-from polyreme.log.store import connect
-from polyreme.rundir import read_model_files
+from polyreme.cli.run_directory import read_model_files
+from polyreme.config.run import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import connect
+from polyreme.process.lifecycle import Child
 from support.configs import run_config
 from support.differing_weights import compare
 from support.filled_log import fill
@@ -69,7 +69,7 @@ class Cluster:
         return found
 
     def leaders(self) -> list[int]:
-        return [pid for pid in self.pids() if "polyreme_trainer.machines" in psutil.Process(pid).cmdline()]
+        return [pid for pid in self.pids() if "polyreme_trainer.launch" in psutil.Process(pid).cmdline()]
 
     async def trained(self, iteration: int) -> None:
         """Waits until an iteration is trained; there are groups for no more than that."""

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2_grpc
-from polyreme.lifecycle import Child
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import Run
-from polyreme.log.store import connect
-from polyreme.registry import Registry
+from polyreme.experience.leases import Registry
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.net import rpc
+from polyreme.process.lifecycle import Child
 from polyreme.weights.manifest import Manifest
-from polyreme_trainer.learner.publish import Publisher
+from polyreme_trainer.weight_sync.publisher import Publisher
 from support.machines import Machine, Network, redis_on
 from support.models import tiny_model
 from support.proxy import bad_network
@@ -64,7 +64,7 @@ async def test_a_run_over_three_machines_outlives_a_cut_link(net: Network, run_i
             tmp_path, ROWS, iterations=ITERATIONS, max_staleness=1, rollout={"replicas": 2, "start_timeout": 60.0}
         )
         run = await Run.create(redis, run_id, config, model_files())
-        rollout = ("polyreme_rollout.simulation", "--step-seconds", "0.002")
+        rollout = ("polyreme_rollout.testing.simulated_replicas", "--step-seconds", "0.002")
         started = Spread(
             url,
             run,
@@ -74,7 +74,7 @@ async def test_a_run_over_three_machines_outlives_a_cut_link(net: Network, run_i
                 "far": (*rollout, "--port", "50077", "--advertise", f"{net.address}:{proxy.port}"),
                 "reward": ("polyreme", "reward"),
                 "train": (
-                    *("polyreme_trainer.simulation", "--log-dir", str(tmp_path)),
+                    *("polyreme_trainer.testing.simulation", "--log-dir", str(tmp_path)),
                     *("--train-seconds", "0.2", "--weight-bytes", str(VERSION_BYTES)),
                 ),
             },

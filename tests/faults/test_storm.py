@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from polyreme.log.ledger import ExperienceLog
-from polyreme.registry import Registry
+from polyreme.experience.leases import Registry
+from polyreme.experience.ledger import ExperienceLog
 from support.driver import Storm
 from support.faults import PHASES, Fault, schedule
 from support.nursery import Nursery

@@ -5,21 +5,21 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.configfile import parse_config
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import Run
-from polyreme.registry import Registry
+from polyreme.config.load import parse_config
+from polyreme.experience.leases import Registry
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run
 from polyreme.weights.arena import Arena
-from polyreme_trainer.learner import fleet
-from polyreme_trainer.learner.publish import Publisher
+from polyreme_trainer.weight_sync import replica_sync
+from polyreme_trainer.weight_sync.publisher import Publisher
 from support.publishing import CONFIG, LAYOUT, World
 
 
 @pytest.fixture
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(fleet, "LEASES_SECONDS", 0.02)
-    monkeypatch.setattr(fleet, "FIRST_BACKOFF_SECONDS", 0.01)
-    monkeypatch.setattr(fleet, "LONGEST_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(replica_sync, "LEASES_SECONDS", 0.02)
+    monkeypatch.setattr(replica_sync, "FIRST_BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(replica_sync, "LONGEST_BACKOFF_SECONDS", 0.05)
     run = await Run.create(redis, run_id, parse_config(CONFIG, "test"), {})
     log = ExperienceLog(run)
     term = await log.take(Role.LEARNER)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from polyreme.config import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
-from polyreme.experience import GroupRecord
+from polyreme.config.run import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
+from polyreme.experience.records import GroupRecord
 from support import learning
 from support.configs import run_config
 from support.models import tiny_model

@@ -21,9 +21,9 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from polyreme.config import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
-from polyreme.log.ledger import ExperienceLog
-from polyreme.log.run import Run, RunState
+from polyreme.config.run import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import Run, RunState
 from support.configs import run_config
 from support.filled_log import fill
 from support.models import tiny_model

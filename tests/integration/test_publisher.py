@@ -10,11 +10,11 @@ import pytest
 
 from polyreme import API_VERSION
 from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
-from polyreme.log.ledger import ExperienceLog, Role, Term
-from polyreme.log.run import RunState
+from polyreme.experience.ledger import ExperienceLog, Role, Term
+from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
-from polyreme_trainer.learner import fleet
-from polyreme_trainer.learner.publish import Publisher
+from polyreme_trainer.weight_sync import replica_sync
+from polyreme_trainer.weight_sync.publisher import Publisher
 from support.publishing import LAYOUT, World, same, until
 from support.receiver import lease, serving
 
@@ -153,7 +153,7 @@ async def test_a_lost_lease_frees_the_slots(world: World) -> None:
 
 
 async def test_a_replica_that_is_not_reachable_yet_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
     receiver = world.receiver()
     async with serving(receiver) as port:
         pass
@@ -202,7 +202,7 @@ async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(fleet.Link, "commit", broken)
+    monkeypatch.setattr(replica_sync.Link, "commit", broken)
     async with world.replica("a"):
         await world.step()
         with pytest.raises(RuntimeError, match="publisher") as raised:
@@ -212,7 +212,7 @@ async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch
 
 
 async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.learner.publish.ATTACH_SECONDS", 0.1)
+    monkeypatch.setattr("polyreme_trainer.weight_sync.publisher.ATTACH_SECONDS", 0.1)
     run_id = f"test-{uuid.uuid4().hex[:12]}"
     arena = Arena.create(run_id, LAYOUT.nbytes)
     publisher = Publisher(redis_url, run_id, Term(Role.LEARNER, 1, "x"), arena)

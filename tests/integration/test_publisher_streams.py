@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.learner import fleet, push
+from polyreme_trainer.weight_sync import replica_client, replica_sync
 from support.proxy import bad_network
 from support.publishing import World, same, until
 from support.receiver import lease, serving
@@ -44,8 +44,8 @@ async def test_a_late_joiner_of_another_host_and_one_of_this_host_serve_the_same
 
 
 async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(push, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     world.arena.unlink()
     receiver = world.receiver()
     async with serving(receiver) as server, bad_network("127.0.0.1", server) as proxy:
@@ -72,9 +72,9 @@ async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch
 async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_connection_of_its_own(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(push, "STREAM_IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(push, "STAGE_SECONDS", 1.0)
+    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_client, "STREAM_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(replica_client, "STAGE_SECONDS", 1.0)
     world.arena.unlink()
     receiver = world.receiver()
     async with (
@@ -96,14 +96,14 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, int]] = []
-    real = push.Link.stream
+    real = replica_client.Link.stream
 
-    async def noted(link: push.Link, version: push.Version) -> None:
+    async def noted(link: replica_client.Link, version: replica_client.Version) -> None:
         begun.append((link._address, version.number))
         await real(link, version)
 
-    monkeypatch.setattr(push.Link, "stream", noted)
-    monkeypatch.setattr(fleet, "STREAM_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(replica_client.Link, "stream", noted)
+    monkeypatch.setattr(replica_sync, "STREAM_GRACE_SECONDS", 0.05)
     world.arena.unlink()
     receivers = [world.receiver() for _ in range(2)]
     async with AsyncExitStack() as stack:
@@ -136,7 +136,7 @@ async def test_a_version_that_a_replica_finds_wrong_is_a_failed_swap(world: Worl
     def damaged(offset: int, data: memoryview) -> bytes:
         return encode_chunk(offset, memoryview(bytes(len(data))))
 
-    monkeypatch.setattr(push, "encode_chunk", damaged)
+    monkeypatch.setattr(replica_client, "encode_chunk", damaged)
     world.arena.unlink()
     async with world.replica("far") as far:
         await world.step()
@@ -147,24 +147,24 @@ async def test_a_version_that_a_replica_finds_wrong_is_a_failed_swap(world: Worl
 async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     running = most = 0
     full = threading.Event()
-    real = push.Link.stream
+    real = replica_client.Link.stream
 
-    async def counted(link: push.Link, version: push.Version) -> None:
+    async def counted(link: replica_client.Link, version: replica_client.Version) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        if running == fleet.STREAMS:
+        if running == replica_sync.STREAMS:
             full.set()
         await until(full.is_set)
         await asyncio.sleep(0.01)
         await real(link, version)
         running -= 1
 
-    monkeypatch.setattr(push.Link, "stream", counted)
+    monkeypatch.setattr(replica_client.Link, "stream", counted)
     world.arena.unlink()
     async with AsyncExitStack() as stack:
-        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(fleet.STREAMS + 4)]
+        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(replica_sync.STREAMS + 4)]
         weights = await world.step()
         await world.publisher.wait_committed(0, len(receivers), 20)
         assert all(same(receiver.weights, weights) for receiver in receivers)
-    assert most == fleet.STREAMS
+    assert most == replica_sync.STREAMS

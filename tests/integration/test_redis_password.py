@@ -12,9 +12,9 @@ import psutil
 import pytest
 from redis import Redis
 
-from polyreme.config import RunConfig
-from polyreme.log.store import EmbeddedServer
-from polyreme.rundir import RunFile, read_run_file
+from polyreme.cli.run_directory import RunFile, read_run_file
+from polyreme.config.run import RunConfig
+from polyreme.experience.store import EmbeddedServer
 from support.processes import runs
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files

@@ -12,11 +12,11 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
-from polyreme import rpc
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
-from polyreme.log.run import Run
-from polyreme.place import Place
-from polyreme.registry import Lease, Registry
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run
+from polyreme.net import rpc
+from polyreme.net.endpoint import Place
 from polyreme_reward.server import serve
 from support.configs import run_config
 from support.processes import runs

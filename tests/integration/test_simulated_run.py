@@ -7,8 +7,8 @@ from typing import Any
 
 import psutil
 
-from polyreme.log.ledger import ExperienceLog
-from polyreme_trainer.learner.simulated import LAYOUT, after_plan, newest
+from polyreme.experience.ledger import ExperienceLog
+from polyreme_trainer.testing.simulated_learner import LAYOUT, after_plan, newest
 from support.simulated import ROWS
 from support.simulated_run import simulated_run
 

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from polyreme import rpc
-from polyreme.config import RunConfig
+from polyreme.config.run import RunConfig
 from polyreme.errors import UnavailableError
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import RunState
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import RunState
+from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest
-from polyreme_rollout.engine.simulated import Failures
-from polyreme_trainer.learner import desk, fleet, gates
-from polyreme_trainer.learner.desk import Answers, Desk, DrainError
-from polyreme_trainer.learner.publish import Publisher
+from polyreme_rollout.testing.simulated_engine import Failures
+from polyreme_trainer.learner import gates, run_client
+from polyreme_trainer.learner.run_client import Answers, Desk, DrainError
+from polyreme_trainer.weight_sync import replica_sync
+from polyreme_trainer.weight_sync.publisher import Publisher
 from support.simulated import ROWS, Replica, config_tree, make_run, simulated_replica
 
 LAYOUT = plan_manifest([TensorSpec("weight", "F32", (4,))])
@@ -60,9 +61,9 @@ async def start(
     request: pytest.FixtureRequest, redis: Redis, redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Start]:
     """With as many replicas wanted as the parameter says, else 1."""
-    monkeypatch.setattr(fleet, "LEASES_SECONDS", 0.02)
-    monkeypatch.setattr(desk, "STATE_SECONDS", 0.05)
-    monkeypatch.setattr(desk, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(replica_sync, "LEASES_SECONDS", 0.02)
+    monkeypatch.setattr(run_client, "STATE_SECONDS", 0.05)
+    monkeypatch.setattr(run_client, "AGAIN_SECONDS", 0.1)
     config = config_tree(tmp_path, ROWS, rollout={"replicas": getattr(request, "param", 1), "chunk_timeout": 0.5})
     run = await make_run(redis, run_id, config)
     experience = ExperienceLog(run)

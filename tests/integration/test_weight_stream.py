@@ -15,9 +15,9 @@ import grpc
 import numpy as np
 import pytest
 
-from polyreme import rpc
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
+from polyreme.net import rpc
 from polyreme.weights import arena as arena_module
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.assembly import Assembly

@@ -24,7 +24,7 @@ import xxhash
 
 from polyreme.api.v1 import rollout_pb2
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
-from polyreme_trainer.learner.push import Link, SwapError, Version
+from polyreme_trainer.weight_sync.replica_client import Link, SwapError, Version
 from support.models import Kind, tiny_model
 from support.replicas import Learner, generate, hf_weights, model_files, replica, request, rollout_config
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from polyreme.config import RunConfig
+from polyreme.config.run import RunConfig
 
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:

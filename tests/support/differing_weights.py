@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from polyreme.config import ModelConfig, ParallelConfig
+from polyreme.config.run import ModelConfig, ParallelConfig
 from polyreme.errors import ConfigError
-from polyreme_trainer.model.build import init_parallel
-from polyreme_trainer.model.device import Device
-from polyreme_trainer.model.policy import build_policy, check_same_weights
+from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.policy import build_policy, check_same_weights
 from support.configs import run_config
 
 

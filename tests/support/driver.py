@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from polyreme.errors import PolyremeError, StaleTermError
-from polyreme.lifecycle import Child
-from polyreme.log.audit import Snapshot
-from polyreme.log.run import Run, RunState
-from polyreme.log.store import EmbeddedServer
-from polyreme.supervision import last_error
+from polyreme.experience.audit import Snapshot
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import EmbeddedServer
+from polyreme.process.lifecycle import Child
+from polyreme.process.supervisor import last_error
 from support.faults import PHASES, Fault, script_digest
 from support.nursery import Born, Nursery
 from support.processes import runs

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from polyreme.log.scripts import _text
+from polyreme.experience.scripts import _text
 
 
 def script_digest(script: str) -> bytes:

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from polyreme.experience import encode_group
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import Run
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.records import encode_group
+from polyreme.experience.run import Run
 from support.learning import made_up_groups
 
 VOCAB = 45

@@ -9,20 +9,20 @@ import torch
 from safetensors.torch import save_file
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_STOP
-from polyreme.config import AlgorithmConfig, RunConfig, SftPhase
-from polyreme.experience import GroupRecord, SampleRecord
+from polyreme.config.run import AlgorithmConfig, RunConfig, SftPhase
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.grpo import group_advantages
-from polyreme_trainer.learner.batch import Sequences, collect
-from polyreme_trainer.learner.main import data_layout
-from polyreme_trainer.learner.ranks import Ranks
-from polyreme_trainer.learner.saves import Saves
-from polyreme_trainer.learner.step import Trained, train_iteration
-from polyreme_trainer.learner.versions import VersionWriter
-from polyreme_trainer.model.build import init_parallel
-from polyreme_trainer.model.device import Device
-from polyreme_trainer.model.optimizer import Adam, Optimizer
-from polyreme_trainer.model.policy import Policy, build_policy
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.loop import data_layout
+from polyreme_trainer.megatron.batch import Sequences, collect
+from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+from polyreme_trainer.megatron.policy import Policy, build_policy
+from polyreme_trainer.megatron.saves import Saves
+from polyreme_trainer.megatron.step import Trained, train_iteration
 from polyreme_trainer.stages import sft
+from polyreme_trainer.weight_sync.version_writer import VersionWriter
 
 LR = 1e-3
 ADAM = Adam(eps=1e-6)
@@ -151,8 +151,8 @@ def rank_0_waits_then_fails(seconds: str) -> None:
     from datetime import timedelta
 
     from polyreme.errors import GateError
-    from polyreme_trainer.learner import ranks as module
-    from polyreme_trainer.learner.ranks import LeaderError
+    from polyreme_trainer.learner import leader as module
+    from polyreme_trainer.learner.leader import LeaderError
 
     module.HEARTBEAT_SECONDS = 0.2
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1.5))

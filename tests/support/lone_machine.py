@@ -9,12 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-from polyreme import logs
-from polyreme.lifecycle import exit_on_error, stop_event
-from polyreme.log.run import Run
-from polyreme.log.store import connect
-from polyreme_trainer.machines.follow import follow
-from polyreme_trainer.supervisor import Trainer, trainer_units
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.process import logging_setup
+from polyreme.process.lifecycle import exit_on_error, stop_event
+from polyreme_trainer.launch.trainer_process import Trainer, trainer_units
+from polyreme_trainer.launch.worker_node import follow
 
 RANK = ("-m", "support.lone_rank")
 
@@ -35,6 +35,6 @@ async def live(node: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    logs.setup(f"node {sys.argv[1]}")
+    logging_setup.setup(f"node {sys.argv[1]}")
     with exit_on_error("machine"):
         asyncio.run(live(int(sys.argv[1]), Path(sys.argv[2])))

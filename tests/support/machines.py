@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from polyreme.lifecycle import Child
-from polyreme.log.store import _binary
+from polyreme.experience.store import _binary
+from polyreme.process.lifecycle import Child
 
 NETWORK = "10.213.77"  # a private one; the route to it is on our interface alone
 RATE = "2500mbit"

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polyreme.config import ParallelConfig
+from polyreme.config.run import ParallelConfig
 from polyreme.errors import ConfigError, RunFailedError
-from polyreme_trainer.model import checkpoint, layout
-from polyreme_trainer.model.architecture import Architecture
-from polyreme_trainer.model.build import init_parallel
-from polyreme_trainer.model.device import Device
-from polyreme_trainer.model.export import export_hf
-from polyreme_trainer.model.mcore import parallel_state
-from polyreme_trainer.model.optimizer import Adam, Optimizer
-from polyreme_trainer.model.policy import IGNORE, Policy
+from polyreme_trainer.megatron import checkpoint, hf_mapping
+from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.export import export_hf
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.mcore import parallel_state
+from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+from polyreme_trainer.megatron.policy import IGNORE, Policy
 
 TOLERANCE = 1e-5
 
@@ -130,7 +130,7 @@ def training_agrees_with_plain_torch(model: str, device: Device) -> None:
     full = policy.full_tensors()
     if full is not None:
         expected = reference.state_dict()
-        assert full.keys() == expected.keys() - layout.hf_aliases(policy.arch).keys()
+        assert full.keys() == expected.keys() - hf_mapping.hf_aliases(policy.arch).keys()
         for name, tensor_ in full.items():
             torch.testing.assert_close(tensor_, expected[name], rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -138,7 +138,7 @@ def training_agrees_with_plain_torch(model: str, device: Device) -> None:
 def slices_fill_shared_views(model: str, device: Device, folder: str) -> None:
     """The ranks of data rank 0 write their slices into one shared file; together they are the model."""
     policy = policy_of(model, device)
-    shapes = layout.hf_shapes(policy.arch)
+    shapes = hf_mapping.hf_shapes(policy.arch)
     size = sum(math.prod(shape) for shape in shapes.values())
     path = Path(folder) / "views"
     first = torch.distributed.get_rank() == 0

@@ -17,20 +17,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polyreme import logs
-from polyreme.config import RunConfig
-from polyreme.lifecycle import die_with_parent
-from polyreme.log.ledger import ExperienceLog
+from polyreme.config.run import RunConfig
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.process import logging_setup
+from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
-from polyreme_trainer.learner import saves
-from polyreme_trainer.learner.main import Learner
-from polyreme_trainer.learner.publish import Publisher
-from polyreme_trainer.learner.ranks import Ranks
-from polyreme_trainer.model import atomic, checkpoint
-from polyreme_trainer.model.build import close_parallel, init_parallel
-from polyreme_trainer.model.device import Device
-from polyreme_trainer.model.optimizer import Optimizer
-from polyreme_trainer.model.policy import Policy
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.loop import Learner
+from polyreme_trainer.megatron import atomic, checkpoint, saves
+from polyreme_trainer.megatron.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.optimizer import Optimizer
+from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.weight_sync.publisher import Publisher
 
 
 def die() -> None:
@@ -133,7 +132,7 @@ def live(life: dict[str, Any], rank: int, world: int) -> None:
     output = os.open(life["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    logs.setup(f"learner-{rank}")
+    logging_setup.setup(f"learner-{rank}")
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

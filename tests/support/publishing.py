@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from polyreme.log.ledger import ExperienceLog
-from polyreme.log.run import Run
-from polyreme.registry import Registry
+from polyreme.experience.leases import Registry
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import Run
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.learner.publish import Publisher
+from polyreme_trainer.weight_sync.publisher import Publisher
 from support.receiver import Receiver, replica
 
 LAYOUT = plan_manifest([TensorSpec("embed", "F32", (7, 4)), TensorSpec("norm", "BF16", (5,))], {"head": "embed"})

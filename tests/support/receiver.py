@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 import numpy as np
 
-from polyreme import rpc
 from polyreme.api.v1 import weights_pb2 as pb
-from polyreme.registry import Lease, Registry
+from polyreme.experience.leases import Lease, Registry
+from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
 from polyreme_rollout.engine.base import ArenaSource, Delta, EngineRequest, Loaded, LoadError
 from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.swap import Swapper
+from polyreme_rollout.weight_swap import Swapper
 from polyreme_rollout.weights_service import WeightsService
 
 SERVICE = "polyreme.api.v1.WeightsService"

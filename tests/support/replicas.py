@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
-from polyreme.config import RunConfig
-from polyreme.configfile import parse_config
-from polyreme.lifecycle import Child
-from polyreme.log.run import Run
-from polyreme.log.store import connect
-from polyreme.registry import Lease, Registry
+from polyreme.config.load import parse_config
+from polyreme.config.run import RunConfig
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.net import rpc
+from polyreme.process.lifecycle import Child
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 
-from polyreme import rpc
 from polyreme.api.v1 import reward_pb2_grpc
-from polyreme.config import RewardConfig
+from polyreme.config.run import RewardConfig
+from polyreme.net import rpc
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item
 from polyreme_reward.metrics import Metrics

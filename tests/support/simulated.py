@@ -14,24 +14,25 @@ from typing import Any
 import grpc
 import numpy as np
 
-from polyreme import API_VERSION, rpc
+from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2_grpc
-from polyreme.config import RunConfig
-from polyreme.configfile import parse_config
-from polyreme.experience import GroupRecord, decode_group
-from polyreme.log.ledger import ExperienceLog, Role
-from polyreme.log.run import Run
-from polyreme.registry import Lease, Registry
+from polyreme.config.load import parse_config
+from polyreme.config.run import RunConfig
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.records import GroupRecord, decode_group
+from polyreme.experience.run import Run
+from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
-from polyreme_rollout.engine.simulated import SimulatedEngine
 from polyreme_rollout.metrics import Metrics
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.swap import Swapper
+from polyreme_rollout.testing.simulated_engine import SimulatedEngine
+from polyreme_rollout.weight_swap import Swapper
 from polyreme_rollout.weights_service import WeightsService
-from polyreme_trainer.learner.push import Link, Version
+from polyreme_trainer.weight_sync.replica_client import Link, Version
 from support.tiny_tokenizer import CHARS, SPECIAL, model_files
 
 VOCAB = len(SPECIAL) + len(CHARS)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polyreme.lifecycle import Child
-from polyreme.log.run import Run, RunState
-from polyreme.log.store import connect
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import connect
+from polyreme.process.lifecycle import Child
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
 
@@ -69,10 +69,12 @@ async def simulated_run(
     redis = await connect(redis_url)
     config = config_tree(folder, ROWS, **sections)
     run = await Run.create(redis, run_id, config, model_files())
-    commands = {f"rollout-{place}": ("polyreme_rollout.simulation", *replicas) for place in range(replica_processes)}
+    commands = {
+        f"rollout-{place}": ("polyreme_rollout.testing.simulated_replicas", *replicas) for place in range(replica_processes)
+    }
     commands["reward"] = ("polyreme", "reward")
     commands["train"] = (
-        "polyreme_trainer.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
+        "polyreme_trainer.testing.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
     )  # fmt: skip
     started = SimulatedRun(redis_url, run, folder, commands)
     try:

@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
-from polyreme.config import RunConfig
-from polyreme.configfile import load_config
-from polyreme.log.run import Run
-from polyreme.log.store import EmbeddedServer, connect
-from polyreme.ports import free_port
-from polyreme.rundir import read_model_files
+from polyreme.cli.run_directory import read_model_files
+from polyreme.config.load import load_config
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import Run
+from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.net.ports import free_port
 from support.driver import Storm
 from support.nursery import Nursery
 from support.simulated import ROWS, config_tree
@@ -24,13 +24,13 @@ from support.tiny_tokenizer import model_files
 from support.whole_run import make_task
 
 MODULES = (
-    "polyreme.cli",
+    "polyreme.cli.main",
     "polyreme_reward.command",
     "polyreme_reward.server",
-    "polyreme_rollout.simulation",
-    "polyreme_trainer.learner.simulated",
+    "polyreme_rollout.testing.simulated_replicas",
+    "polyreme_trainer.testing.simulated_learner",
     "polyreme_trainer.orchestrator.main",
-    "polyreme_trainer.simulation",
+    "polyreme_trainer.testing.simulation",
 )
 
 REAL_REPLICAS = 2
@@ -124,12 +124,12 @@ async def simulated_storm(
         for place in range(3):
             name = f"rollout-{place}"
             reached = await _linked(storm, name)
-            await storm.start(name, "polyreme_rollout.simulation", "--step-seconds", str(step_seconds), *reached)
+            await storm.start(name, "polyreme_rollout.testing.simulated_replicas", "--step-seconds", str(step_seconds), *reached)
         await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
         if supervised:
             await start_supervisor(storm, train_seconds)
         else:
-            await storm.start("learner", "polyreme_trainer.learner.simulated", "--train-seconds", str(train_seconds))
+            await storm.start("learner", "polyreme_trainer.testing.simulated_learner", "--train-seconds", str(train_seconds))
             await storm.start("orchestrator", "polyreme_trainer.orchestrator")
         yield storm
 
@@ -137,7 +137,7 @@ async def simulated_storm(
 async def start_supervisor(storm: Storm, train_seconds: float) -> None:
     """From now on a supervisor keeps orchestrator and simulated learner."""
     options = ("--log-dir", str(storm.folder), "--train-seconds", str(train_seconds))
-    await storm.start("supervisor", "polyreme_trainer.simulation", *options)
+    await storm.start("supervisor", "polyreme_trainer.testing.simulation", *options)
 
 
 def _real_task(folder: Path, iterations: int) -> Path:

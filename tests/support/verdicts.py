@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from polyreme.log.ledger import ExperienceLog
-from polyreme.log.run import Run, RunState
-from polyreme_trainer.learner.simulated import after_plan, newest
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import Run, RunState
+from polyreme_trainer.testing.simulated_learner import after_plan, newest
 from support.driver import Storm
 from support.faults import PHASES
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import yaml
 
-from polyreme.rundir import read_run_file
+from polyreme.cli.run_directory import read_run_file
 from polyreme.weights.arena import SHARED_MEMORY
 from support.processes import runs
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from polyreme.progress import SPLIT
+from polyreme.cli.progress import SPLIT
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = (ROOT / "docker-compose.yml").read_text()
@@ -138,14 +138,14 @@ def test_secrets_are_fresh_and_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_certificates_are_what_the_services_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyreme import security
-    from polyreme.config import SecurityConfig
+    from polyreme.config.run import SecurityConfig
+    from polyreme.net import tls
 
     folder = tmp_path / "tls"
     subprocess.run([ROOT / "deploy" / "certs.sh", folder, "DNS:elsewhere"], check=True, timeout=30, capture_output=True)
     files = {"certificate": folder / "certificate.pem", "key": folder / "key.pem", "ca": folder / "ca.pem"}
     config = SecurityConfig(**files, mutual=True, server_name="polyreme")
-    assert security.server_credentials(config) is not None
+    assert tls.server_credentials(config) is not None
     subprocess.run(["openssl", "verify", "-CAfile", files["ca"], files["certificate"]], check=True, timeout=10)
     authority = files["ca"].read_bytes()
     subprocess.run([ROOT / "deploy" / "certs.sh", folder], check=True, timeout=30, capture_output=True)

@@ -99,7 +99,7 @@ def test_orchestrator_and_learner_meet_only_in_redis() -> None:
 
 
 def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
-    light = ("orchestrator", "command", "supervisor", "records", "data", "template")
+    light = ("orchestrator", "command", "launch.trainer_process", "observe", "data")
     assert not offenders(tuple(f"polyreme_trainer.{name}" for name in light), ("torch", "megatron"))
 
 
@@ -112,33 +112,33 @@ def test_the_reward_service_has_torch_only_where_a_model_runs() -> None:
 
 def test_each_framework_has_one_place() -> None:
     assert not offenders(tuple(PACKAGES), ("vllm",), allowed=("polyreme_rollout.engine",))
-    assert not offenders(tuple(PACKAGES), ("megatron",), allowed=("polyreme_trainer.model", "polyreme_trainer.learner"))
-    devices = ("polyreme_trainer.model.device", "polyreme_rollout.device", "polyreme_reward.model.device")
+    assert not offenders(tuple(PACKAGES), ("megatron",), allowed=("polyreme_trainer.megatron",))
+    devices = ("polyreme_trainer.megatron.device", "polyreme_rollout.device", "polyreme_reward.model.device")
     assert not offenders(tuple(PACKAGES), ("torch_npu",), allowed=devices)
 
 
-def test_redis_commands_are_in_the_log_and_the_registry() -> None:
+def test_redis_commands_are_in_experience() -> None:
     clients = [found for found in IMPORTS if under(found.imported, "redis") and not found.imported.endswith(".Redis")]
-    assert not [str(found) for found in clients if not under(found.importer, "polyreme.log", "polyreme.registry")]
+    assert not [str(found) for found in clients if not under(found.importer, "polyreme.experience")]
     command = re.compile(
         r"redis\.(x(add|read|range)|h(set|get|mget|getall)|z\w+|set|get|delete|eval|evalsha|pipeline|execute_command)\("
     )
     for module, path in modules():
-        if not under(module, "polyreme.log", "polyreme.registry"):
+        if not under(module, "polyreme.experience"):
             assert not command.search(path.read_text()), f"{module} talks to Redis itself"
 
 
 def test_planners_and_algorithms_are_pure() -> None:
     pure = (
         "polyreme_trainer.algorithms",
-        "polyreme_trainer.model.layout",
-        "polyreme_trainer.learner.batch",
-        "polyreme_trainer.orchestrator.drafts",
-        "polyreme_trainer.orchestrator.idle",
-        "polyreme_trainer.orchestrator.pace",
+        "polyreme_trainer.megatron.hf_mapping",
+        "polyreme_trainer.megatron.batch",
+        "polyreme_trainer.orchestrator.partial_rollouts",
+        "polyreme_trainer.orchestrator.idle_time",
+        "polyreme_trainer.orchestrator.straggler_detection",
         "polyreme_trainer.orchestrator.router",
-        "polyreme.plan",
-        "polyreme.progress",
+        "polyreme.cli.summary",
+        "polyreme.cli.progress",
         "polyreme.weights.manifest",
     )
     present = {module for module, _ in modules()}

@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from polyreme import logs
-from polyreme.configfile import load_reward_config
+from polyreme.config.load import load_reward_config
 from polyreme.errors import ConfigError
-from polyreme.lifecycle import stop_event
-from polyreme.place import Advertise, Host, HttpPort, Place, Port, place_of
-from polyreme.redis_url import redis_option
+from polyreme.net.endpoint import Advertise, Host, HttpPort, Place, Port, place_of
+from polyreme.net.redis_url import redis_option
+from polyreme.process import logging_setup
+from polyreme.process.lifecycle import stop_event
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def reward(
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
 ) -> None:
     """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
-    logs.setup("reward")
+    logging_setup.setup("reward")
     if words:
         _test(words, config)
         return
@@ -63,8 +63,8 @@ async def _serve(
         async with serve(load_reward_config(path), place_towards(None)) as addresses:
             await _until(stop, addresses.grpc, addresses.url)
         return
-    from polyreme.log.run import Run
-    from polyreme.log.store import connect
+    from polyreme.experience.run import Run
+    from polyreme.experience.store import connect
 
     client = await connect(str(redis))
     try:

@@ -10,9 +10,9 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polyreme import security as secure
-from polyreme.config import SecurityConfig
+from polyreme.config.run import SecurityConfig
 from polyreme.errors import ConfigError
+from polyreme.net import tls as secure
 
 BODY_LIMIT = 32 << 20
 _DISCARD = 4  # times the limit

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from polyreme.usage import Usage
+from polyreme.process.resource_metrics import Usage
 from polyreme_reward.items import Outcome
 
 

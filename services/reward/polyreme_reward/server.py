@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from polyreme import API_VERSION, rpc
-from polyreme.config import RewardConfig
-from polyreme.log.run import Run
-from polyreme.place import Place
-from polyreme.registry import Lease, Registry
+from polyreme import API_VERSION
+from polyreme.config.run import RewardConfig
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run
+from polyreme.net import rpc
+from polyreme.net.endpoint import Place
 from polyreme_reward.build import open_rewards
 from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from polyreme.config import RewardConfig
+from polyreme.config.dataset_rows import label_text, lines_of
+from polyreme.config.run import RewardConfig
 from polyreme.errors import DataError
-from polyreme.rows import label_text, lines_of
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
 from polyreme_reward.metrics import Metrics

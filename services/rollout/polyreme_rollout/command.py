@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from polyreme.place import Advertise, Host, HttpPort, Port, place_of
-from polyreme.redis_url import redis_option
+from polyreme.net.endpoint import Advertise, Host, HttpPort, Port, place_of
+from polyreme.net.redis_url import redis_option
 
 
 def rollout(

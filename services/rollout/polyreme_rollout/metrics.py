@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from polyreme.usage import Usage
+from polyreme.process.resource_metrics import Usage
 
 
 class Metrics:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyreme import logs
-from polyreme.config import RunConfig
-from polyreme.log.run import Run
-from polyreme.log.store import connect
-from polyreme.place import Place
-from polyreme_rollout.scratch import scratch_directory
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.net.endpoint import Place
+from polyreme.process import logging_setup
+from polyreme_rollout.temp_dir import scratch_directory
 
 FIND_RUN_SECONDS = 60.0
 
@@ -41,7 +41,7 @@ def serve_replica(redis_url: str, run_id: str | None, place: Place, wait: float 
     Raises:
         StoreError, UnavailableError, ConfigError: see their messages.
     """
-    logs.setup("rollout")
+    logging_setup.setup("rollout")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # until the loop has its own: leave files tidy
     _check_ports(place)
     orders = asyncio.run(fetch_orders(redis_url, run_id, wait))
@@ -72,7 +72,7 @@ async def fetch_orders(redis_url: str, run_id: str | None, wait: float = FIND_RU
 
 
 async def _serve(engine: Any, orders: Orders, redis_url: str, place: Place) -> None:
-    from polyreme import lifecycle
+    from polyreme.process import lifecycle
     from polyreme_rollout.serving import serve
 
     stop = lifecycle.stop_event()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from polyreme.api.v1 import rollout_pb2 as pb
-from polyreme_rollout.slots import unpack_ids
+from polyreme_rollout.sequences import unpack_ids
 
 _SEED_BITS = (1 << 63) - 1  # samplers take signed 64-bit seeds
 

@@ -19,8 +19,8 @@ from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme_rollout.engine.base import Engine, EngineDeadError, EngineRequest, Sampling
 from polyreme_rollout.metrics import Metrics
 from polyreme_rollout.requests import InvalidRequestError, Limits, SlotPlan, plan_slots
-from polyreme_rollout.slots import SlotProgress
-from polyreme_rollout.swap import Swapper
+from polyreme_rollout.sequences import SlotProgress
+from polyreme_rollout.weight_swap import Swapper
 
 GATHER_SECONDS = 0.2
 """How long a chunk may wait for others of its call; so many seconds of tokens more are lost with a replica that dies."""

@@ -11,19 +11,20 @@ import uuid
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from polyreme import API_VERSION, rpc
+from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from polyreme.errors import PolyremeError
-from polyreme.log.run import Run
-from polyreme.log.store import connect
-from polyreme.place import Place
-from polyreme.registry import Lease, LeaseKeeper, Registry
+from polyreme.experience.leases import Lease, LeaseKeeper, Registry
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.net import rpc
+from polyreme.net.endpoint import Place
 from polyreme_rollout import http
 from polyreme_rollout.metrics import Metrics
 from polyreme_rollout.replica import Orders
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.swap import Swapper
+from polyreme_rollout.weight_swap import Swapper
 from polyreme_rollout.weights_service import WeightsService
 
 DRAIN_SECONDS = 20.0

@@ -14,9 +14,9 @@ from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.base import EngineDeadError
 from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.swap import Refusal, Swapper, VersionId
+from polyreme_rollout.weight_swap import Refusal, Swapper, VersionId
 
-STREAM_IDLE_SECONDS = 30.0  # a connection that is gone says so no earlier than this: see polyreme.rpc's keepalive
+STREAM_IDLE_SECONDS = 30.0  # a connection that is gone says so no earlier than this: see polyreme.net.rpc's keepalive
 
 
 class WeightsService(pb_grpc.WeightsServiceServicer):

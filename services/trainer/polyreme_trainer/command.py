@@ -11,18 +11,18 @@ from typing import Annotated
 
 import typer
 
-from polyreme import logs
-from polyreme.config import RunConfig
-from polyreme.configfile import load_config
-from polyreme.lifecycle import stop_event
-from polyreme.log.run import Run
-from polyreme.log.store import connect
-from polyreme.plan import plan_lines
-from polyreme.redis_url import redis_option
-from polyreme.rundir import RunFile, check_inputs, claim, next_attempt, open_run, owned
-from polyreme_trainer.exporter import export
-from polyreme_trainer.machines.follow import follow
-from polyreme_trainer.supervisor import MeetingPlace, Trainer, trainer_units
+from polyreme.cli.run_directory import RunFile, check_inputs, claim, next_attempt, open_run, owned
+from polyreme.cli.summary import plan_lines
+from polyreme.config.load import load_config
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.net.redis_url import redis_option
+from polyreme.process import logging_setup
+from polyreme.process.lifecycle import stop_event
+from polyreme_trainer.launch.trainer_process import MeetingPlace, Trainer, trainer_units
+from polyreme_trainer.launch.worker_node import follow
+from polyreme_trainer.observe.exporter import export
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def train(
     start: Annotated[int | None, typer.Option(hidden=True, help="Which of the run's starts this is part of.")] = None,
 ) -> None:
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
-    logs.setup("train")
+    logging_setup.setup("train")
     resolved = load_config(config, overrides or ())
     check_inputs(resolved)
     with owned(resolved.run_dir) if run is None else nullcontext():
@@ -101,7 +101,7 @@ def learner(
     wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
 ) -> None:
     """Run one machine's share of a learner on several (trainer.parallel.nodes), until the run is done. The trainer has node 0."""
-    logs.setup(f"learner node {node}")
+    logging_setup.setup(f"learner node {node}")
     asyncio.run(_learn(redis, run, node, wait))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyreme.lifecycle import exit_on_error
+from polyreme.process.lifecycle import exit_on_error
 
 
 def polyreme(*argv: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
@@ -34,7 +34,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     for name in ("up", "audit", "rollout", "reward", "train", "learner"):
         assert f" {name} " in result.stdout
     script = (
-        "import sys\nfrom polyreme.cli import build_app\nfrom typer.testing import CliRunner\n"
+        "import sys\nfrom polyreme.cli.main import build_app\nfrom typer.testing import CliRunner\n"
         "CliRunner().invoke(build_app(['--help']), ['--help'])\n"
         "print([m for m in sys.modules if m.partition('.')[0] in ('redis', 'grpc', 'yaml', 'pydantic') or m.startswith('polyreme_')])"
     )
@@ -77,8 +77,8 @@ def test_no_redis_at_the_url_is_told(config_file: Path) -> None:
 
 
 def test_a_redis_that_may_lose_writes_is_told(config_file: Path, tmp_path: Path) -> None:
-    from polyreme.log.store import _binary
-    from polyreme.ports import free_port
+    from polyreme.experience.store import _binary
+    from polyreme.net.ports import free_port
 
     port = free_port()
     server = subprocess.Popen(

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from polyreme import live
-from polyreme.config import ParallelConfig
-from polyreme.plan import plan_lines, redis_bytes
-from polyreme.progress import Progress
+from polyreme.cli import view
+from polyreme.cli.progress import Progress
+from polyreme.cli.summary import plan_lines, redis_bytes
+from polyreme.config.run import ParallelConfig
 from support.configs import run_config
 
 
@@ -79,7 +79,7 @@ def test_kinds_of_a_later_release_change_nothing() -> None:
 def test_one_line_per_iteration(tmp_path: Path) -> None:
     record = iteration(3, time=10.0, alarms=["constant reward"])
     progress = told({"kind": "commit", "time": 9.0, "replica": "r0", "version": 2}, evaluation(0, 1.0, 0.3), record)
-    line = live.plain_line(record, progress, iterations=24)
+    line = view.plain_line(record, progress, iterations=24)
     assert line == (
         "iteration  3/24  reward 0.750  accuracy 0.300  length 9.5  tokens/s 5,000  2.00 s (wait 50% train 25% write 5%)  r0@2"
         "  ALARM"
@@ -93,7 +93,7 @@ def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: 
         iteration(2, time=8.0, **{"staleness/samples": [250, 6]}),
         record := iteration(3, time=10.0, **stale),
     )
-    line = live.plain_line(record, progress, iterations=24)
+    line = view.plain_line(record, progress, iterations=24)
     assert line is not None
     assert "(wait 50% train 25% write 5% rollouts wait 25%)  staleness 100/150/6" in line
     summary = progress.summary()
@@ -101,7 +101,7 @@ def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: 
     assert (summary["rollout_wait_seconds"], summary["mismatch_kl_max"]) == (0.5, 1e-6)
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(live.render(run_config(tmp_path), progress, "running"))
+        console.print(view.render(run_config(tmp_path), progress, "running"))
         assert "100/150/6" in console.export_text()
 
 
@@ -111,7 +111,7 @@ def test_an_alarm_is_told_once() -> None:
         alarm, iteration(3, time=10.0, alarms=["constant reward"]), iteration(4, time=12.0, alarms=["constant reward"])
     )
     assert progress.summary()["alarms"] == ["constant reward"]
-    assert live.plain_line(alarm, progress, 24) == "ALARM constant reward"
+    assert view.plain_line(alarm, progress, 24) == "ALARM constant reward"
 
 
 def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
@@ -125,11 +125,11 @@ def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
     )
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        console.print(live.render(config, progress, "running"))
+        console.print(view.render(config, progress, "running"))
         shown = console.export_text()
     for piece in ("running", "r0 at 2", "0.950", "5,000", "1.0e-06"):
         assert piece in shown
-    report = "\n".join(live.report(config, progress, config.run_dir))
+    report = "\n".join(view.report(config, progress, config.run_dir))
     for piece in (
         "0.300 before, 0.950 after",
         "1  a2b3= -> b3+2=5#5  (right: 5)",
@@ -141,8 +141,8 @@ def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
 
 
 def test_a_sparkline_is_flat_at_nothing_and_full_at_one() -> None:
-    assert live.sparkline([0.0, 1.0]) == " " + chr(0x2588)
-    assert live.sparkline([]) == ""
+    assert view.sparkline([0.0, 1.0]) == " " + chr(0x2588)
+    assert view.sparkline([]) == ""
 
 
 def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:

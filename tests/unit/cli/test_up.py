@@ -47,7 +47,7 @@ def up(config_file: Path, **environment: str) -> Iterator["subprocess.Popen[str]
     child.chmod(0o755)
     script = (
         f"import sys\nsys.executable = {str(child)!r}\nsys.argv = ['polyreme', 'up', {str(config_file)!r}]\n"
-        "from polyreme.cli import main\nmain()"
+        "from polyreme.cli.main import main\nmain()"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
     command = [sys.executable, "-c", script]

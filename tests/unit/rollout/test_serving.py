@@ -7,12 +7,12 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import PolyremeError
-from polyreme.place import Place
-from polyreme.registry import Registry
-from polyreme.supervision import FINAL_CODES
+from polyreme.experience.leases import Registry
+from polyreme.net.endpoint import Place
+from polyreme.process.supervisor import FINAL_CODES
 from polyreme_rollout import serving
-from polyreme_rollout.engine.simulated import SimulatedEngine
 from polyreme_rollout.replica import Orders
+from polyreme_rollout.testing.simulated_engine import SimulatedEngine
 from support.simulated import CONTEXT, ROWS, VOCAB, config_tree, make_run
 
 

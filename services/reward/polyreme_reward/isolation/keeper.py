@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import psutil  # type: ignore[import-untyped]
 
-from polyreme.lifecycle import die_with_parent
+from polyreme.process.lifecycle import die_with_parent
 from polyreme_reward.isolation import worker
 
 _MESSAGE_BYTES = 1 << 12

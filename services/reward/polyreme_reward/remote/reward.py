@@ -13,9 +13,9 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from polyreme import security as secure
-from polyreme.config import EndpointSecurity
+from polyreme.config.run import EndpointSecurity
 from polyreme.errors import ConfigError
+from polyreme.net import tls as secure
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.remote.endpoints import Endpoint, Endpoints
 from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse

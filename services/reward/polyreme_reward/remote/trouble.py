@@ -2,7 +2,7 @@
 
 import ssl
 
-from polyreme.config import EndpointSecurity
+from polyreme.config.run import EndpointSecurity
 
 
 def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tuple[str, bool]:

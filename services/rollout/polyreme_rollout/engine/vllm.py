@@ -21,10 +21,10 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from polyreme.config import RunConfig
-from polyreme.lifecycle import die_with_parent
+from polyreme.config.run import RunConfig
+from polyreme.process.lifecycle import die_with_parent
 from polyreme_rollout.engine.base import ArenaSource, Delta, EngineDeadError, EngineRequest, Loaded, LoadError
-from polyreme_rollout.slots import CHUNK_TOKENS
+from polyreme_rollout.sequences import CHUNK_TOKENS
 
 LOAD_SECONDS = 600.0
 SHUTDOWN_SECONDS = 10.0

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
-from polyreme_rollout.arenas import ArenaCache
+from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.inspection import digests
 
 # It warns of every layer without weights of its own (rotary tables, a tied head), at every swap. Coverage is checked by names.

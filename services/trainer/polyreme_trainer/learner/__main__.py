@@ -8,16 +8,16 @@ import logging
 import os
 import sys
 
-from polyreme import logs
-from polyreme.config import RunConfig
-from polyreme.lifecycle import die_with_parent, exit_on_error
-from polyreme.log.run import Run
-from polyreme.log.store import RIDE_OVER, connect
-from polyreme_trainer.learner.desk import ATTACH_SECONDS, DrainError
-from polyreme_trainer.learner.main import Learner
-from polyreme_trainer.learner.ranks import AGENT_PID, LeaderError, Ranks
-from polyreme_trainer.model.build import close_parallel, init_parallel
-from polyreme_trainer.model.device import Device
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import Run
+from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.process import logging_setup
+from polyreme.process.lifecycle import die_with_parent, exit_on_error
+from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
+from polyreme_trainer.learner.loop import Learner
+from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
+from polyreme_trainer.megatron.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.device import Device
 
 log = logging.getLogger("polyreme_trainer.learner")
 
@@ -38,7 +38,7 @@ def main(kind: type[Learner] = Learner) -> None:
         die_with_parent(int(agent))
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     redis_url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
-    logs.setup(f"learner-{rank}")
+    logging_setup.setup(f"learner-{rank}")
     with exit_on_error("learner"):
         config, files = asyncio.run(read_run(redis_url, run_id))
         device = Device(config.device, local_rank, config.trainer.parallel.threads)

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme import rpc
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme.config import SecurityConfig
+from polyreme.config.run import SecurityConfig
 from polyreme.errors import GateError
+from polyreme.net import rpc
 from polyreme_trainer.algorithms.losses import mismatch_kl
-from polyreme_trainer.learner.batch import IGNORE, FloatArray, IntArray
+from polyreme_trainer.megatron.batch import IGNORE, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 

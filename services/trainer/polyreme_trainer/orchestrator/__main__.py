@@ -7,9 +7,9 @@ import sys
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would take the cores of engine and learner
 
-from polyreme import lifecycle, logs
-from polyreme.log.run import Run, RunState
-from polyreme.log.store import RIDE_OVER, connect
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.process import lifecycle, logging_setup
 from polyreme_trainer.orchestrator.main import orchestrate
 
 
@@ -39,6 +39,6 @@ async def _main() -> int:
 
 
 if __name__ == "__main__":
-    logs.setup("orchestrator")
+    logging_setup.setup("orchestrator")
     with lifecycle.exit_on_error("orchestrator"):
         sys.exit(asyncio.run(_main()))

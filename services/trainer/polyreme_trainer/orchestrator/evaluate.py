@@ -7,15 +7,15 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from polyreme.config import RunConfig
-from polyreme.log.run import Run
-from polyreme_trainer.data import Prompt
-from polyreme_trainer.orchestrator.drafts import Draft
-from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import Run
+from polyreme_trainer.data.prompts import Prompt
+from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
-from polyreme_trainer.orchestrator.score import Question, Rewards, ScoreError
+from polyreme_trainer.orchestrator.partial_rollouts import Draft
+from polyreme_trainer.orchestrator.replica_pool import Fleet
+from polyreme_trainer.orchestrator.reward_client import Question, Rewards, ScoreError
 from polyreme_trainer.orchestrator.tasks import together
-from polyreme_trainer.template import Template
 
 EXAMPLES = 5
 _SCORED_AT_ONCE = 64

@@ -14,8 +14,8 @@ import grpc
 import numpy as np
 
 from polyreme.api.v1 import rollout_pb2
-from polyreme_trainer.orchestrator.drafts import BadStreamError, Draft, Drafts, SteppedBackError
-from polyreme_trainer.orchestrator.fleet import Claim, Fleet
+from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, Draft, Drafts, SteppedBackError
+from polyreme_trainer.orchestrator.replica_pool import Claim, Fleet
 
 MAX_FAULTS = 5
 """Calls of one attempt that may break before the attempt fails."""

@@ -7,17 +7,17 @@ from functools import partial
 import numpy as np
 
 from polyreme.api.v1 import reward_pb2
-from polyreme.config import RunConfig
-from polyreme.experience import GroupRecord, RewardPart, SampleRecord
-from polyreme.log.ledger import Admission
-from polyreme_trainer.data import Prompt
-from polyreme_trainer.orchestrator.drafts import Draft, Drafts
-from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme.config.run import RunConfig
+from polyreme.experience.ledger import Admission
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
+from polyreme_trainer.data.prompts import Prompt
+from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generate import Generation, generate
-from polyreme_trainer.orchestrator.order import row_of, slot_seed
-from polyreme_trainer.orchestrator.score import Question, Rewards
-from polyreme_trainer.orchestrator.snapshots import Snapshots
-from polyreme_trainer.template import Template
+from polyreme_trainer.orchestrator.partial_rollout_log import Snapshots
+from polyreme_trainer.orchestrator.partial_rollouts import Draft, Drafts
+from polyreme_trainer.orchestrator.prompt_order import row_of, slot_seed
+from polyreme_trainer.orchestrator.replica_pool import Fleet
+from polyreme_trainer.orchestrator.reward_client import Question, Rewards
 
 
 class GroupMaker:

@@ -9,22 +9,22 @@ import logging
 import time
 from contextlib import suppress
 
-from polyreme.config import RunConfig
+from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
-from polyreme.experience import encode_group
-from polyreme.lifecycle import settle
-from polyreme.log.ledger import Admission, ExperienceLog, Role, StaleAttemptError, TransitionError
-from polyreme.log.run import Run, RunState
-from polyreme_trainer.data import load_prompts
+from polyreme.experience.ledger import Admission, ExperienceLog, Role, StaleAttemptError, TransitionError
+from polyreme.experience.records import encode_group
+from polyreme.experience.run import Run, RunState
+from polyreme.process.lifecycle import settle
+from polyreme_trainer.data.prompts import load_prompts
+from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.evaluate import Evaluator
-from polyreme_trainer.orchestrator.fleet import Fleet
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
+from polyreme_trainer.orchestrator.partial_rollout_log import Snapshots
+from polyreme_trainer.orchestrator.replica_pool import Fleet
+from polyreme_trainer.orchestrator.reward_client import Rewards, ScoreError
 from polyreme_trainer.orchestrator.schedule import Schedule
-from polyreme_trainer.orchestrator.score import Rewards, ScoreError
-from polyreme_trainer.orchestrator.snapshots import Snapshots
 from polyreme_trainer.orchestrator.tasks import task_group, together
-from polyreme_trainer.template import Template
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Set
 
-from polyreme.config import RunConfig
-from polyreme.log.ledger import ExperienceLog
-from polyreme.log.run import Run
+from polyreme.config.run import RunConfig
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import Run
 from polyreme_trainer.orchestrator.evaluate import EvaluationError, Evaluator
-from polyreme_trainer.orchestrator.fleet import Fleet
+from polyreme_trainer.orchestrator.replica_pool import Fleet
 
 _log = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.config import RunConfig, SftPhase
-from polyreme_trainer.data import load_examples
-from polyreme_trainer.learner.batch import IntArray, MicroBatch, Sequences
-from polyreme_trainer.learner.ranks import join, split
-from polyreme_trainer.learner.step import Layout, optimize
-from polyreme_trainer.model.optimizer import Optimizer
-from polyreme_trainer.model.policy import Policy
-from polyreme_trainer.template import Template
+from polyreme.config.run import RunConfig, SftPhase
+from polyreme_trainer.data.prompts import load_examples
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.learner.leader import join, split
+from polyreme_trainer.megatron.batch import IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.optimizer import Optimizer
+from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.step import Layout, optimize
 
 FLOOR = 0.02
 """Where the cooldown ends, as a part of the phase's rate."""

@@ -1,0 +1,1 @@
+"""The `polyreme` command line."""

@@ -1,0 +1,257 @@
+"""The run directory: who may use it, and what is where.
+
+A directory holds one run, named by its `run.json`, which is written once the run has a store. One process at a time owns it
+(a lock that ends with the process), and an existing one is never reused without `--resume` or `--fork`.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from redis.asyncio import Redis
+
+from polyreme.config.load import parse_config
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
+from polyreme.experience.run import Run
+
+_MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_LARGEST_HEADER = 100_000_000
+"""Bytes; safetensors' own limit."""
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """Contents of `run.json`. `redis` is a URL, or "embedded" for the store under the directory's redis/."""
+
+    run_id: str
+    redis: str
+
+
+def claim(config: RunConfig, resume: bool, fork: bool) -> RunFile | None:
+    """Decides which run a start in the configuration's directory means.
+
+    Args:
+        config: of the run to start.
+        resume: go on with the directory's run, from its newest checkpoint and on its log; when there is none, start it.
+        fork: go on from the directory's newest checkpoint as a new run: new id, empty log, any configuration.
+
+    Returns:
+        The run to go on with; None: a new one.
+
+    Raises:
+        ConfigError: the directory holds a run and neither flag was given, or the run to resume was trained otherwise.
+    """
+    if resume and fork:
+        raise ConfigError("--resume or --fork", "both", "Give one of them.")
+    existing = read_run_file(config.run_dir)
+    if existing is None or fork:
+        return None
+    if not resume:
+        raise ConfigError(
+            f"no run in the run directory {config.run_dir} yet",
+            f"run {existing.run_id}",
+            "Add --resume to go on with it, --fork to go on from its newest checkpoint as a new run, or name=... to start afresh.",
+        )
+    before = read_config(config.run_dir)
+    if before.fingerprint() != config.fingerprint():
+        raise ConfigError(
+            f"the configuration that run {existing.run_id} was trained with",
+            "other values of " + ", ".join(differences(before, config)),
+            "Resume with the same values, or go on from its checkpoint with --fork.",
+        )
+    return existing
+
+
+async def open_run(redis: Redis, config: RunConfig, existing: RunFile | None, store: str) -> Run:
+    """Creates the run's record in Redis, or sets the existing one going again, and writes config.yaml and run.json.
+
+    Args:
+        redis: the run's store.
+        config: resolved.
+        existing: the run to go on with; None: a new one.
+        store: what run.json says of the store: its URL, or EMBEDDED.
+
+    Raises:
+        UnavailableError: the store does not know the existing run.
+    """
+    files = read_model_files(config.model.path)
+    if existing is None:
+        run = await Run.create(redis, new_run_id(config), config, files)
+    else:
+        run = await Run.resume(redis, existing.run_id, config, files)
+    write_atomically(config.run_dir / "config.yaml", config.to_yaml())
+    write_atomically(config.run_dir / "run.json", json.dumps(asdict(RunFile(run.run_id, store)), indent=1) + "\n")
+    return run
+
+
+def new_run_id(config: RunConfig) -> str:
+    """A run id that no other run has: it prefixes Redis keys and names of shared memory."""
+    return f"{config.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+@contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """Creates the directory when needed and keeps it for this process until the block ends, or the process does.
+
+    Raises:
+        ConfigError: another process owns it, or it cannot be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"a run directory {run_dir} that can be written", str(error), "Set output_dir.") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"sole use of {run_dir}", "another process that runs it", "Wait for it or stop it, or choose another name=..."
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def read_run_file(run_dir: Path) -> RunFile | None:
+    """The directory's run; None when it holds none. Raises ConfigError when the file is not ours."""
+    path = run_dir / "run.json"
+    try:
+        return RunFile(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"a run's record in {path}", str(error), "Restore the file, or choose another name=...") from None
+
+
+def read_config(run_dir: Path) -> RunConfig:
+    """The resolved configuration that the directory's run was last started with."""
+    path = run_dir / "config.yaml"
+    try:
+        return parse_config(yaml.safe_load(path.read_text()), str(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"the run's configuration in {path}", str(error).replace("\n", " "), "Restore the file.") from None
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    """Dotted keys whose values differ, sorted."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def next_attempt(run_dir: Path) -> Path:
+    """Makes and returns the next free logs/attempt_N."""
+    attempt = 1
+    while True:
+        folder = run_dir / "logs" / f"attempt_{attempt}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            attempt += 1
+
+
+def read_model_files(model_dir: Path) -> dict[str, bytes]:
+    """What a replica needs of the model besides its weights: architecture, tokenizer, template.
+
+    Raises:
+        ConfigError: the directory is not a Hugging Face model with a fast tokenizer.
+    """
+    _check_model_dir(model_dir)
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(model_dir.iterdir())
+        if path.is_file() and path.suffix in _MODEL_FILE_SUFFIXES and not path.name.endswith(".index.json")
+    }
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Looks for the files that the configuration names, and at the model's context.
+
+    Raises:
+        ConfigError: for the first file that is missing; or samples could be longer than the model's context.
+    """
+    _check_model_dir(config.model.path)
+    weights = sorted(config.model.path.glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(
+            f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
+        )
+    for shard in weights:
+        _check_whole(shard)
+    longest = _context(config.model.path / "config.json")
+    if longest is not None and config.rollout.max_model_len > longest:
+        raise ConfigError(
+            f"rollout.max_model_len within the model's context of {longest} tokens (max_position_embeddings)",
+            str(config.rollout.max_model_len),
+            "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or take a model of longer context.",
+        )
+    named = {"data.train": config.data.train, "data.eval": config.data.eval}
+    named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
+    for key, path in named.items():
+        if path is not None and not path.is_file():
+            raise ConfigError(f"a file at {key} = {path}", "nothing there", f"Set {key}, or make the file.")
+
+
+def _check_model_dir(model_dir: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_dir / name).is_file():
+            raise ConfigError(
+                f"a Hugging Face model directory at model.path = {model_dir}",
+                f"no {name} in it" if model_dir.is_dir() else "no such directory",
+                "Set model.path; the demo's model is made by examples/running_total/prepare.py.",
+            )
+
+
+def _check_whole(path: Path) -> None:
+    """A download that was cut, or never begun, is found before anything starts. Reads the header only."""
+    with open(path, "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length)) if 8 + length <= min(size, _LARGEST_HEADER) else {}
+            end = (
+                8
+                + length
+                + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            )
+        except (ValueError, TypeError, LookupError, AttributeError):
+            end = -1
+    if end != size:
+        found = f"{size:,} bytes, which are not what its header says" if end >= 0 else "no safetensors header"
+        raise ConfigError(f"whole weights in {path}", found, "Download or save the file again (with Git LFS: `git lfs pull`).")
+
+
+def _context(path: Path) -> int | None:
+    """`max_position_embeddings` of a model's config.json; None when there is none, or when scaling stretches it."""
+    try:
+        model = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"JSON in {path}", str(error), "Save the model with save_pretrained.") from None
+    scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    return None if scaled else model.get("max_position_embeddings")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never a part; so does a restart after a crash."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {key: value for name, child in tree.items() for key, value in _flat(child, f"{prefix}{name}.").items()}
+    return {prefix.removesuffix("."): tree}

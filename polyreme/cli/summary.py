@@ -1,0 +1,68 @@
+"""What a run will do, computed from its configuration alone and printed before anything is trained."""
+
+from polyreme.config.run import OptimizerConfig, RunConfig
+
+_TOKEN_BYTES = 4 + 4 + 1 + 4
+"""Of a response token in the log: id, logprob, mask, and up to four bytes of text."""
+_GROUP_OVERHEAD_BYTES = 1024
+
+
+def plan_lines(config: RunConfig) -> list[str]:
+    """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold."""
+    trainer = config.trainer
+    spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
+    lines = [
+        f"iterations     {config.iterations} of {config.groups_per_iteration} prompts x {config.group_size} samples"
+        f" = {config.iterations * config.samples_per_iteration:,} samples",
+        f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
+        f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
+        f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
+        f"trainer        tensor {trainer.parallel.tensor} x data {trainer.parallel.data}{spread} on {config.device}, {config.model.dtype}",
+        f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
+        f" up to {config.rollout.max_new_tokens} new tokens",
+        f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
+    ]
+    if config.max_staleness:
+        cap = config.importance_cap
+        corrected = "not corrected for" if cap is None else f"with importance weights up to {cap:g}"
+        lines.insert(1, f"asynchrony     samples up to {config.max_staleness} iterations behind, {corrected}")
+    for number, phase in enumerate(trainer.sft, start=1):
+        lines.insert(
+            number - 1,
+            f"warm start {number}   {phase.steps} steps x {phase.batch_size} sequences of {phase.data.name}, learning rate {phase.lr:g}",
+        )
+    return lines
+
+
+def learning_rate(optimizer: OptimizerConfig, iterations: int) -> str:
+    """The schedule in words."""
+    warmup = f"{optimizer.warmup} iterations of warm-up, then " if optimizer.warmup else ""
+    if optimizer.schedule == "constant":
+        return f"{warmup}constant {optimizer.lr:g}"
+    return f"{warmup}{optimizer.schedule} from {optimizer.lr:g} to {optimizer.min_lr:g} at iteration {iterations}"
+
+
+def redis_bytes(config: RunConfig) -> int:
+    """Most bytes of groups in the log at once: those of every iteration since the oldest checkpoint that is kept, and those
+    that are being generated."""
+    group = (
+        _GROUP_OVERHEAD_BYTES
+        + config.data.max_prompt_tokens * 8
+        + config.group_size * config.rollout.max_new_tokens * _TOKEN_BYTES
+    )
+    save_interval = config.trainer.save_interval or config.iterations
+    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest stays in any case
+    held = min(config.iterations, since_oldest) + 1 + config.max_staleness
+    return group * config.groups_per_iteration * held
+
+
+def _when(interval: int, iterations: int, samples: int) -> str:
+    return f"{samples} held-out prompts before iteration 1 and {_points(interval, iterations)}"
+
+
+def _points(interval: int, iterations: int) -> str:
+    if not interval:
+        return f"after iteration {iterations}"
+    points = sorted({*range(interval, iterations + 1, interval), iterations})
+    shown = ", ".join(map(str, points)) if len(points) <= 6 else f"{points[0]}, {points[1]}, ... {points[-1]}"
+    return f"after iteration {shown}"

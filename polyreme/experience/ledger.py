@@ -1,0 +1,315 @@
+"""The experience log: which group is in which state, and what it holds.
+
+    (none) -> admitted -> appended -> planned -> released        admitted -> dropped        admitted -> failed
+
+Every change is one script that checks the caller's term, so that a process which has been replaced can change nothing. Every
+count (in flight, appended, planned) is read off the log itself. The full table is in docs/log.md.
+"""
+
+import asyncio
+import json
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from polyreme.errors import StaleTermError, StoreError
+from polyreme.experience.audit import Audit, Snapshot
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.scripts import StaleAttemptError, TransitionError
+
+__all__ = ["Admission", "DraftPart", "ExperienceLog", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
+
+COMMITS_BOUND = 10_000
+_READ_AT_ONCE = 64  # payloads per command: a long reply would hold up every other client
+
+
+class Role(StrEnum):
+    """The two that write: the orchestrator admits and appends; the learner plans, releases and pushes weights."""
+
+    ORCHESTRATOR = "orchestrator"
+    LEARNER = "learner"
+
+
+@dataclass(frozen=True)
+class Term:
+    """A role's tenure: the holder with the highest counter is the only one whose changes count."""
+
+    role: Role
+    counter: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.counter} {self.token}"
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The right to generate group `index`; its append must name the same attempt."""
+
+    index: int
+    attempt: int
+    version: int
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """What attempt `attempt` at group `index` has generated since its part `number` - 1."""
+
+    index: int
+    attempt: int
+    number: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The groups that iteration `iteration` trains on, in order."""
+
+    iteration: int
+    indices: tuple[int, ...]
+
+
+class ExperienceLog:
+    """The log of one run.
+
+    Args:
+        run: its run.
+        term: of a role that another object of the same process took (the learner's publisher has its own connection);
+            None until `take`.
+    """
+
+    def __init__(self, run: Run, term: Term | None = None) -> None:
+        self.run, self.term = run, term
+
+    async def take(self, role: Role) -> Term:
+        """Takes over `role`: from now on every change by its former holder raises StaleTermError there."""
+        token = uuid.uuid4().hex
+        counter = await self.run.scripts.call("take", role.value, token)
+        self.term = Term(role, int(counter), token)
+        return self.term
+
+    # -- the orchestrator's changes
+
+    async def admit(self, most: int = 1) -> list[Admission]:
+        """The next groups, `most` of them at most; none when more would not fit max_staleness, or the learner has not begun."""
+        return [_admission(row) for row in await self._change("admit", most, keys=[self.run.once()])]
+
+    async def readmit(self, index: int, attempt: int, reason: str, max_attempts: int) -> Admission | None:
+        """The attempt after `attempt`, which failed for `reason` or expired.
+
+        Returns:
+            The admission, at the current version or (while a resumed learner catches up) the one it had; None: that was the last
+            attempt, and the group has failed.
+
+        Raises:
+            StaleAttemptError: the group is in another state, or even further on.
+        """
+        reply = await self._change("readmit", index, attempt, _one_line(reason), max_attempts)
+        return None if reply is None else _admission(reply)
+
+    async def draft(self, parts: Sequence[DraftPart]) -> None:
+        """Keeps what attempts in flight have so far, until they are appended, dropped or over. A part replaces those from its number on.
+
+        Attempts that are over meanwhile are passed over.
+
+        Raises:
+            TransitionError: a part's number is beyond the next one.
+        """
+        words: list[bytes | int] = [word for part in parts for word in (part.index, part.attempt, part.number, part.payload)]
+        await self._change("draft", *words)
+
+    async def append(self, index: int, attempt: int, payload: bytes, oldest_version: int, mean_reward: float) -> bool:
+        """Adds a scored group, for good.
+
+        Args:
+            index, attempt: of its admission.
+            payload: the serialised group (`experience.encode_group`).
+            oldest_version: the oldest policy version among its tokens, which is not below the admission's.
+            mean_reward: of its samples; finite.
+
+        Returns:
+            False when this attempt is in the log already, be it that the answer to this very append was lost and it was repeated.
+
+        Raises:
+            StaleAttemptError: the group has moved on; discard the payload.
+            TransitionError: the group was never admitted, or its tokens are older than its admission allows.
+        """
+        if not math.isfinite(mean_reward):
+            raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")
+        return bool(await self._change("append", index, attempt, oldest_version, repr(float(mean_reward)), payload))
+
+    async def drop(self, index: int, attempt: int, reason: str, mean_reward: float) -> bool:
+        """Closes a scored group that training has no use for. Its payload is not kept. Returns False when it was dropped before.
+
+        Raises:
+            StaleAttemptError: as in `append`.
+        """
+        if not math.isfinite(mean_reward):
+            raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")
+        return bool(await self._change("drop", index, attempt, repr(float(mean_reward)), _one_line(reason)))
+
+    async def set_evaluated(self, version: int) -> None:
+        """Nobody waits for the evaluation of `version`, or of an older one, any more."""
+        await self._change("evaluated", version)
+
+    # -- the learner's changes
+
+    async def begin(self, version: int) -> None:
+        """The learner stands at checkpoint `version` (0: before the first iteration). Later plans stay and are replayed.
+
+        An empty log may begin at any version (a fork).
+
+        Raises:
+            TransitionError: groups that the replay needs are released, or the checkpoint is ahead of the log.
+        """
+        await self._change("begin", version)
+
+    async def set_version(self, version: int) -> None:
+        """Iteration `version` is trained and its weights are complete. Raises TransitionError unless it is the next one."""
+        await self._change("version", version)
+
+    async def plan(self, iteration: int, straggler_timeout: float) -> Plan | None:
+        """The plan of `iteration`, made now unless it exists; None when it cannot be made yet.
+
+        Waits for groups in flight whose tokens would otherwise grow older than max_staleness. An attempt that has been in
+        flight for `straggler_timeout` seconds while a plan waits for it expires: its next attempt begins.
+
+        Raises:
+            TransitionError: `iteration` is beyond the next one.
+        """
+        text = await self._change("plan", iteration, int(straggler_timeout * 1000))
+        return None if text is None else Plan(iteration, _indices(text))
+
+    async def wait_plan(self, iteration: int, straggler_timeout: float) -> Plan | None:
+        """`plan`, as soon as it can be made; None when the run drains or has ended."""
+
+        async def look() -> Plan | RunState | None:
+            if plan := await self.plan(iteration, straggler_timeout):
+                return plan
+            state, _ = await self.run.state()
+            return state if state.ended or state is RunState.DRAINING else None
+
+        found = await self.run.until(look)
+        return found if isinstance(found, Plan) else None
+
+    async def release(self, iteration: int) -> int:
+        """Deletes the payloads of plans <= `iteration`, which no retained checkpoint needs. Returns the new low water.
+
+        Raises:
+            TransitionError: `iteration` is not trained yet.
+        """
+        return int(await self._change("release", iteration))
+
+    async def ack_commit(self, replica_id: str, version: int, term: int, stall_s: float, reload_s: float) -> None:
+        """Tells that a replica serves `version`, which it committed under the learner's `term`."""
+        text = json.dumps(
+            {"replica": replica_id, "version": version, "term": term, "stall_seconds": stall_s, "reload_seconds": reload_s}
+        )
+        keys = [self.run.key("commits"), self.run.once()]
+        await self._change("commit", COMMITS_BOUND, replica_id, text, keys=keys)
+
+    # -- reading, by anybody
+
+    async def version(self) -> int:
+        """The newest trained version; -1 before the learner has begun."""
+        return int(await self.run.redis.hget(self.run.key("meta"), "version") or -1)
+
+    async def evaluated(self) -> int:
+        """The newest version whose evaluation nobody waits for any more; -1 at first."""
+        return int(await self.run.redis.hget(self.run.key("meta"), "evaluated") or -1)
+
+    async def planned(self) -> int:
+        """The newest iteration that has a plan; in a new log the version it began at."""
+        base, count = await asyncio.gather(
+            self.run.redis.hget(self.run.key("meta"), "base"), self.run.redis.hlen(self.run.key("plans"))
+        )
+        return int(base or 0) + int(count)
+
+    async def in_flight(self) -> list[Admission]:
+        """The groups admitted and not appended, oldest version first.
+
+        The orchestrator compares them with what it works on: after a takeover it goes on with each under the same attempt, and
+        an attempt that expired shows up here with the next number.
+        """
+        members = [int(m) for m in await self.run.redis.zrange(self.run.key("in_flight"), 0, -1)]
+        rows = await self.run.redis.hmget(self.run.key("ledger"), members) if members else []
+        words = [(index, row.split()) for index, row in zip(members, rows, strict=True)]
+        return [Admission(index, int(row[1]), int(row[2])) for index, row in words if row[0] == b"admitted"]
+
+    async def drafts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:
+        """The parts of what these attempts have generated, by index, for those that have any. For the orchestrator alone."""
+        redis, key = self.run.redis, self.run.key("drafts")
+        heads = await redis.hmget(key, [admission.index for admission in admissions]) if admissions else []
+        found: dict[int, list[bytes]] = {}
+        for admission, head in zip(admissions, heads, strict=True):
+            attempt, count = (int(word) for word in (head or b"0 0").split())
+            if count and attempt == admission.attempt:
+                parts = await redis.hmget(key, [f"{admission.index}:{number}" for number in range(count)])
+                if None not in parts:  # it expired between the two commands
+                    found[admission.index] = parts
+        return found
+
+    async def find_plan(self, iteration: int) -> Plan | None:
+        """The plan of `iteration` if there is one."""
+        text = await self.run.redis.hget(self.run.key("plans"), str(iteration))
+        return None if text is None else Plan(iteration, _indices(text))
+
+    async def read(self, plan: Plan) -> list[bytes]:
+        """The payloads of a plan's groups, in its order.
+
+        Raises:
+            StoreError: one is not there (it was released).
+        """
+        payloads: list[bytes | None] = []
+        for start in range(0, len(plan.indices), _READ_AT_ONCE):
+            payloads += await self.run.redis.hmget(self.run.key("payloads"), list(plan.indices[start : start + _READ_AT_ONCE]))
+        there = [payload for payload in payloads if payload is not None]
+        if len(there) < len(payloads):
+            gone = [index for index, payload in zip(plan.indices, payloads, strict=True) if payload is None]
+            raise StoreError(
+                f"the groups of iteration {plan.iteration} in the log",
+                f"no payload of {gone}",
+                "They are released: resume from a newer checkpoint. Otherwise run `polyreme audit`.",
+            )
+        return there
+
+    async def commits(self, after_id: str, block_ms: int) -> list[tuple[str, dict[str, Any]]]:
+        """Commits behind `after_id` ("0": from the first retained), waiting up to `block_ms` for one.
+
+        Fields: replica, version, term, stall_seconds, reload_seconds.
+        """
+        return await self.run.read_json("commits", after_id, block_ms)
+
+    async def failed_fraction(self, window: int = 50) -> float:
+        """Failed groups among the newest `window` that are not in flight, as a fraction of `window`."""
+        run = self.run
+        total, flying = await asyncio.gather(run.redis.hlen(run.key("ledger")), run.redis.zcard(run.key("in_flight")))
+        newest = range(total - 1, max(-1, total - 1 - window - flying), -1)
+        rows = await run.redis.hmget(run.key("ledger"), list(newest)) if newest else []
+        settled = [row for row in rows if row is not None and not row.startswith(b"admitted")][:window]
+        return sum(bool(row.startswith(b"failed")) for row in settled) / window
+
+    async def audit(self) -> Audit:
+        """Counts every state and finds what is missing or double."""
+        return (await Snapshot.take(self.run)).audit()
+
+    async def _change(self, script: str, *args: bytes | str | int, keys: list[str] | None = None) -> Any:
+        if self.term is None:
+            raise StaleTermError(f"a term for `{script}`", "none taken", "Call take() first.")
+        return await self.run.scripts.call(script, str(self.term), *args, keys=keys or [])
+
+
+def _admission(reply: Any) -> Admission:
+    return Admission(*(int(word) for word in reply))
+
+
+def _indices(text: bytes) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split())
+
+
+def _one_line(text: str) -> str:
+    """A reason as it fits a ledger row."""
+    return " ".join(text.split())[:500] or "unknown"

@@ -1,0 +1,94 @@
+"""Runs the Lua scripts of a run: each is atomic, so that a crash of any process falls between two of them and never inside one.
+
+Every script gets the run's common keys (named in common.lua) and answers the same when it is sent again, so that a command whose
+answer was lost on the way can simply be repeated.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.commands.core import AsyncScript
+from redis.exceptions import NoScriptError
+
+from polyreme.errors import ConfigError, PolyremeError, StaleTermError, UnavailableError
+from polyreme.experience.store import RefusedError
+
+KEYS = ("meta", "terms", "ledger", "in_flight", "appended", "plans", "payloads", "drafts", "events")
+
+
+_RELOADS = 10
+
+
+class StaleAttemptError(PolyremeError, RuntimeError):
+    """The group has moved on: another attempt is current, or it has reached another state. What was made of it is void."""
+
+
+class TransitionError(PolyremeError, RuntimeError):
+    """A step that the transition table does not have: a defect in the caller."""
+
+
+def key(run_id: str, name: str) -> str:
+    """A Redis key of a run. The braces put all keys of a run into one slot of a Redis cluster."""
+    return f"polyreme:{{{run_id}}}:{name}"
+
+
+class Scripts:
+    """The scripts, bound to one run and one client."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis, self._run_id = redis, run_id
+        self._common = [key(run_id, name) for name in KEYS]
+        self._registered: dict[str, AsyncScript] = {}
+
+    async def call(self, name: str, *args: bytes | str | int, keys: Sequence[str] = ()) -> Any:
+        """Runs `name`.lua with the common keys, the further `keys` (full names) and `args`.
+
+        Raises:
+            StaleTermError, StaleAttemptError, TransitionError: the script refused; nothing has changed.
+            StoreError: Redis cannot be reached, or refuses.
+        """
+        script = self._registered.get(name)
+        if script is None:
+            script = self._registered[name] = self._redis.register_script(_text(name))
+        try:
+            for _ in range(_RELOADS):
+                with suppress(NoScriptError):  # it loads the script itself, but a Redis that restarts again has forgotten it
+                    return await script(keys=[*self._common, *keys], args=list(args))
+            return await script(keys=[*self._common, *keys], args=list(args))
+        except RefusedError as error:
+            raise self._explain(name, error) from error.__cause__
+        except NoScriptError as error:
+            raise RefusedError(error) from error
+
+    def _explain(self, name: str, error: RefusedError) -> PolyremeError:
+        """What a script's own error means; any other is Redis', and stays what it is."""
+        code, detail = error.code, error.detail
+        if code == "STALETERM":
+            return StaleTermError(
+                f"to hold the role for `{name}`", detail, "Another process has taken over; this one must end and change nothing."
+            )
+        if code == "STALEATTEMPT":
+            return StaleAttemptError(f"the attempt that `{name}` names to be the current one", f"`{detail}`", "Discard its work.")
+        if code == "ORDER":
+            return TransitionError(f"a legal step for `{name}`", detail, "See the transition table in docs/log.md.")
+        if code == "RUNEXISTS":
+            return ConfigError(
+                "a new run id", f"run {self._run_id} in this Redis", "Resume it with --resume, or start a new one with --fork."
+            )
+        if code == "NORUN":
+            return UnavailableError(
+                f"run {self._run_id} in this Redis", "no record of it", "Check the run id and the Redis URL, or start the run."
+            )
+        return error
+
+
+@cache
+def _text(name: str) -> str:
+    """A script with the common part behind its first line, which must stay first."""
+    folder = files("polyreme.experience") / "lua"
+    flags, _, body = (folder / f"{name}.lua").read_text().partition("\n")
+    return f"{flags}\n{(folder / 'common.lua').read_text()}\n{body}"

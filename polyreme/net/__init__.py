@@ -1,0 +1,1 @@
+"""gRPC, TLS, addresses and ports."""

@@ -1,0 +1,220 @@
+"""gRPC in one place: every server has health and reflection, every channel the same limits and keepalive.
+
+A server is not ready until its owner says so, and a call never waits without a deadline: the callers pass `timeout` on each.
+With a SecurityConfig, nothing but health is answered without the token.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors already say
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from polyreme.config.run import SecurityConfig
+from polyreme.errors import ConfigError
+from polyreme.net import tls as secure
+
+_MAX_MESSAGE_BYTES = 32 << 20
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_frame_size", 1 << 20),  # a large message in few pieces, which halves the work on a stream of weights
+    ("grpc.http2.write_buffer_size", 4 << 20),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+_SERVER_OPTIONS = (
+    *_CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # else a taken port is silently shared
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+)
+
+
+class Server:
+    """A serving gRPC server."""
+
+    def __init__(self, port: int, servicer: health.aio.HealthServicer, services: Sequence[str]) -> None:
+        self.port = port
+        self._health = servicer
+        self._services = services
+
+    async def set_ready(self, ready: bool) -> None:
+        """Answers SERVING, or NOT_SERVING, to health checks of the whole and of each service."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in (health.OVERALL_HEALTH, *self._services):
+            await self._health.set(name, status)
+
+
+@asynccontextmanager
+async def serve(
+    host: str,
+    port: int,
+    add: Callable[[grpc.aio.Server], None],
+    service_names: Sequence[str],
+    grace: float = 5.0,
+    security: SecurityConfig | None = None,
+) -> AsyncIterator[Server]:
+    """Serves until the block ends, then refuses new calls and gives running ones `grace` seconds.
+
+    Args:
+        host: the address to bind.
+        port: 0 takes a free one; the result's `port` tells which.
+        add: registers the servicers.
+        service_names: full names, for health and reflection.
+        grace: seconds for calls under way at the end.
+        security: TLS and token; None: plain.
+
+    Raises:
+        ConfigError: the port is taken or the address cannot be bound; the security's files or token cannot be used.
+    """
+    credentials = secure.server_credentials(security) if security else None
+    token = secure.token(security) if security else None
+    interceptors: list[Any] = [_Decoding()] if token is None else [_Bearer(token), _Decoding()]
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=interceptors)
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    add(server)
+    reflection.enable_server_reflection((*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server)  # fmt: skip
+    try:
+        place = f"{host}:{port}"
+        bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"a free port {port} on {host} for gRPC", str(error).split(";")[0], "Choose another port or host, or end its owner."
+        ) from None
+    running = Server(bound, servicer, service_names)
+    await running.set_ready(False)
+    await server.start()
+    try:
+        yield running
+    finally:
+        await servicer.enter_graceful_shutdown()
+        await server.stop(grace)
+
+
+def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port`. Close it; give every call a `timeout`. Raises ConfigError for files or a token that cannot be used."""
+    if security is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    if security.certificate is None:
+        return _Bearing(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), secure.token(security) or "")
+    name = (("grpc.ssl_target_name_override", security.server_name),) if security.server_name else ()
+    return grpc.aio.secure_channel(address, secure.channel_credentials(security), options=(*_CHANNEL_OPTIONS, *name))
+
+
+def channel_closed() -> bool:
+    """Whether the CancelledError at hand is gRPC's word for a channel that was closed under a call: nobody has cancelled this task."""
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
+
+
+class _Bearing(grpc.aio.Channel):
+    """A channel whose calls carry the token without TLS, where gRPC itself would not send one."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel, self._header = channel, (("authorization", f"Bearer {token}"),)
+
+    def _with_header(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def bearing(*arguments: Any, metadata: Any = None, **keywords: Any) -> Any:
+            return call(*arguments, metadata=(*(metadata or ()), *self._header), **keywords)
+
+        return bearing
+
+    def unary_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.unary_unary(*arguments, **keywords))
+
+    def unary_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.unary_stream(*arguments, **keywords))
+
+    def stream_unary(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.stream_unary(*arguments, **keywords))
+
+    def stream_stream(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._with_header(self._channel.stream_stream(*arguments, **keywords))
+
+    async def __aenter__(self) -> grpc.aio.Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+
+class _Bearer(grpc.aio.ServerInterceptor):
+    """UNAUTHENTICATED for calls without the token. Health is for everybody: probes have none."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+        async def refuse(request: bytes, context: Any) -> None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "expected `authorization: Bearer TOKEN` with this service's token"
+            )
+
+        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        headers = dict(details.invocation_metadata or ())
+        if details.method.startswith("/grpc.health.v1.") or secure.authorized(
+            _bytes(headers.get("authorization", "")), self._token
+        ):
+            return await continuation(details)
+        return self._refuse
+
+
+class _Decoding(grpc.aio.ServerInterceptor):
+    """INVALID_ARGUMENT for a request that is no message, where gRPC would log a traceback and answer UNKNOWN."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, Any] = {}
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        if (known := self._wrapped.get(details.method)) is not None:
+            return known
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming or handler.response_streaming or handler.request_deserializer is None:
+            return handler
+        wrapped = self._wrapped[details.method] = _decoding(handler)
+        return wrapped
+
+
+def _decoding(handler: Any) -> Any:
+    def deserialize(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            return error
+
+    async def answer(request: Any, context: Any) -> Any:
+        if isinstance(request, DecodeError):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"expected a message of this method; found other bytes ({request})"
+            )
+        return await handler.unary_unary(request, context)
+
+    return grpc.unary_unary_rpc_method_handler(answer, deserialize, handler.response_serializer)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""Child processes, supervision, logging and resource metrics."""

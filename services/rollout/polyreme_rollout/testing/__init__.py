@@ -1,0 +1,1 @@
+"""A simulated engine and simulated replicas, for tests and scale runs."""

@@ -1,0 +1,1 @@
+"""Prompts, supervised rows and the chat template."""

@@ -1,0 +1,49 @@
+"""Leads one launch of a learner on several machines: `python -m polyreme_trainer.launch`."""
+
+import asyncio
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyreme.experience.run import Run
+from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.net.endpoint import address_towards
+from polyreme.net.ports import free_port
+from polyreme.net.redis_url import redis_option
+from polyreme.process import logging_setup
+from polyreme.process.lifecycle import exit_on_error
+from polyreme_trainer.launch.leader_node import lead
+
+_ATTACH_SECONDS = 10.0
+
+
+def machines(
+    ranks: Annotated[list[str], typer.Argument(help="What Python runs as a learner rank.")],
+    redis: Annotated[str, redis_option("URL of the run's Redis.")],
+    run: Annotated[str, typer.Option(envvar="POLYREME_RUN", help="Run id.")],
+    log_dir: Annotated[Path, typer.Option(help="For the other machines' logs.")],
+    host: Annotated[str | None, typer.Option(help="Where the other machines reach this one.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the ranks meet; 0: a free one.")] = 0,
+) -> None:
+    """Leads one launch of a learner on several machines."""
+    logging_setup.setup("learner")
+
+    async def once() -> int:
+        client = await connect(redis, RIDE_OVER)
+        try:
+            found = await Run.attach(client, run, _ATTACH_SECONDS)
+            place = f"{host or address_towards(redis)}:{port or free_port('0.0.0.0')}"
+            return await lead(found, await found.config(), redis, place, log_dir, ranks)
+        finally:
+            with suppress(OSError):
+                await client.aclose()
+
+    with exit_on_error("learner"):
+        sys.exit(asyncio.run(once()))
+
+
+if __name__ == "__main__":
+    typer.run(machines)

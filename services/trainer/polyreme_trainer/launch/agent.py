@@ -1,0 +1,98 @@
+"""torchrun's agent on one of the machines of a learner: it starts this machine's ranks, and ends with the first that fails.
+
+Kept here: the exit code of a rank that says why it cannot go on is the agent's. The agent restarts nothing, since a launch that has
+lost a rank is lost everywhere; and its ranks die with it, however it dies (each asks the kernel for that, see `__main__`).
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+
+import psutil  # type: ignore[import-untyped]
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from polyreme.errors import PolyremeError, UnavailableError
+from polyreme.process.lifecycle import exit_on_error
+from polyreme.process.supervisor import FINAL_CODES
+from polyreme_trainer.learner.leader import AGENT_PID
+
+_JOIN_SECONDS = 120
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+
+
+def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: list[str]) -> None:
+    """Runs this machine's ranks of one launch to their end.
+
+    Args:
+        address: host:port of node 0, where all agents and ranks meet.
+        name: of the launch; agents of another one are not taken for this one's.
+        program: what Python runs as a rank.
+
+    Raises:
+        UnavailableError: the agents did not meet. PolyremeError: a rank was killed.
+        SystemExit: a rank ended badly; with its exit code.
+    """
+    os.environ[AGENT_PID] = str(os.getpid())
+    interface = interface_towards(address)
+    for variable in _INTERFACES:  # by default they take the host name's address, which need not be the network's
+        os.environ.setdefault(variable, interface)
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=ranks,
+        run_id=name,
+        role="learner",
+        rdzv_backend="static",
+        rdzv_endpoint=address,
+        rdzv_configs={"rank": node, "timeout": _JOIN_SECONDS},
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write where the agent does
+    )
+    try:
+        elastic_launch(config, sys.executable)(*program)
+    except (DistNetworkError, DistStoreError) as error:
+        raise UnavailableError(
+            f"the agents of all {nodes} machines of the learner at {address} within {_JOIN_SECONDS} s",
+            str(error).partition("\n")[0],
+            "Let these machines reach one another on all ports, or set the trainer's --advertise and --learner-port.",
+        ) from None
+    except ChildFailedError as failed:
+        rank, first = min(failed.failures.items(), key=lambda item: (item[1].exitcode not in FINAL_CODES, item[1].timestamp))
+        if first.exitcode < 0:
+            by = signal.Signals(-first.exitcode).name
+            raise PolyremeError(f"rank {rank} to keep running", f"it was ended by {by}", "See its log.") from None
+        sys.exit(first.exitcode)
+
+
+def interface_towards(address: str) -> str:
+    """The network interface whose address this machine has on its way to `address`. Raises UnavailableError: there is no way."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _JOIN_SECONDS
+    while True:
+        try:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, int(port)))  # of a datagram socket: sends nothing
+                own = probe.getsockname()[0]
+            break
+        except OSError as error:  # a name may be as new as its machine
+            if time.monotonic() > deadline:
+                found = error.strerror or str(error)
+                raise UnavailableError(f"a way to the trainer at {host}", found, "Check its --advertise.") from None
+            time.sleep(1.0)
+    return next(name for name, parts in psutil.net_if_addrs().items() if any(part.address == own for part in parts))
+
+
+def main() -> None:
+    address, name, node, nodes, ranks, *program = sys.argv[1:]
+    with exit_on_error("learner"):
+        launch(address, name, int(node), int(nodes), int(ranks), program)
+
+
+if __name__ == "__main__":
+    main()

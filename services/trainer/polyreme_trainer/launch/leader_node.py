@@ -1,0 +1,158 @@
+"""The trainer's machine, node 0: it calls a launch, names who has part in it, and says how it ended."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from polyreme import API_VERSION
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError, PolyremeError, StaleTermError, UnavailableError
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import address
+from polyreme.process.lifecycle import Child
+from polyreme.process.supervisor import FINAL_CODES, describe_end
+from polyreme_trainer.launch.rendezvous import AGENT, MachineError, Machines, judge, proof_of, start_agent
+from polyreme_trainer.launch.trainer_process import LEARNER
+
+_log = logging.getLogger(__name__)
+
+_NOTICE_SECONDS = 2.0
+_REPORT_SECONDS = 5.0
+"""For other machines to say how their ranks ended, once these have; and for these to end, once others have."""
+
+
+async def lead(
+    run: Run,
+    config: RunConfig,
+    redis_url: str,
+    place: str,
+    log_dir: Path,
+    ranks: Sequence[str] = LEARNER,
+    agent: Sequence[str] = AGENT,
+) -> int:
+    """Leads one launch to its end.
+
+    Args:
+        place: host:port where the ranks meet: this machine, as the others reach it.
+        ranks: what Python runs as a rank.
+
+    Returns:
+        The exit status of this machine's agent; 0 as well when the run was asked to stop before all machines were there.
+
+    Raises:
+        UnavailableError: a machine did not come. MachineError: one has gone, or cannot go on.
+        StaleTermError: another process leads now. ConfigError: the others cannot reach `place`. PolyremeError: the agent was killed.
+    """
+    machines = Machines(run)
+    launch = f"learner-0-{uuid.uuid4().hex[:8]}"
+    facts: dict[str, Any] = {"node": 0, "at": time.time(), "log_dir": str(log_dir), "members": []}
+    proof = proof_of(config, launch)
+    for old in proof.parent.glob(proof_of(config, "*").name):  # of leaders that were killed
+        old.unlink(missing_ok=True)
+    proof.touch()
+    try:
+        async with await Registry(run).register(Lease("learner", launch, place, "", API_VERSION, facts)) as keeper:
+            members = await _gather(machines, run, config, keeper.lease)
+            if not members:
+                return 0
+            await keeper.update({"members": [lease.id for lease in members]})
+            child = start_agent(keeper.lease, 0, run, config, redis_url, ranks, agent, log_path=None)
+            try:
+                status = await _outcome(machines, run, keeper.lease, members, child)
+                if status < 0:
+                    raise PolyremeError(
+                        "this machine's agent to keep running", describe_end(child), f"See the logs in {log_dir}."
+                    )
+                return status
+            finally:
+                child.kill()
+                await child.reap()
+    finally:
+        proof.unlink(missing_ok=True)
+
+
+async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) -> list[Lease]:
+    """One machine for every other node, once all have answered; none when the run was asked to stop."""
+    nodes, seconds = range(1, config.trainer.parallel.nodes), config.rollout.start_timeout
+    answers: dict[int, Lease] = {}
+
+    async def look() -> list[Lease] | None:
+        nonlocal answers
+        if await run.check() in (RunState.DRAINING, RunState.DONE):
+            return []
+        answers = await machines.answers(call.id)
+        for lease in answers.values():
+            judge(lease, call)
+        return [answers[node] for node in nodes] if all(node in answers for node in nodes) else None
+
+    def missing() -> tuple[str, str]:
+        absent = [node for node in nodes if node not in answers]
+        at = "URL" if address(run.redis).startswith("127.") else f"redis://{address(run.redis)}"
+        return (
+            f"machine{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}",
+            "; ".join(f"polyreme learner --node {node} --redis {at}" for node in absent),
+        )
+
+    members = await run.until(look, within=_NOTICE_SECONDS)
+    if members is None:
+        who, commands = missing()
+        text = f"the learner waits for {who}, {seconds:g} s at most; there: {commands}"
+        _log.warning("%s", text)
+        await run.emit({"kind": "notice", "service": "train", "text": text})
+        members = await run.until(look, within=seconds)
+    if members is None:
+        who, commands = missing()
+        raise UnavailableError(
+            f"{who} of the learner within {seconds:g} s", "no answer", f"Start `{commands}` there, then go on with --resume."
+        )
+    if call.address.startswith("127.") and (far := [lease for lease in members if not lease.address.startswith("127.")]):
+        raise ConfigError(
+            f"an address of the trainer that the learner's machine {far[0].facts['node']} ({far[0].address}) can reach",
+            f"{call.address}, its own on the way to Redis",
+            "Give the trainer Redis' address in that network (--redis), or its own (`polyreme train --advertise HOST`).",
+        )
+    return members
+
+
+async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[Lease], child: Child) -> int:
+    """How the launch ends: by this machine's agent, or by another machine. Whoever says that a restart is of no use is believed."""
+
+    async def look() -> PolyremeError | None:
+        there = await machines.there()
+        for member in members:
+            lease = there.get(member.id)
+            here = lease is not None and lease.facts["launch"] == call.id
+            if machines.gone(member.id, here):
+                if lease is None:
+                    return MachineError(member, "its lease is gone", "See whether it runs, and reaches Redis.")
+                found = f"machine {lease.facts['node']} in launch {lease.facts['launch']} of another"
+                return StaleTermError("this process to lead the learner", found, "Let that one go on, or stop it.")
+            if lease is not None:
+                try:
+                    judge(lease, call)
+                except MachineError as error:
+                    return error
+        return None
+
+    decided = {0, *FINAL_CODES}
+    here, others = asyncio.create_task(child.wait()), asyncio.create_task(run.until(look))
+    try:
+        await asyncio.wait({here, others}, return_when=asyncio.FIRST_COMPLETED)
+        here_first = here.done()
+        if not (here_first and here.result() in decided):
+            await asyncio.wait({here, others}, timeout=_REPORT_SECONDS)
+        error = others.result() if others.done() else None
+        if here.done() and here.result() in decided:
+            return here.result()
+        if error is not None and not (here_first and error.exit_code not in FINAL_CODES):
+            raise error
+        return here.result()
+    finally:
+        for task in (here, others):
+            task.cancel()
+        await asyncio.gather(here, others, return_exceptions=True)

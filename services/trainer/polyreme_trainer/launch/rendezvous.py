@@ -1,0 +1,115 @@
+"""A launch: its machines' leases, the files that they share, and how a machine starts its part."""
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from polyreme.cli.run_directory import read_model_files
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError, PolyremeError
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run
+from polyreme.process.lifecycle import Child
+from polyreme.process.supervisor import FINAL_CODES
+from polyreme_trainer.launch.trainer_process import rank_environment
+
+AGENT = ("-m", "polyreme_trainer.launch.agent")
+"""What Python runs as a machine's agent. Arguments: where to meet, the launch, node, nodes, ranks per node, what to run as a rank."""
+_BACK_SECONDS = 6.0
+"""For a lease to come back that expired while Redis stood still, or that a late write has put back: more than a renewal's interval."""
+_FILES_SECONDS = 10.0
+"""For a file of the trainer's to be seen on the other machines."""
+
+
+class MachineError(PolyremeError):
+    """Another machine's part of a launch has ended. `exit_code` is its ranks' where a restart would meet that again."""
+
+    def __init__(self, lease: Lease, found: str, do: str, status: int = 1) -> None:
+        super().__init__(f"the learner's machine {lease.facts['node']} ({lease.address}) to go on", found, do)
+        self.exit_code = status if status in FINAL_CODES else 1
+
+
+class Machines:
+    """The leases of a run's learner machines, by id, and how long each has been missed."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._registry = run, Registry(run)
+        self._missed: dict[str, float] = {}
+
+    async def there(self) -> dict[str, Lease]:
+        return {lease.id: lease for lease in await self._registry.leases("learner")}
+
+    async def call(self) -> Lease | None:
+        """The newest launch."""
+        calls = [lease for lease in (await self.there()).values() if lease.facts["node"] == 0]
+        return max(calls, key=lambda lease: lease.facts["at"], default=None)
+
+    async def answers(self, launch: str) -> dict[int, Lease]:
+        """Who has answered a launch, by node: the newest of each."""
+        found = sorted((await self.there()).values(), key=lambda lease: lease.facts["at"])
+        return {lease.facts["node"]: lease for lease in found if lease.facts.get("launch") == launch}
+
+    def gone(self, lease: str, there: bool) -> bool:
+        """Whether a lease has been missed, at every look, for so long that it will not come back by itself."""
+        now = time.monotonic()
+        if there:
+            self._missed.pop(lease, None)
+            return False
+        return now - self._missed.setdefault(lease, now) > _BACK_SECONDS
+
+
+def judge(lease: Lease, call: Lease) -> None:
+    """Raises MachineError when a machine's part of the launch has ended badly."""
+    if lease.facts["launch"] == call.id and lease.facts["status"]:
+        log = log_path_of(call, lease.facts["node"])
+        raise MachineError(lease, lease.facts["why"], f"See {log}.", lease.facts["status"])
+
+
+async def check_files(run: Run, config: RunConfig, launch: str) -> None:
+    """Raises ConfigError unless the run directory and the model are here what they are on the trainer's machine."""
+    deadline, proof = time.monotonic() + _FILES_SECONDS, proof_of(config, launch)
+    while not proof.exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"the trainer's run directory at {config.run_dir} of {socket.gethostname()}",
+                f"no {proof.name} in it",
+                "Mount one file system for all machines of the learner, at the same path (output_dir).",
+            )
+        await asyncio.sleep(0.5)
+    if await asyncio.to_thread(read_model_files, config.model.path) != await run.model_files():
+        raise ConfigError(
+            f"the run's model at model.path = {config.model.path} of {socket.gethostname()}",
+            "another one",
+            "Mount the same directory on all machines of the learner, at the same path.",
+        )
+
+
+def proof_of(config: RunConfig, launch: str) -> Path:
+    """A file that the trainer's machine makes for each launch: who sees it has the run directory. Its name is new, so no cache knows it."""
+    return config.run_dir / f".launch-{launch}"
+
+
+def log_path_of(call: Lease, node: int) -> Path:
+    return Path(call.facts["log_dir"]) / f"learner-node-{node}.log"
+
+
+def start_agent(
+    call: Lease,
+    node: int,
+    run: Run,
+    config: RunConfig,
+    redis_url: str,
+    ranks: Sequence[str],
+    agent: Sequence[str],
+    log_path: Path | None,
+) -> Child:
+    """Starts a machine's agent, and with it the machine's ranks. Without a log path it writes where this process does."""
+    parallel = config.trainer.parallel
+    place = (call.address, call.id, str(node), str(parallel.nodes), str(parallel.ranks_per_node))
+    if log_path is not None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+    environment = rank_environment(config, run.run_id, redis_url)
+    return Child.spawn(f"learner's machine {node}", (sys.executable, *agent, *place, *ranks), environment, log_path)

@@ -1,0 +1,103 @@
+"""The other machines: each answers the calls of the trainer's, and runs its share of the ranks, launch after launch."""
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+
+from polyreme import API_VERSION
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run, RunState
+from polyreme.net.endpoint import address_towards
+from polyreme.process.supervisor import describe_end, last_error
+from polyreme_trainer.launch.rendezvous import AGENT, Machines, check_files, log_path_of, start_agent
+from polyreme_trainer.launch.trainer_process import LEARNER
+
+_log = logging.getLogger(__name__)
+
+
+async def follow(
+    run: Run,
+    config: RunConfig,
+    redis_url: str,
+    node: int,
+    stop: asyncio.Event,
+    ranks: Sequence[str] = LEARNER,
+    agent: Sequence[str] = AGENT,
+) -> None:
+    """Runs machine `node`'s share of the ranks, launch after launch, until `stop` or until the run is done.
+
+    Raises:
+        ConfigError: the run has no such machine. RunFailedError: it failed.
+    """
+    if not 0 < node < (nodes := config.trainer.parallel.nodes):
+        raise ConfigError(
+            f"--node from 1 to {nodes - 1}" if nodes > 1 else "trainer.parallel.nodes above 1",
+            str(node if nodes > 1 else nodes),
+            "Node 0 is the trainer's machine.",
+        )
+    name = f"learner-{node}-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    facts = {"node": node, "at": time.time(), "launch": "", "status": None, "why": ""}
+    lease = Lease("learner", name, address_towards(redis_url), "", API_VERSION, facts)
+    async with await Registry(run).register(lease) as keeper:
+        machines, known = Machines(run), ""
+
+        async def over() -> bool:
+            return stop.is_set() or await run.check() is RunState.DONE
+
+        async def called() -> tuple[Lease | None] | None:
+            if await over():
+                return (None,)
+            call = await machines.call()
+            return (call,) if call is not None and call.id != known else None
+
+        async def left() -> bool | None:
+            """Whether this is the launch no more."""
+            call = await machines.call()
+            ours = call is not None and call.id == known
+            gone = machines.gone(known, ours)
+            return True if gone or (call is not None and not ours) or await over() else None
+
+        async def named() -> bool | None:
+            call = await machines.call()
+            if call is not None and call.id == known and name in call.facts["members"]:
+                return True
+            return False if await left() else None
+
+        async def run_share(call: Lease) -> None:
+            parallel = config.trainer.parallel
+            first, log_path = node * parallel.ranks_per_node, log_path_of(call, node)
+            last = first + parallel.ranks_per_node - 1
+            _log.info("launch %s: ranks %d to %d of %d, log in %s", known, first, last, parallel.world_size, log_path)
+            child = start_agent(call, node, run, config, redis_url, ranks, agent, log_path)
+            here, leaving = asyncio.create_task(child.wait()), asyncio.create_task(run.until(left))
+            try:
+                await asyncio.wait({here, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                if here.done():
+                    why = "" if here.result() == 0 else last_error(child.log_tail(60)) or describe_end(child)
+                    _log.info("launch %s: %s %s", known, describe_end(child), why)
+                    await keeper.update({"status": here.result(), "why": why})
+                await leaving
+            finally:
+                for task in (here, leaving):
+                    task.cancel()
+                await asyncio.gather(here, leaving, return_exceptions=True)
+                child.kill()
+                await child.reap()
+
+        while (found := await run.until(called)) and (call := found[0]):
+            known = call.id
+            try:
+                await check_files(run, config, known)
+            except ConfigError as error:
+                _log.error("%s", error)
+                await keeper.update({"launch": known, "status": error.exit_code, "why": str(error)})
+                await run.until(left)
+                continue
+            await keeper.update({"launch": known, "status": None, "why": ""})
+            if await run.until(named):
+                await run_share(call)

@@ -1,0 +1,194 @@
+"""What rank 0 alone does: the run record, the experience log, and waiting on replicas. Lives on rank 0's event loop.
+
+Every wait here ends when the run drains or fails: DrainError is no failure, it asks the ranks to save and leave.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from polyreme.config.run import RunConfig
+from polyreme.errors import PolyremeError, UnavailableError
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.ledger import ExperienceLog, Role, Term
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import RIDE_OVER, connect
+from polyreme_trainer.data.prompts import load_prompts
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.learner import gates
+from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.replica_sync import Commit
+
+ATTACH_SECONDS = 60.0
+STATE_SECONDS = 0.5
+AGAIN_SECONDS = 1.0  # until replicas are asked again when all were lost: a dead one's lease lives a few seconds longer
+
+Answers = list[gates.Answer]
+T = TypeVar("T")
+
+
+class DrainError(PolyremeError):
+    """The run was asked to stop while this rank waited; there is nothing left to wait for."""
+
+    exit_code = 0
+
+    def __init__(self, waiting_for: str) -> None:
+        super().__init__(waiting_for, "the run draining", "Go on later with --resume.")
+
+
+class Desk:
+    """Rank 0's connection to the run, as the run's one learner. Make it with `open`."""
+
+    def __init__(self, run: Run, experience: ExperienceLog, term: Term) -> None:
+        self.run, self.experience, self.term = run, experience, term
+        self.registry = Registry(run)
+
+    @classmethod
+    async def open(cls, redis_url: str, run_id: str) -> "Desk":
+        """Connects and takes the learner's role over."""
+        run = await Run.attach(await connect(redis_url, RIDE_OVER), run_id, ATTACH_SECONDS)
+        experience = ExperienceLog(run)
+        return cls(run, experience, await experience.take(Role.LEARNER))
+
+    async def close(self) -> None:
+        await self.run.redis.aclose()
+
+    async def draining(self) -> bool:
+        """Whether the run was asked to stop. Raises RunFailedError when it has failed."""
+        return await self.run.check() in (RunState.DRAINING, RunState.DONE)
+
+    async def heed(self, work: Awaitable[T], what: str) -> T:
+        """Awaits `work`, which has a deadline of its own, and watches the run meanwhile.
+
+        Raises:
+            DrainError: the run was asked to stop first. RunFailedError: it failed first.
+        """
+
+        async def look() -> None:
+            if await self.draining():
+                raise DrainError(what)
+
+        return await _looking(work, look)
+
+    async def groups(self, iteration: int, straggler_seconds: float) -> list[bytes]:
+        """The payloads that iteration `iteration` trains on; none when the run drains."""
+        if await self.draining():
+            return []
+        plan = await self.experience.wait_plan(iteration, straggler_seconds)
+        if plan is None:
+            await self.run.check()
+            return []
+        return await self.experience.read(plan)
+
+    async def progress(self, record: dict[str, Any]) -> None:
+        """Emits a record between two steps, where a draining run can be left."""
+        await self.run.emit(record)
+        if await self.draining():
+            raise DrainError("the warm start to end")
+
+    async def gate(self, gate: gates.Gate) -> None:
+        """Records a gate's outcome. Raises GateError when it was not passed."""
+        await self.run.emit(gate.record())
+        gate.check()
+
+    async def running(self) -> None:
+        """Everything that must agree does: lets the run begin, or go on."""
+        if await self.run.check() is RunState.STARTING:
+            await self.run.set_state(RunState.RUNNING)
+
+    async def committed(self, publisher: Publisher, version: int, config: RunConfig) -> list[Commit]:
+        """The commits of the replicas that serve `version`, once they are as many as the run wants; one, when it has started already.
+
+        Raises:
+            UnavailableError, DrainError, RunFailedError
+        """
+        return await self._committed(publisher, version, config, _patience(config))
+
+    async def _committed(self, publisher: Publisher, version: int, config: RunConfig, seconds: float) -> list[Commit]:
+        replicas = config.rollout.replicas if await self.run.check() is RunState.STARTING else 1
+        wait = publisher.wait_committed(version, replicas, seconds)
+        return await self.heed(wait, f"replicas at version {version}")
+
+    async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
+        """Greedy and sampled answers to a few training prompts, of the replicas that serve `version`, waited for as by `committed`.
+
+        A replica that is lost meanwhile is left out, as one is that joins later. When none is left, those that come in its place are
+        asked; the time for all of it is that of `committed`.
+
+        Raises:
+            UnavailableError, DrainError, RunFailedError
+        """
+        deadline = time.monotonic() + _patience(config)
+        questions, lost = await self._questions(config, version), dict[str, str]()
+        while True:
+            commits = await self._committed(publisher, version, config, max(0.0, deadline - time.monotonic()))
+            names = {commit.replica for commit in commits}
+            leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
+            asking = asyncio.gather(*(self._answers(lease, questions, config.rollout.temperature, lost) for lease in leases))
+            if answers := [pair for pair in await self.heed(asking, "replicas to answer") if pair is not None]:
+                return [a for greedy, _ in answers for a in greedy], [a for _, sampled in answers for a in sampled]
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"a rollout replica to compare with within {_patience(config):g} s",
+                    "; ".join(f"{name}: {why}" for name, why in lost.items()) or "none with a lease",
+                    "See the replicas' logs.",
+                )
+            await self.heed(asyncio.sleep(AGAIN_SECONDS), "replicas to answer")
+
+    async def _questions(self, config: RunConfig, version: int) -> gates.Questions:
+        template = Template(await self.run.model_files(), config.data)
+        prompts = _spread(load_prompts(config.data.train, config.data, template).prompts, gates.PROMPTS)
+        return gates.Questions(
+            self.run.run_id,
+            [prompt.ids.astype(np.int64) for prompt in prompts],
+            template.stop_ids,
+            min(gates.NEW_TOKENS, config.rollout.max_new_tokens),
+            version,
+            config.rollout.chunk_timeout,
+            config.security,
+        )
+
+    async def _answers(
+        self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
+    ) -> tuple[Answers, Answers] | None:
+        """One replica's; None, and a word in `lost`, when it is lost first. A lease that goes tells it sooner than a silent call."""
+
+        async def look() -> None:
+            if lease.id not in {other.id for other in await self.registry.leases("rollout")}:
+                raise gates.ReplicaLostError("its lease is gone")
+
+        try:
+            greedy = await _looking(gates.ask_replica(lease.address, questions, 0.0, 1), look)
+            return greedy, await _looking(gates.ask_replica(lease.address, questions, temperature, gates.SAMPLES), look)
+        except gates.ReplicaLostError as error:
+            if lease.id not in lost:
+                text = f"replica {lease.id} at {lease.address} was lost before it could be compared: {error}"
+                await self.run.emit({"kind": "notice", "service": "learner", "text": text})
+            lost[lease.id] = str(error)
+            return None
+
+
+async def _looking(work: Awaitable[T], look: Callable[[], Awaitable[None]]) -> T:
+    """Awaits `work`, and looks around meanwhile; ends it when `look` raises."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=STATE_SECONDS))[0]:
+            await look()
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # how it ended does not matter any more
+
+
+def _patience(config: RunConfig) -> float:
+    """Seconds until replicas must serve a version."""
+    return config.rollout.start_timeout + (config.eval_hold if config.holds_versions else 0.0)
+
+
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    """`count` of them, evenly spaced."""
+    return [items[i * len(items) // count] for i in range(min(count, len(items)))]

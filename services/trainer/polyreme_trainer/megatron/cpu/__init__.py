@@ -1,0 +1,1 @@
+"""Layers tuned for CPU."""

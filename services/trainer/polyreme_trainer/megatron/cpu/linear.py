@@ -1,0 +1,85 @@
+"""The matrix products of megatron-core's parallel layers, on CPU by oneDNN.
+
+torch sends fp32 products on CPU to MKL, which on processors of other makers reaches a third of their speed; oneDNN generates code for the
+processor it runs on. Same arithmetic, fp32 throughout. Elsewhere megatron-core's own function is called.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from polyreme_trainer.megatron.mcore import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    linear_with_grad_accumulation_and_async_allreduce,
+)
+
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, k] @ weight [m, k].T + bias [m]; transposed views are taken as they are."""
+    if not _ONEDNN:
+        return torch.nn.functional.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+        rows = x.flatten(0, -2)
+        ctx.save_for_backward(rows, weight)
+        ctx.group, ctx.shape, ctx.with_bias = group, x.shape, bias is not None
+        return _product(rows, weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        grad_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        reduced = None
+        if ctx.group is not None and grad_x is not None:
+            reduced = torch.distributed.all_reduce(grad_x, group=ctx.group, async_op=True)
+        grad_weight = _product(grad.t(), rows.t()) if ctx.needs_input_grad[1] else None
+        grad_bias = grad.sum(0) if ctx.with_bias and ctx.needs_input_grad[2] else None
+        if reduced is not None:
+            reduced.wait()
+        return None if grad_x is None else grad_x.view(ctx.shape), grad_weight, grad_bias, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:
+    """x @ weight.T + bias.
+
+    Args:
+        x: [..., in]. weight: [out, in]. bias: [out].
+        group: tensor-parallel process group.
+        sum_input_grads: each rank holds some of the output features, so the gradient of `x` is summed over the group.
+    """
+    if x.device.type == "cpu":
+        return _Linear.apply(x, weight, bias, group if sum_input_grads else None)
+    return linear_with_grad_accumulation_and_async_allreduce(
+        x,
+        weight,
+        bias,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=sum_input_grads,
+        sequence_parallel=False,
+        tp_group=group,
+    )
+
+
+class ColumnParallel(ColumnParallelLinear):
+    """megatron-core's layer with `linear` as its product. Output features are split over the tensor ranks."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, **_: Any) -> Tensor:
+        return linear(input, weight, bias, self.tp_group, allreduce_dgrad)
+
+
+class RowParallel(RowParallelLinear):
+    """megatron-core's layer with `linear` as its product. Input features are split over the tensor ranks, and the sum over them is the output."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+        return linear(input, weight, bias, self.tp_group, False)

@@ -1,0 +1,118 @@
+"""AdamW steps through megatron-core's optimizer, and the learning-rate schedule.
+
+The gradient of a step is the sum over data ranks: losses arrive divided by the step's global token count. Clipping and the reported norm
+see the whole model once (parameters that tensor ranks replicate are counted once). A step with a gradient that is not finite changes nothing.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme.config.run import OptimizerConfig
+from polyreme.errors import RunFailedError
+from polyreme_trainer.megatron import mcore
+from polyreme_trainer.megatron.mcore import parallel_state
+from polyreme_trainer.megatron.policy import Policy
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Hyper-parameters that stay the same over a stage. clip_grad: largest global gradient norm, 0 for no clipping."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+
+class Optimizer:
+    """Owns a trainable policy's gradients and its AdamW moments. One-dimensional parameters are not decayed."""
+
+    def __init__(self, policy: Policy, adam: Adam) -> None:
+        assert policy.replica is not None, "a frozen policy has no optimizer"
+        self.policy, self.adam, self._replica = policy, adam, policy.replica
+        config = mcore.OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,
+            weight_decay=adam.weight_decay,
+            adam_beta1=adam.beta1,
+            adam_beta2=adam.beta2,
+            adam_eps=adam.eps,
+            clip_grad=0.0,
+            bf16=policy.dtype == "bfloat16",
+            params_dtype=torch.bfloat16 if policy.dtype == "bfloat16" else torch.float32,
+        )
+        overrides = mcore.get_standard_config_overrides(config)
+        with policy.device.megatron():
+            chained = mcore.get_megatron_optimizer(config, [self._replica], overrides, use_gloo_process_groups=False)
+        (self._inner,) = chained.chained_optimizers
+        self._set_hyper_parameters()
+        mine = {piece.param for piece in policy.slices if piece.primary}
+        self._counted = [param for name, param in policy.module.named_parameters() if name in mine]
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Starts a step: gradients of the following backward passes accumulate from zero."""
+        self._replica.zero_grad_buffer()
+        self._inner.zero_grad()  # a step leaves the parameters' grads pointing into the buffer
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the steps that follow."""
+        for group in self._inner.param_groups:
+            group["lr"] = lr
+
+    def step(self) -> float:
+        """Sums gradients over data ranks, clips, updates the weights. Collective over all ranks.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            RunFailedError: the gradient is not finite; weights and moments are as before, on every rank.
+        """
+        mcore.finalize_model_grads([self._replica])
+        norm = self._grad_norm()
+        if not math.isfinite(norm):
+            raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or look at the last samples.")
+        if 0 < self.adam.clip_grad < norm:
+            self._replica.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
+        self._inner.prepare_grads()
+        self._inner.step_with_ready_grads()
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and step counts of this rank: plain containers, numbers and tensors (not copies)."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave on a rank of the same layout."""
+        self._inner.load_state_dict(state)
+        self._set_hyper_parameters()  # a fork's are its own
+
+    def _set_hyper_parameters(self) -> None:
+        for group in self._inner.param_groups:
+            group["betas"], group["eps"] = (self.adam.beta1, self.adam.beta2), self.adam.eps
+            group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
+            group["fused"] = self.policy.device.kind != "npu"
+
+    @torch.no_grad()
+    def _grad_norm(self) -> float:
+        norms: list[Tensor] = list(torch._foreach_norm([param.main_grad for param in self._counted]))
+        squared = torch.stack(norms).square().sum()
+        torch.distributed.all_reduce(squared, group=parallel_state.get_model_parallel_group())
+        return math.sqrt(squared.item())
+
+
+def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
+    """Rate of iteration 1 .. iterations: linear warm-up to `lr`, then constant, or linear or cosine decay to `min_lr` at the last."""
+    if iteration <= config.warmup:
+        return config.lr * iteration / config.warmup
+    if config.schedule == "constant":
+        return config.lr
+    done = (iteration - config.warmup) / max(iterations - config.warmup, 1)
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left

@@ -1,0 +1,1 @@
+"""Metric records, the Prometheus exporter and alarms."""

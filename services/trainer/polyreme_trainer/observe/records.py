@@ -1,0 +1,166 @@
+"""Writes a run's records to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
+
+Sole reader of the metrics stream that writes. metrics.jsonl is its own cursor: each line carries its run's id and the stream id it came
+from, so a restart goes on behind the run's last whole line, and no record is lost or written twice. Lines of the runs that a run was forked
+from stay, and are not read: its summary tells of it alone, and TensorBoard shows each run of the directory by itself. A sample file is
+complete before the line of its iteration is written; so are TensorBoard's events, which a repetition may therefore write again. Every write
+is made here and now, so that a disk that takes nothing raises OSError where somebody hears it.
+"""
+
+import json
+import logging
+import math
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from typing import Any
+
+from polyreme.api.v1.experience_pb2 import FinishReason
+from polyreme.cli.progress import Progress, Record, stream_time
+from polyreme.cli.run_directory import write_atomically
+from polyreme.config.run import RunConfig
+from polyreme.errors import PolyremeError
+from polyreme.experience.records import GroupRecord, decode_group
+
+_log = logging.getLogger(__name__)
+
+GroupsOf = Callable[[int], Awaitable[list[bytes]]]
+"""The payloads of an iteration's groups. Raises PolyremeError when the log no longer has them."""
+
+
+class Recorder:
+    """The files of one run directory.
+
+    Args:
+        config, run_id: of the run; its directory exists.
+        groups_of: reads an iteration's groups from the experience log.
+    """
+
+    def __init__(self, config: RunConfig, run_id: str, groups_of: GroupsOf) -> None:
+        self._run_id, self._groups_of, self._folder = run_id, groups_of, config.run_dir
+        self._progress = Progress(config.samples_per_iteration)
+        self.cursor = "0"
+        """Stream id behind which the next records are wanted."""
+        self._metrics_path = self._folder / "metrics.jsonl"
+        for line in recover_lines(self._metrics_path):
+            if line.get("run") == run_id:
+                self._progress.add(line)
+                self.cursor = line["id"]
+        (self._folder / "samples").mkdir(exist_ok=True)
+        with ExitStack() as files:
+            self._metrics = files.enter_context(open(self._metrics_path, "a"))
+            self._board = files.enter_context(closing(Board(self._folder / "tensorboard" / run_id)))
+            self._files = files.pop_all()
+
+    async def take(self, records: list[tuple[str, Record]]) -> None:
+        """Writes records that follow the cursor, in order."""
+        lines = [
+            {"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records
+        ]
+        for line in lines:
+            if line["kind"] == "iteration":
+                await self._write_samples(line["iteration"])
+        self._board.add(lines)
+        for line in lines:
+            self._metrics.write(json.dumps(line) + "\n")
+            self._metrics.flush()
+            self._progress.add(line)
+            self.cursor = line["id"]
+        if lines:
+            write_atomically(self._folder / "summary.json", json.dumps(self._progress.summary(), indent=1) + "\n")
+
+    def close(self) -> None:
+        """Closes every file, whatever one of them raises."""
+        self._files.close()
+
+    async def _write_samples(self, iteration: int) -> None:
+        try:
+            payloads = await self._groups_of(iteration)
+        except PolyremeError as error:
+            _log.warning("no sample file of iteration %d: %s", iteration, error)
+            return
+        lines = [
+            json.dumps({"iteration": iteration, **line}) for payload in payloads for line in sample_lines(decode_group(payload))
+        ]
+        write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
+
+
+class Board:
+    """An event file of TensorBoard's. tensorboardX's own SummaryWriter writes in a thread, whose death at a full disk nobody is told,
+    and which then blocks whoever adds to its queue."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        self._file = RecordWriter(str(folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}"))
+        self._file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
+
+    def add(self, lines: list[Record]) -> None:
+        """Writes the scalars of metrics.jsonl's lines; they are on disk when it returns."""
+        for line in lines:
+            for tag, value, step in scalars(line):
+                event = self._event(wall_time=line["time"], step=step, summary=self._scalar(tag, value))
+                self._file.write(event.SerializeToString())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def sample_lines(group: GroupRecord) -> Iterator[Record]:
+    """A group's samples for people and tools: text, score and where it came from."""
+    for place, sample in enumerate(group.samples):
+        yield {
+            "group": group.index,
+            "attempt": group.attempt,
+            "sample": place,
+            "prompt": group.prompt,
+            "response": sample.text,
+            "label": group.label,
+            "score": sample.score,
+            "parts": {part.name: part.weighted for part in sample.parts},
+            "tokens": len(sample.token_ids),
+            "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
+            "spans": [list(span) for span in sample.spans],
+        }
+
+
+def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
+    """What TensorBoard plots of a record: (tag, value, step). Steps are iterations, and optimizer steps in a warm start."""
+    match line["kind"]:
+        case "iteration":
+            step = line["iteration"]
+            for key, value in line.items():
+                if key not in ("iteration", "time") and _is_number(value):
+                    yield key, float(value), step
+                elif key == "staleness/samples":
+                    yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
+        case "rollout":
+            yield "time/rollout_wait", line["time/rollout_wait"], line["iteration"]
+        case "eval":
+            yield "accuracy", line["accuracy"], line["version"]
+        case "sft":
+            yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
+
+
+def recover_lines(path: Path) -> list[Record]:
+    """The whole lines of a JSON-lines file, which is cut behind the last of them: a crash may have torn the next."""
+    with suppress(FileNotFoundError):
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with open(path, "r+b") as file:
+                file.truncate(whole)
+        return [json.loads(line) for line in data[:whole].splitlines()]
+    return []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,1 @@
+"""Simulated parts of the trainer, for tests and scale runs."""

@@ -1,0 +1,1 @@
+"""From a sealed version in the arena to a version that every replica serves."""

@@ -1,0 +1,105 @@
+"""What is seen of a run: within the terminal, whatever the records hold, and honest about what is not known."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from polyreme.cli import view
+from polyreme.cli.progress import Progress
+from polyreme.config.run import RunConfig
+from support.configs import run_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = run_config(tmp_path, iterations=40)
+    return config.model_copy(update={"data": config.data.model_copy(update={"eval": tmp_path / "eval.jsonl"})})
+
+
+def iteration(number: int) -> dict[str, Any]:
+    rates = {"reward/mean": number / 40, "response/length_mean": 90.5, "tokens_per_second": 15000.0, "mismatch_kl": 1e-6}
+    return {"kind": "iteration", "time": 2.0 * number, "iteration": number, "time/iteration": 2.0, **rates}
+
+
+def evaluation(version: int, accuracy: float, **example: Any) -> dict[str, Any]:
+    example = {"prompt": "p", "response": "r", "label": "l", "score": 1.0, **example}
+    return {
+        "kind": "eval",
+        "time": 1.0,
+        "version": version,
+        "accuracy": accuracy,
+        "samples": 1,
+        "seconds": 1.0,
+        "examples": [example],
+    }
+
+
+def told(*records: dict[str, Any]) -> Progress:
+    progress = Progress(samples_per_iteration=8)
+    for record in records:
+        progress.add(record)
+    return progress
+
+
+@pytest.mark.parametrize("size", [(100, 30), (80, 24), (50, 12)])
+def test_the_view_stays_within_the_terminal(config: RunConfig, size: tuple[int, int]) -> None:
+    long = "a notice that is much longer than the terminal is wide, " * 3 + "\nand has lines"
+    progress = told(
+        *[{"kind": "commit", "time": 1.0, "replica": f"rollout-a-host-of-some-name-{n}", "version": 2} for n in range(4)],
+        *[{"kind": "notice", "time": 1.0, "service": "orchestrator", "text": long} for _ in range(3)],
+        *[iteration(number) for number in range(1, 31)],
+        {"kind": "alarm", "time": 9.0, "text": long},
+    )
+    console = Console(file=io.StringIO(), width=size[0], height=size[1])
+    with console.capture() as captured:
+        console.print(view.render(config, progress, "running", console.size))
+    lines = captured.get().splitlines()
+    assert len(lines) < size[1]
+    assert all(len(line) <= size[0] for line in lines)
+    assert any(line.split()[1:3] == ["30", "0.750"] for line in lines)
+
+
+def test_the_accuracy_before_training_is_seen(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), width=80, height=24)
+    with console.capture() as captured:
+        console.print(view.render(config, told(evaluation(0, 0.3)), "running"))
+    assert "accuracy 0.300 at version 0" in captured.get()
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm", view.LiveView), ("dumb", view.PlainView)])
+def test_only_a_terminal_that_redraws_gets_the_view(config: RunConfig, term: str, kind: type) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": term})
+    assert isinstance(view.view(config, console), kind)
+
+
+def test_an_alarm_stays_above_the_view(config: RunConfig) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=60, height=20)
+    with view.LiveView(config, console) as shown:
+        alarm = {"kind": "alarm", "time": 9.0, "text": "constant reward: " + "why " * 30}
+        shown.show(alarm, told(alarm))
+    assert isinstance(console.file, io.StringIO)
+    assert "why " * 30 in console.file.getvalue()
+
+
+def test_a_version_that_was_not_evaluated_is_no_result(config: RunConfig) -> None:
+    failed = {"kind": "eval_failed", "time": 2.0, "version": 2, "text": "version 2 could not be evaluated: no scores"}
+    progress = told(evaluation(0, 0.3), iteration(1), iteration(2), failed)
+    [line] = [line for line in view.report(config, progress, config.run_dir) if "accuracy" in line]
+    assert "0.300 before; UNKNOWN after 2 iterations" in line and "no scores" in line
+    assert view.plain_line(failed, progress, 40) == "EVALUATION FAILED: version 2 could not be evaluated: no scores"
+    assert progress.summary()["accuracy_after"] is None
+    assert progress.summary()["failed_evaluations"] == {"2": failed["text"]}
+    progress.add(evaluation(2, 0.9))
+    assert "0.300 before, 0.900 after" in view.report(config, progress, config.run_dir)[0]
+    stopped = view.report(config, told(evaluation(0, 0.3), iteration(1)), config.run_dir)[0]
+    assert "0.300 before; the run was stopped after 1 iterations" in stopped
+
+
+def test_sample_answers_are_one_line_each(config: RunConfig) -> None:
+    example = {"prompt": "word " * 500, "response": "a\nb\x1b[31m\tc", "label": "l"}
+    lines = view.report(config, told(evaluation(0, 0.3), iteration(1), evaluation(1, 0.5, **example)), config.run_dir)
+    assert " -> a b [31m c  (right: l)" in lines[1]
+    assert len(lines[1]) < 300

@@ -1,0 +1,198 @@
+"""The configuration: every mistake is an error that tells what to do, and what decides the weights decides the fingerprint."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyreme.config.load import known_keys, load_config, parse_config
+from polyreme.config.run import AlgorithmConfig, RunConfig
+from polyreme.errors import ConfigError
+from support.configs import run_config
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> dict[str, Any]:
+    return yaml.safe_load(run_config(tmp_path).to_yaml())
+
+
+def written(tmp_path: Path, tree: dict[str, Any]) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
+    config = run_config(tmp_path, seed=3)
+    assert load_config(written(tmp_path, yaml.safe_load(config.to_yaml()))) == config
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "right"),
+    [
+        ((), "iteration", "iterations"),
+        (("trainer", "optimizer"), "betas2", "trainer.optimizer.beta2"),
+        (("rollout",), "temprature", "rollout.temperature"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest(
+    tree: dict[str, Any], tmp_path: Path, place: tuple[str, ...], wrong: str, right: str
+) -> None:
+    node = tree
+    for name in place:
+        node = node[name]
+    node[wrong] = 1
+    with pytest.raises(ConfigError, match=f"unknown key {'.'.join((*place, wrong))}") as caught:
+        load_config(written(tmp_path, tree))
+    assert f"did you mean {right}?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.optimizer.lr=-1", "greater than 0, found -1"),
+        ("group_size=1", "at least 2"),
+        ("data.max_prompt_tokens=60", "must fit rollout.max_model_len"),
+        ("trainer.save_interval=2000", "would never fire"),
+        ("eval_interval=2000", "would never fire"),
+        ("trainer.optimizer.min_lr=1", "above trainer.optimizer.lr"),
+        ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`data` = 3 must be a multiple of `nodes` = 2"),
+        ("trainer.parallel={tensor: 4, nodes: 2}", "tensor ranks share one"),
+        ("name=No Spaces", "name"),
+        ("trainer.optimizer.lr=.inf", "finite number"),
+        ("rollout.temperature=0.001", "greater than or equal to 0.01"),
+        ("rollout.temperature=3", "less than or equal to 2"),
+        ("seed=-5", "greater than or equal to 0"),
+        ("algorithm.minibatches=5", "minibatches = 5 is more than groups_per_iteration = 4"),
+        ("iterations", "write key=value|Write key=value"),
+        ("=3", "Write key=value"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_told(tree: dict[str, Any], tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(written(tmp_path, tree), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("name=nan", lambda c: c.name, "nan"),
+        ("trainer.optimizer.lr=1e-4", lambda c: c.trainer.optimizer.lr, 1e-4),
+        ("rollout.replicas=3", lambda c: c.rollout.replicas, 3),
+        ("reward.rewards.0.weight=0.5", lambda c: c.reward.rewards[0].weight, 0.5),
+        ("algorithm={name: grpo, kl_coef: 0.1}", lambda c: c.algorithm.kl_coef, 0.1),
+        ("data.system=Add.", lambda c: c.data.system, "Add."),
+    ],
+)
+def test_overrides_are_yaml_values_at_dotted_keys(
+    tree: dict[str, Any], tmp_path: Path, override: str, read: Any, value: Any
+) -> None:
+    assert read(load_config(written(tmp_path, tree), [override])) == value
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "YAML"), ("- 1", "a mapping"), ("", "a mapping")])
+def test_a_file_that_is_no_configuration_is_told(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "run.yaml")
+
+
+def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
+    tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree["data"]["train"] = "prompts.jsonl"
+    del tree["output_dir"]
+    path = written(tmp_path, tree)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_config(path, ["data.eval=held_out.jsonl"])
+    assert config.data.train == tmp_path / "prompts.jsonl"
+    assert config.data.eval == tmp_path / "elsewhere" / "held_out.jsonl"
+    assert config.run_dir == tmp_path / "runs" / "run"
+
+
+def test_a_reward_has_one_source(tree: dict[str, Any]) -> None:
+    tree["reward"]["rewards"] = [{"weight": 1.0}]
+    with pytest.raises(ConfigError, match=r"`name`.*or `url`"):
+        parse_config(tree, "the test")
+
+
+def test_the_fingerprint_is_of_what_decides_the_weights(tmp_path: Path) -> None:
+    base = run_config(tmp_path)
+    same = [{"name": "other"}, {"iterations": 5}, {"eval_interval": 3}, {"output_dir": tmp_path / "elsewhere"}]
+    other = [{"seed": 1}, {"groups_per_iteration": 5}, {"group_size": 3}, {"max_staleness": 1}]
+    assert {base.model_copy(update=change).fingerprint() for change in same} == {base.fingerprint()}
+    assert len({base.model_copy(update=change).fingerprint() for change in [{}, *other]}) == len(other) + 1
+
+
+@pytest.mark.parametrize(("schedule", "decides"), [("constant", False), ("linear", True), ("cosine", True)])
+def test_a_runs_length_decides_the_weights_where_the_learning_rate_depends_on_it(
+    tree: dict[str, Any], schedule: str, decides: bool
+) -> None:
+    tree["trainer"]["optimizer"]["schedule"] = schedule
+    short = parse_config(tree, "the test")
+    long = parse_config({**tree, "iterations": 2 * tree["iterations"]}, "the test")
+    assert (short.fingerprint() != long.fingerprint()) is decides
+
+
+def test_on_how_many_machines_the_ranks_are_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
+    tree["trainer"]["parallel"] = {"tensor": 2, "data": 4}
+    here = parse_config(tree, "the test")
+    tree["trainer"]["parallel"]["nodes"] = 4
+    spread = parse_config(tree, "the test")
+    assert spread.fingerprint() == here.fingerprint()
+    assert (spread.trainer.parallel.world_size, spread.trainer.parallel.ranks_per_node) == (8, 2)
+
+
+def test_how_an_endpoint_is_secured_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
+    far = {"url": "https://h/", "protocol": "native"}
+    prints = []
+    for security in (None, {"token_env": "T"}, {"ca": "/ca.pem"}):
+        tree["reward"]["rewards"] = [{"name": "exact"}, {**far, "security": security}]
+        prints.append(parse_config(tree, "the test").fingerprint())
+    assert len(set(prints)) == 1
+
+
+@given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz_.", min_size=1, max_size=30))
+def test_no_unknown_key_is_taken(key: str) -> None:
+    tree = yaml.safe_load(run_config(Path("/nowhere")).to_yaml())
+    if key in RunConfig.model_fields:
+        return
+    with pytest.raises(ConfigError, match="unknown key"):
+        parse_config(tree | {key: 1}, "the test")
+
+
+def test_samples_of_other_policies_are_corrected_for_where_there_may_be_some(tmp_path: Path) -> None:
+    for staleness, choice, cap in [(0, "auto", None), (1, "auto", 2.0), (0, "token", 2.0), (4, "none", None)]:
+        algorithm = AlgorithmConfig(importance_sampling=choice)
+        assert run_config(tmp_path, max_staleness=staleness, algorithm=algorithm).importance_cap == cap
+
+
+def test_every_key_is_described_somewhere() -> None:
+    keys = list(known_keys())
+    assert len(keys) == len(set(keys))
+    assert {"trainer.sft", "trainer.parallel.tensor", "reward.rewards"} <= set(keys)
+
+
+def test_every_key_is_read() -> None:
+    """By its name, somewhere outside the schema's own checks."""
+    root = Path(__file__).resolve().parents[3]
+    sources = [*(root / "polyreme").rglob("*.py"), *(root / "services").rglob("*.py")]
+    attributes = {
+        node.attr
+        for path in sources
+        for node in ast.walk(_without_validators(ast.parse(path.read_text())))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    assert [key for key in known_keys() if key.rpartition(".")[2] not in attributes] == []
+
+
+def _without_validators(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any("validator" in ast.unparse(mark) for mark in node.decorator_list):
+            node.body = [ast.Pass()]
+    return tree

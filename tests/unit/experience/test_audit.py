@@ -1,0 +1,118 @@
+"""The audit must see every kind of damage."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+
+from polyreme.experience.audit import Snapshot, audit_main, render
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run
+
+
+def whole() -> Snapshot:
+    """Groups 0, 1 released; 2 dropped; 3, 4 planned; 5 failed; 6 appended; 7 admitted."""
+    return Snapshot(
+        run_id="r",
+        meta={"state": "running", "version": "2", "base": "0", "released": "1", "low_water": "3", "groups_per_iteration": "2"},
+        rows={
+            index: row.split(" ")
+            for index, row in enumerate(
+                [
+                    *("planned 1 0 1", "planned 2 0 1", "dropped 1 1.0 equal", "planned 1 1 2", "planned 1 1 2"),
+                    *("failed 3 reward raised", "appended 1 2 0.5", "admitted 1 2 1700000000000"),
+                ]
+            )
+        },
+        plans={1: [0, 1], 2: [3, 4]},
+        payloads={3, 4, 6},
+        in_flight={7: 2},
+        appended={6: 2},
+        drafts={"7": "1 2", "7:0": "", "7:1": ""},
+    )
+
+
+def test_a_whole_log_is_clean() -> None:
+    audit = whole().audit()
+    assert audit.clean
+    assert audit.counts == {"admitted": 1, "appended": 1, "planned": 2, "released": 2, "dropped": 1, "failed": 1}
+
+
+DAMAGE: dict[str, tuple[Callable[[Snapshot], object], str, object]] = {
+    "a row is gone": (lambda s: s.rows.pop(2), "missing", [2]),
+    "a plan twice": (lambda s: s.plans[2].append(0), "double", [0]),
+    "a needed payload is gone": (lambda s: s.payloads.remove(4), "lost", [4]),
+    "an appended payload is gone": (lambda s: s.payloads.remove(6), "lost", [6]),
+    "a payload of nobody": (lambda s: s.payloads.add(1), "leftover", [1]),
+    "a payload of the unknown": (lambda s: s.payloads.add(99), "leftover", [99]),
+    "not queued": (lambda s: s.appended.clear(), "contradictions", ["group 6 is appended, and its queue says otherwise"]),
+    "queued twice": (
+        lambda s: s.in_flight.update({6: 2}),
+        "contradictions",
+        ["group 6 is queued as admitted, and its row says otherwise"],
+    ),
+    "queued wrongly": (
+        lambda s: s.in_flight.update({7: 1}),
+        "contradictions",
+        ["group 7 is admitted, and its queue says otherwise"],
+    ),
+    "a row of another plan": (
+        lambda s: s.rows.update({3: ["planned", "1", "1", "1"]}),
+        "contradictions",
+        ["group 3: plan 2 holds it, its row says 1"],
+    ),
+    "a draft of a group that is appended": (
+        lambda s: s.drafts.update({"6": "1 0"}),
+        "contradictions",
+        ["group 6 has a draft of attempt 1, its row says appended 1"],
+    ),
+    "a draft of an attempt that is over": (
+        lambda s: s.rows.update({7: ["admitted", "2", "2", "1"]}),
+        "contradictions",
+        ["group 7 has a draft of attempt 1, its row says admitted 2"],
+    ),
+    "a draft with a hole": (lambda s: s.drafts.pop("7:0"), "contradictions", ["group 7 has a draft that lacks parts"]),
+    "parts of nobody": (
+        lambda s: s.drafts.pop("7"),
+        "contradictions",
+        ["part 7:0 belongs to no draft", "part 7:1 belongs to no draft"],
+    ),
+    "below the low water": (
+        lambda s: s.meta.update(low_water="4"),
+        "contradictions",
+        ["group 3 lies below the low water 4 and is planned"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_seen(name: str) -> None:
+    damage, where, expected = DAMAGE[name]
+    snapshot = copy.deepcopy(whole())
+    damage(snapshot)
+    audit = snapshot.audit()
+    assert not audit.clean
+    found = getattr(audit, where)
+    assert found == expected or (where == "contradictions" and set(expected) <= set(found))
+
+
+def test_a_lost_plan_is_seen() -> None:
+    snapshot = whole()
+    del snapshot.plans[1]
+    assert "group 0: plan None holds it, its row says 1" in snapshot.audit().contradictions
+    assert "plans are not consecutive from iteration 1" in snapshot.audit().contradictions
+
+
+async def test_the_command_tells_by_its_status(redis_url: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    log = ExperienceLog(run)
+    await log.take(Role.LEARNER)
+    await log.begin(0)
+    await log.take(Role.ORCHESTRATOR)
+    await log.admit()
+    await log.append(0, 1, b"payload", 0, 0.0)
+    assert await audit_main(redis_url, run.run_id) == 0
+    assert "whole" in capsys.readouterr().out
+    await run.redis.hdel(run.key("payloads"), 0)
+    assert await audit_main(redis_url, run.run_id) == 1
+    assert "NOT WHOLE" in capsys.readouterr().out
+    assert render(await log.audit()).row_count == 12

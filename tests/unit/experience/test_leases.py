@@ -1,0 +1,126 @@
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from polyreme.errors import RunFailedError, UnavailableError
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import EmbeddedServer, connect
+from support.configs import run_config
+
+
+def lease(name: str, **facts: object) -> Lease:
+    return Lease("rollout", name, "127.0.0.1:1", "127.0.0.1:2", 1, dict(facts))
+
+
+async def test_a_lease_lives_as_long_as_its_block(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("b", slots=3)), await registry.register(lease("a")):
+        assert await registry.leases("rollout") == [lease("a"), lease("b", slots=3)]
+        assert await registry.leases("reward") == []
+    assert await registry.leases("rollout") == []
+
+
+async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run) -> None:
+    registry = Registry(run)
+    await registry.register(lease("dead"), ttl=0.3)  # registered, and never renewed
+    async with await registry.register(lease("alive"), ttl=0.3):
+        await asyncio.sleep(0.7)
+        assert await registry.leases("rollout") == [lease("alive")]
+    assert await run.redis.smembers(run.key("leases:rollout")) == set()
+
+
+async def test_renewals_learn_the_learners_term(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("a"), ttl=0.15) as keeper:
+        assert keeper.learner_term == 0
+        await ExperienceLog(run).take(Role.LEARNER)
+        await ExperienceLog(run).take(Role.LEARNER)
+        await asyncio.sleep(0.3)
+        assert keeper.learner_term == 2
+
+
+async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
+    """Until the new primary has a replica, it refuses renewals for longer than the lease lives, and than the client asks again."""
+    with EmbeddedServer.start(tmp_path / "redis") as server:
+        async with await connect(server.url) as redis:
+            run = await Run.create(redis, "failing-over", run_config(tmp_path), {})
+
+            async def lives(wanted: bool) -> None:
+                while bool(await redis.exists(run.key("lease:rollout:a"))) != wanted:  # noqa: ASYNC110 (expiry gives no event)
+                    await asyncio.sleep(0.02)
+
+            async with await Registry(run).register(lease("a"), ttl=0.3):
+                redis.patience = 0.1
+                await redis.config_set("min-replicas-to-write", "1")
+                await lives(False)
+                await asyncio.sleep(0.2)
+                await redis.config_set("min-replicas-to-write", "0")
+                await asyncio.wait_for(lives(True), 20)
+
+
+async def test_facts_can_change(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("a", version=1, engine="x")) as keeper:
+        await keeper.update({"version": 2})
+        assert await registry.leases("rollout") == [lease("a", version=2, engine="x")]
+
+
+async def test_a_slow_renewal_does_not_bring_old_facts_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, call, slow = Registry(run), run.scripts.call, asyncio.Event()
+    keeper = await registry.register(lease("a", version=1))
+
+    async def slowly(*args: object, **options: object) -> object:
+        if not slow.is_set():
+            slow.set()
+            await asyncio.sleep(0.2)
+        return await call(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run.scripts, "call", slowly)
+    renewal = asyncio.create_task(keeper.renew())
+    await slow.wait()
+    await keeper.update({"version": 2})
+    await renewal
+    assert await registry.leases("rollout") == [lease("a", version=2)]
+
+
+async def test_a_lease_of_a_later_release_can_be_read(run: Run) -> None:
+    registry = Registry(run)
+    async with await registry.register(lease("a")):
+        key = run.key("lease:rollout:a")
+        later = {**json.loads(await run.redis.get(key)), "api": 2, "region": "north"}
+        await run.redis.set(key, json.dumps(later))
+        assert [(found.id, found.api) for found in await registry.leases("rollout")] == [("a", 2)]
+
+
+async def test_waiting_ends_when_enough_have_come(run: Run) -> None:
+    registry = Registry(run)
+
+    async def come_later() -> None:
+        await asyncio.sleep(0.1)
+        await registry.register(lease("a"))
+
+    task = asyncio.create_task(come_later())
+    start = asyncio.get_running_loop().time()
+    assert await registry.wait_for("rollout", 1, timeout=10) == [lease("a")]
+    assert asyncio.get_running_loop().time() - start < 0.9  # woken by the event, not by the heartbeat
+    await task
+
+
+async def test_waiting_says_who_is_there(run: Run) -> None:
+    registry = Registry(run)
+    await registry.register(lease("only-one"))
+    with pytest.raises(UnavailableError, match=r"expected 2 rollout servers within 0.2 s; found 1 \(only-one at 127.0.0.1:1\)"):
+        await registry.wait_for("rollout", 2, timeout=0.2)
+
+
+async def test_waiting_ends_with_its_source_and_with_the_run(run: Run) -> None:
+    registry = Registry(run)
+    with pytest.raises(UnavailableError, match="has ended"):
+        await registry.wait_for("rollout", 1, timeout=10, alive=lambda: False)
+    await run.set_state(RunState.FAILED, "no reward server")
+    with pytest.raises(RunFailedError, match="no reward server"):
+        await registry.wait_for("rollout", 1, timeout=10)

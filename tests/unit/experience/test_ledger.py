@@ -1,0 +1,298 @@
+"""The transition table's finer points, one by one. The whole of it is in test_model.py."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.errors import StaleTermError, StoreError
+from polyreme.experience.ledger import Admission, ExperienceLog, Plan, Role, StaleAttemptError, TransitionError
+from polyreme.experience.run import Run, RunState
+from support.configs import run_config
+
+Pair = tuple[ExperienceLog, ExperienceLog]
+Opener = Callable[..., Awaitable[Pair]]
+
+
+@pytest.fixture
+def opened(redis: Redis, run_id: str, tmp_path: Path) -> Opener:
+    """Makes a run with the given limits, both roles taken, begun at version 0."""
+
+    async def make(**limits: Any) -> Pair:
+        run = await Run.create(redis, run_id, run_config(tmp_path, **limits), {})
+        orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
+        await orchestrator.take(Role.ORCHESTRATOR)
+        await learner.take(Role.LEARNER)
+        await learner.begin(0)
+        return orchestrator, learner
+
+    return make
+
+
+async def admit_all(log: ExperienceLog) -> list[Admission]:
+    admissions = []
+    while more := await log.admit():
+        admissions += more
+    return admissions
+
+
+async def append(log: ExperienceLog, *admissions: Admission) -> None:
+    for a in admissions:
+        assert await log.append(a.index, a.attempt, b"payload %d" % a.index, a.version, 0.5)
+
+
+async def test_nothing_is_admitted_before_the_learner_has_begun(run: Run) -> None:
+    orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
+    await orchestrator.take(Role.ORCHESTRATOR)
+    assert await orchestrator.admit() == []
+    assert await orchestrator.version() == -1
+    await learner.take(Role.LEARNER)
+    await learner.begin(0)
+    assert await orchestrator.admit() == [Admission(0, 1, 0)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+async def test_the_bound_holds_for_every_step(opened: Opener, staleness: int) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=2, max_staleness=staleness)
+    admissions = await admit_all(orchestrator)
+    assert len(admissions) == 2 * (1 + staleness)
+    await append(orchestrator, *admissions)
+    assert await orchestrator.admit() == []  # appended and not planned counts as well
+    await learner.plan(1, 60)
+    assert await orchestrator.admit() == []  # a plan alone makes no room
+    await learner.set_version(1)
+    assert [a.version for a in await admit_all(orchestrator)] == [1, 1]
+
+
+async def test_nothing_is_admitted_for_iterations_beyond_the_last(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=2, max_staleness=2, iterations=2)
+    admissions = await admit_all(orchestrator)
+    assert len(admissions) == 4
+    await append(orchestrator, *admissions)
+    for iteration in (1, 2):
+        assert await learner.plan(iteration, 60)
+        await learner.set_version(iteration)
+        assert await orchestrator.admit() == []
+
+
+async def test_a_group_overtaken_by_newer_ones_is_still_trained_in_time(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1, max_staleness=2)
+    a, b, c = await admit_all(orchestrator)
+    await append(orchestrator, a)
+    assert await learner.plan(1, 60) == Plan(1, (a.index,))
+    await learner.set_version(1)
+    (d,) = await admit_all(orchestrator)
+    await append(orchestrator, d)
+    # b must be trained by iteration 3 and so must c: were d taken now, one of them would come too late.
+    assert await learner.plan(2, 60) is None
+    await append(orchestrator, c)
+    assert await learner.plan(2, 60) == Plan(2, (c.index,))
+    await learner.set_version(2)
+    assert await learner.plan(3, 60) is None  # b is in flight, and this is its last chance
+    await append(orchestrator, b)
+    assert await learner.plan(3, 60) == Plan(3, (b.index,))
+
+
+async def test_plans_take_the_oldest_tokens_first_then_the_order_of_prompts(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=6, max_staleness=1)
+    admissions = await admit_all(orchestrator)
+    assert len(admissions) == 12
+    for a in reversed(admissions):
+        await append(orchestrator, a)
+    assert await learner.plan(1, 60) == Plan(1, (0, 1, 2, 3, 4, 5))
+    assert await learner.plan(1, 60) == Plan(1, (0, 1, 2, 3, 4, 5))
+    assert await learner.read(Plan(1, (3, 1))) == [b"payload 3", b"payload 1"]
+    await learner.set_version(1)
+    assert await learner.plan(2, 60) == Plan(2, (6, 7, 8, 9, 10, 11))
+
+
+async def test_stragglers_expire_only_when_a_plan_waits_for_them(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=2, max_attempts=2)
+    first, second = await admit_all(orchestrator)
+    await append(orchestrator, first)
+    assert await learner.plan(1, 60) is None
+    assert await orchestrator.in_flight() == [second]
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert await orchestrator.in_flight() == [Admission(1, 2, 0)]
+    with pytest.raises(StaleAttemptError):
+        await append(orchestrator, second)
+    # The orchestrator that gives the expired attempt up finds the next one made.
+    assert await orchestrator.readmit(1, 1, "expired", 2) == Admission(1, 2, 0)
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert await orchestrator.in_flight() == []
+    assert await orchestrator.readmit(1, 2, "expired", 2) is None
+    assert (await orchestrator.audit()).counts["failed"] == 1
+    assert len(await admit_all(orchestrator)) == 1  # another prompt takes its place
+
+
+async def test_a_new_orchestrator_gets_the_full_time(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    await orchestrator.admit()
+    await asyncio.sleep(0.3)
+    successor = ExperienceLog(orchestrator.run)
+    await successor.take(Role.ORCHESTRATOR)
+    assert await learner.plan(1, 0.25) is None
+    assert await successor.in_flight() == [Admission(0, 1, 0)]  # to be gone on with, under the same attempt
+    await append(successor, Admission(0, 1, 0))
+    assert await learner.plan(1, 0.25) == Plan(1, (0,))
+
+
+async def test_a_replaced_process_changes_nothing(opened: Opener) -> None:
+    orchestrator, learner = await opened()
+    assert await orchestrator.admit()
+    before = await orchestrator.audit()
+    for role in Role:
+        await ExperienceLog(orchestrator.run).take(role)
+    for act in (
+        orchestrator.admit(),
+        orchestrator.append(0, 1, b"late", 0, 0.0),
+        orchestrator.drop(0, 1, "late", 0.0),
+        orchestrator.readmit(0, 1, "late", 1),
+        learner.begin(0),
+        learner.plan(1, 0),
+        learner.set_version(1),
+        learner.release(0),
+        learner.ack_commit("replica", 0, 1, 0.0, 0.0),
+    ):
+        with pytest.raises(StaleTermError, match="is held by 2"):
+            await act
+    assert await orchestrator.audit() == before
+
+
+async def test_changes_need_a_term(run: Run) -> None:
+    with pytest.raises(StaleTermError, match="take"):
+        await ExperienceLog(run).admit()
+
+
+async def test_a_term_can_be_shared_inside_a_process(opened: Opener) -> None:
+    _, learner = await opened()
+    publisher = ExperienceLog(learner.run, learner.term)
+    await publisher.ack_commit("replica-1", 0, 1, 0.5, 0.25)
+    [(_, commit)] = await publisher.commits("0", 0)
+    assert commit == {"replica": "replica-1", "version": 0, "term": 1, "stall_seconds": 0.5, "reload_seconds": 0.25}
+
+
+async def test_drops_and_failures_do_not_block_and_keep_their_reasons(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=2)
+    first, second = await admit_all(orchestrator)
+    assert await orchestrator.drop(first.index, 1, "all scores\nare equal", 1.0)
+    assert await orchestrator.readmit(second.index, 1, "the reward raised", 1) is None
+    third, fourth = await admit_all(orchestrator)
+    await append(orchestrator, third, fourth)
+    assert await learner.plan(1, 60) == Plan(1, (2, 3))
+    await learner.set_version(1)
+    assert await learner.release(1) == 4
+    rows = await orchestrator.run.redis.hmget(orchestrator.run.key("ledger"), 0, 1)
+    assert rows == [b"dropped 1 1.0 all scores are equal", b"failed 1 the reward raised"]
+    assert await orchestrator.append(2, 1, b"again", 0, 0.0) is False  # below the low water
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+async def test_rewards_are_finite(opened: Opener, reward: float) -> None:
+    orchestrator, _ = await opened()
+    await orchestrator.admit()
+    with pytest.raises(ValueError, match="finite"):
+        await orchestrator.append(0, 1, b"", 0, reward)
+    with pytest.raises(ValueError, match="finite"):
+        await orchestrator.drop(0, 1, "", reward)
+
+
+async def test_failed_groups_count_in_a_window(opened: Opener) -> None:
+    orchestrator, _ = await opened(groups_per_iteration=100)
+    assert await orchestrator.failed_fraction() == 0.0
+    admissions = await admit_all(orchestrator)
+    for a in admissions[:10]:
+        await orchestrator.readmit(a.index, 1, "bad", 1)
+    assert await orchestrator.failed_fraction() == 0.2
+    await append(orchestrator, *admissions[10:55])
+    assert await orchestrator.failed_fraction() == 0.1  # the first five have left the window
+
+
+async def test_a_resume_replays_the_same_plans(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=2)
+    plans = []
+    for iteration in range(1, 5):
+        await append(orchestrator, *(await admit_all(orchestrator)))
+        plans.append(await learner.plan(iteration, 60))
+        await learner.set_version(iteration)
+    assert await learner.release(2) == 4
+    successor = ExperienceLog(learner.run)
+    await successor.take(Role.LEARNER)
+    with pytest.raises(TransitionError, match="released up to iteration 2"):
+        await successor.begin(1)
+    with pytest.raises(TransitionError, match="ahead of the log"):
+        await successor.begin(5)
+    await successor.begin(2)
+    assert await orchestrator.admit() == []
+    for plan in plans[2:]:
+        assert await successor.plan(plan.iteration, 60) == plan
+        assert await successor.read(plan) == [b"payload %d" % index for index in plan.indices]
+        await successor.set_version(plan.iteration)
+    with pytest.raises(StoreError, match=r"iteration 1 in the log; found no payload of \[0, 1\]"):
+        await successor.read(plans[0])
+
+
+async def test_a_group_is_never_readmitted_at_an_older_version(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    for iteration in (1, 2):
+        await append(orchestrator, *(await admit_all(orchestrator)))
+        await learner.plan(iteration, 60)
+        await learner.set_version(iteration)
+    (admission,) = await admit_all(orchestrator)
+    await learner.begin(0)  # the learner catches up from its checkpoint; version 2 will be there again before iteration 3
+    assert await orchestrator.readmit(admission.index, 1, "the replica died", 3) == Admission(2, 2, 2)
+    with pytest.raises(TransitionError, match="group 2 was admitted at version 2 and cannot hold tokens of version 0"):
+        await orchestrator.append(2, 2, b"", 0, 0.0)
+
+
+async def test_a_fork_begins_an_empty_log_at_its_checkpoint(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    await learner.begin(41)
+    assert (await learner.version(), await learner.planned()) == (41, 41)
+    (admission,) = await orchestrator.admit()
+    assert admission == Admission(0, 1, 41)
+    await append(orchestrator, admission)
+    assert await learner.plan(42, 60) == Plan(42, (0,))
+    await learner.set_version(42)
+    assert await learner.release(42) == 1
+    assert (await learner.audit()).clean
+
+
+async def test_waiting_for_a_plan_wakes_up_at_once_and_ends_with_the_run(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    await orchestrator.run.set_state(RunState.RUNNING)
+    waiting = asyncio.create_task(learner.wait_plan(1, 60))
+    await asyncio.sleep(0.1)
+    (admission,) = await orchestrator.admit()
+    start = asyncio.get_running_loop().time()
+    await append(orchestrator, admission)
+    assert await waiting == Plan(1, (0,))
+    assert asyncio.get_running_loop().time() - start < 0.9  # by the signal, not by the heartbeat
+    await learner.set_version(1)
+    waiting = asyncio.create_task(learner.wait_plan(2, 60))
+    await asyncio.sleep(0.1)
+    await orchestrator.run.set_state(RunState.DRAINING)
+    assert await waiting is None
+
+
+async def test_what_has_been_evaluated_never_goes_back(opened: Opener) -> None:
+    orchestrator, learner = await opened()
+    assert await learner.evaluated() == -1
+    for version, newest in [(0, 0), (8, 8), (3, 8), (8, 8)]:
+        await orchestrator.set_evaluated(version)
+        assert await learner.evaluated() == newest
+    await ExperienceLog(orchestrator.run).take(Role.ORCHESTRATOR)
+    with pytest.raises(StaleTermError):
+        await orchestrator.set_evaluated(9)
+
+
+async def test_concurrent_admissions_are_all_different(opened: Opener) -> None:
+    orchestrator, _ = await opened(groups_per_iteration=20)
+    found = await asyncio.gather(*(orchestrator.admit(most) for most in (1, 2, 3) * 6))
+    assert sorted(admission.index for some in found for admission in some) == list(range(20))

@@ -1,0 +1,373 @@
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from polyreme.errors import StoreError
+from polyreme.experience import store
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run
+from polyreme.experience.store import EmbeddedServer, connect
+from support.configs import run_config
+from support.proxy import bad_network
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that the test may break."""
+    with EmbeddedServer.start(tmp_path / "redis") as server:
+        yield server
+
+
+def port_of(url: str) -> int:
+    port = urlsplit(url).port
+    assert port is not None
+    return port
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "FIRST_CONTACT", 0.3)
+    port = free_port()
+    with pytest.raises(StoreError) as caught:
+        await connect(f"redis://user:secret@127.0.0.1:{port}/0")
+    text = str(caught.value)
+    assert f"expected a Redis that answers at 127.0.0.1:{port}; found" in text
+    assert "refused" in text and "redis-server --appendonly yes --appendfsync always" in text
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:6379", "http://127.0.0.1", "redis://127.0.0.1:many", "redis://127.0.0.1/0?socket_timeout=secret"]
+)
+async def test_what_is_no_redis_url(url: str) -> None:
+    with pytest.raises(StoreError, match=r"expected a Redis URL such as redis://127\.0\.0\.1:6379/0") as caught:
+        await connect(url)
+    assert "secret" not in str(caught.value)
+
+
+async def test_somebody_else_at_the_address() -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        with pytest.raises(StoreError, match="a server that speaks another protocol"):
+            await connect(f"redis://127.0.0.1:{port}")
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+async def test_settings_that_could_lose_experience(own_server: EmbeddedServer) -> None:
+    client = await connect(own_server.url)
+    await client.config_set("appendfsync", "everysec")
+    await client.config_set("maxmemory-policy", "allkeys-lru")
+    await client.aclose()
+    with pytest.raises(StoreError) as caught:
+        await connect(own_server.url)
+    text = str(caught.value)
+    assert "appendfsync everysec (must be always), maxmemory-policy allkeys-lru (must be noeviction)" in text
+    assert "`config set appendfsync always`; `config set maxmemory-policy noeviction`" in text
+    assert "appendonly" in text  # the whole command that starts a right one
+
+
+async def test_a_password_that_is_wrong_or_missing(own_server: EmbeddedServer) -> None:
+    client = await connect(own_server.url)
+    await client.config_set("requirepass", "open sesame")
+    await client.aclose()
+    for url in (own_server.url, own_server.url.replace("//", "//:wrong@")):
+        with pytest.raises(StoreError, match="Set POLYREME_REDIS_PASSWORD"):
+            await connect(url)
+
+
+async def test_a_user_who_may_not_look(own_server: EmbeddedServer) -> None:
+    client = await connect(own_server.url)
+    await client.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~*", "+@all", "-config")
+    await client.aclose()
+    with pytest.raises(StoreError, match="CONFIG GET"):
+        await connect(own_server.url.replace("//", "//guest:pw@"))
+
+
+async def test_data_survives_kill_9(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        client = await connect(server.url)
+        await client.set("kept", "yes")
+        os.kill(server.pid, signal.SIGKILL)
+        await client.aclose()
+    with EmbeddedServer.start(tmp_path) as server:
+        client = await connect(server.url)
+        assert await client.get("kept") == b"yes"
+        await client.aclose()
+
+
+async def test_a_client_rides_over_a_restart(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path / "redis") as first:
+        client = await connect(first.url)
+        run = await Run.create(client, "riding", run_config(tmp_path), {})
+        log = ExperienceLog(run)
+        await log.take(Role.LEARNER)
+        os.kill(first.pid, signal.SIGKILL)
+        first.stop()
+        beginning = asyncio.create_task(log.begin(0))
+        await asyncio.sleep(0.3)
+        assert not beginning.done()
+        with EmbeddedServer.start(tmp_path / "redis", port=port_of(first.url)):
+            await beginning  # also the scripts, which the restarted server does not know, are there again
+            assert await log.version() == 0
+            await client.aclose()
+
+
+async def test_a_dead_server_starts_again_where_it_was(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        client, url, pid = await connect(server.url), server.url, server.pid
+        await client.set("kept", "yes")
+        os.kill(pid, signal.SIGKILL)
+        while server.alive:  # noqa: ASYNC110 (a process gives no event)
+            await asyncio.sleep(0.01)
+        await server.restart()
+        assert (server.url, server.alive) == (url, True)
+        assert server.pid != pid
+        assert await client.get("kept") == b"yes"
+        await client.aclose()
+    assert not server.alive
+
+
+async def test_others_are_served_while_a_dead_server_starts_again(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        while server.alive:  # noqa: ASYNC110 (a process gives no event)
+            await asyncio.sleep(0.01)
+        restarting = asyncio.create_task(server.restart())
+        await asyncio.sleep(0)
+        os.kill(server.pid, signal.SIGSTOP)  # as one that loads much
+        try:
+            async with asyncio.timeout(20):
+                for _ in range(20):
+                    await asyncio.sleep(0.02)
+            assert not restarting.done()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await asyncio.wait_for(restarting, 30)
+        assert server.alive
+
+
+async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        server.stop()
+        restarting = asyncio.create_task(server.restart())
+        await asyncio.sleep(0)
+        restarting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+        assert not server.alive
+
+
+async def test_a_lost_redis_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(store, "FIRST_CONTACT", 0.5)
+    with pytest.raises(StoreError):
+        await connect(f"redis://127.0.0.1:{free_port()}")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_the_last_words_of_a_server(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        assert server.last_words() == ""
+        with open(tmp_path / "redis.log", "a") as log:
+            log.write("9657:M 20 Nov 2026 16:32:15.842 # Error writing to the AOF file: No space left on device\n")
+        assert server.last_words() == "Error writing to the AOF file: No space left on device"
+
+
+async def test_a_server_that_stays_away(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path / "redis") as server:
+        client = await connect(server.url)
+        client.patience = 0.3
+        server.stop()
+        with pytest.raises(StoreError, match="expected a Redis that answers"):
+            await client.get("x")
+        await client.aclose()
+
+
+async def test_a_server_that_stands_still(own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SOCKET_TIMEOUT", 0.2)
+    client = await connect(own_server.url)
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        setting = asyncio.create_task(client.set("x", "1"))
+        await asyncio.sleep(0.5)
+        assert not setting.done()
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+    await setting
+    await client.aclose()
+
+
+async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp_path: Path) -> None:
+    async with bad_network("127.0.0.1", port_of(redis_url)) as proxy:
+        client = await connect(f"redis://127.0.0.1:{proxy.port}/0")
+        run = await Run.create(client, f"lossy-{os.urandom(4).hex()}", run_config(tmp_path), {})
+        orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
+        await orchestrator.take(Role.ORCHESTRATOR)
+        await learner.take(Role.LEARNER)
+        await learner.begin(0)
+        for index in range(4):
+            proxy.lose = 1
+            assert [admission.index for admission in await orchestrator.admit()] == [index]
+            proxy.lose = 1
+            await orchestrator.append(index, 1, b"payload", 0, 0.0)
+            assert proxy.lose == 0
+        proxy.lose = 1
+        assert await learner.plan(1, 60) == await learner.find_plan(1)
+        proxy.lose = 1
+        await run.emit({"kind": "once"})
+        assert [record for _, record in await run.records("0", 0)] == [{"kind": "once"}]
+        audit = await learner.audit()
+        assert audit.clean and audit.counts["planned"] == 4
+        await client.aclose()
+
+
+async def test_a_client_rides_over_what_passes_by_itself(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    """As in a failover: the new primary has no replica yet, and takes no writes until it has."""
+    client, other = await connect(own_server.url), await connect(own_server.url)
+    run = await Run.create(client, "failing-over", run_config(tmp_path), {})
+    await other.config_set("min-replicas-to-write", "1")
+    writing = asyncio.gather(client.set("x", "1"), ExperienceLog(run).take(Role.LEARNER))
+    await asyncio.sleep(0.2)
+    assert not writing.done()
+    await other.config_set("min-replicas-to-write", "0")
+    await writing
+    assert await client.get("x") == b"1"
+    await client.aclose()
+    await other.aclose()
+
+
+async def test_an_error_of_the_server_is_told_in_its_own_words(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    client = await connect(own_server.url)
+    run = await Run.create(client, "refused", run_config(tmp_path), {})
+    await client.set(run.key("terms"), "of another type")
+    for asked in (client.hgetall(run.key("terms")), ExperienceLog(run).take(Role.LEARNER)):
+        with pytest.raises(StoreError, match="found WRONGTYPE Operation against a key"):
+            await asked
+    await client.config_set("min-replicas-to-write", "1")
+    client.patience = 0.1
+    for asked in (client.set("x", "1"), run.emit({"kind": "notice"})):
+        with pytest.raises(StoreError, match="found NOREPLICAS"):
+            await asked
+    await client.aclose()
+
+
+async def test_a_full_server_refuses_whole_changes_only(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    client = await connect(own_server.url)
+    run = await Run.create(client, "full", run_config(tmp_path), {})
+    orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
+    await orchestrator.take(Role.ORCHESTRATOR)
+    await learner.take(Role.LEARNER)
+    await learner.begin(0)
+    await orchestrator.admit(4)
+    for index in range(3):
+        await orchestrator.append(index, 1, b"x" * 1000, 0, 0.0)
+    await client.config_set("maxmemory", "1")
+    with pytest.raises(StoreError, match="Raise maxmemory"):
+        await orchestrator.append(3, 1, b"x" * 1000, 0, 0.0)
+    await orchestrator.drop(3, 1, "no room", 0.0)
+    await client.config_set("maxmemory", "0")
+    await orchestrator.admit()
+    await orchestrator.append(4, 1, b"x", 0, 0.0)
+    await client.config_set("maxmemory", "1")
+    await learner.plan(1, 60)
+    await learner.set_version(1)
+    assert await learner.release(1) == 5  # what makes room always works
+    assert (await learner.audit()).clean
+    await client.aclose()
+
+
+def test_a_taken_port(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="our own Redis to start on port") as caught:
+        EmbeddedServer.start(tmp_path / "other", port=port_of(own_server.url))
+    assert "in use" in str(caught.value)
+
+
+def test_stopping_twice_leaves_nothing(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path)
+    server.stop()
+    server.stop()
+    assert not psutil.pid_exists(server.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from polyreme.experience.store import EmbeddedServer\n"
+        "print(EmbeddedServer.start(Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        server = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+        gone, alive = psutil.wait_procs([server], timeout=10)
+    assert gone and not alive
+
+
+async def test_the_password_comes_from_the_environment_unless_the_url_has_one(
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with await connect(own_server.url) as client:
+        await client.config_set("requirepass", "right")
+    with pytest.raises(StoreError, match="POLYREME_REDIS_PASSWORD"):
+        await connect(own_server.url)
+    monkeypatch.setenv("POLYREME_REDIS_PASSWORD", "right")
+    async with await connect(own_server.url) as client:
+        assert await client.ping()
+    with pytest.raises(StoreError, match="to accept us"):
+        await connect(own_server.url.replace("redis://", "redis://:wrong@"))
+    with EmbeddedServer.start(tmp_path / "without") as server:
+        async with await connect(server.url) as client:
+            assert await client.ping()
+
+
+async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = ExperienceLog(run)
+    load = run.redis.script_load
+    restarts = iter(range(3))
+
+    async def loaded_and_lost(script: bytes) -> bytes:
+        digest: bytes = await load(script)
+        if next(restarts, None) is not None:
+            await run.redis.script_flush()
+        return digest
+
+    monkeypatch.setattr(run.redis, "script_load", loaded_and_lost)
+    await run.redis.script_flush()
+    await log.take(Role.ORCHESTRATOR)
+    assert next(restarts, None) is None
+
+
+async def test_who_knows_that_redis_is_there_waits_for_it(own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SOCKET_TIMEOUT", 0.2)
+    monkeypatch.setattr(store, "FIRST_CONTACT", 0.5)
+    os.kill(own_server.pid, signal.SIGSTOP)
+    with pytest.raises(StoreError):
+        await connect(own_server.url)
+    waiting = asyncio.create_task(connect(own_server.url, patience=20.0))
+    await asyncio.sleep(0.5)
+    os.kill(own_server.pid, signal.SIGCONT)
+    await (await waiting).aclose()

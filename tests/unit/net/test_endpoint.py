@@ -1,0 +1,51 @@
+"""Where a server serves and what it tells others of it: never a loopback address to another machine."""
+
+import socket
+
+import pytest
+
+from polyreme.errors import ConfigError
+from polyreme.net.endpoint import address_towards, place_of
+
+
+def test_beside_redis_it_is_the_loopback() -> None:
+    for url in ("redis://127.0.0.1:6379", "redis://localhost:6379/0", "unix:///tmp/redis.sock"):
+        assert address_towards(url) == "127.0.0.1"
+
+
+def test_towards_another_machine_it_is_the_interface_that_leads_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe(socket.socket):
+        def connect(self, address: object) -> None:
+            assert address == ("192.0.2.7", 6400)
+
+        def getsockname(self) -> tuple[str, int]:
+            return "192.0.2.99", 1
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert address_towards("redis://:secret@192.0.2.7:6400/3") == "192.0.2.99"
+
+
+def test_a_name_that_leads_nowhere_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"a way to Redis at nowhere\.invalid"):
+        address_towards("redis://nowhere.invalid:6379")
+
+
+REDIS = "redis://127.0.0.1:6379"
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "redis", "told"),
+    [
+        (None, None, None, ("127.0.0.1:7", "127.0.0.1:8")),
+        (None, None, REDIS, ("127.0.0.1:7", "127.0.0.1:8")),
+        ("192.0.2.1", None, REDIS, ("192.0.2.1:7", "192.0.2.1:8")),
+        ("0.0.0.0", None, REDIS, ("127.0.0.1:7", "127.0.0.1:8")),
+        ("0.0.0.0", None, None, (f"{socket.gethostname()}:7", f"{socket.gethostname()}:8")),
+        ("192.0.2.1", "proxy", REDIS, ("proxy:7", "proxy:8")),
+        ("0.0.0.0", "proxy:80", REDIS, ("proxy:80", "proxy:8")),
+        (None, "proxy:80", None, ("proxy:80", "proxy:8")),
+    ],
+)
+def test_what_is_told_others(host: str | None, advertise: str | None, redis: str | None, told: tuple[str, str]) -> None:
+    place = place_of(host, 0, 0, advertise, redis)
+    assert (place.grpc_address(7), place.http_address(8)) == told

@@ -1,0 +1,77 @@
+"""A password in Redis' URL is taken out of it and never shown, whatever the URL looks like."""
+
+import os
+from urllib.parse import quote
+
+import pytest
+import typer
+import typer.main
+from hypothesis import given
+from hypothesis import strategies as st
+from redis.asyncio.connection import parse_url
+
+from polyreme.cli.main import build_app, commands
+from polyreme.errors import StoreError
+from polyreme.net.redis_url import PASSWORD, without_password
+
+
+@pytest.fixture(autouse=True)
+def no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PASSWORD, "")  # so that it is taken back, too
+
+
+@pytest.mark.parametrize(
+    ("url", "stripped", "password"),
+    [
+        ("redis://127.0.0.1:6379/0", "redis://127.0.0.1:6379/0", ""),
+        ("redis://me@redis:6379", "redis://me@redis:6379", ""),
+        ("redis://:secret@redis:6379/0", "redis://redis:6379/0", "secret"),
+        ("rediss://me:se%2Fcret@[::1]:6379/2?db=1", "rediss://me@[::1]:6379/2?db=1", "se/cret"),
+        ("redis://redis/0?password=secret&db=1", "redis://redis/0?db=1", "secret"),
+        ("unix:///run/redis.sock?password=se%26cret", "unix:///run/redis.sock", "se&cret"),
+        ("unix://me:secret@/run/redis.sock?db=1", "unix://me@/run/redis.sock?db=1", "secret"),
+    ],
+)
+def test_the_password_moves_to_the_environment(url: str, stripped: str, password: str) -> None:
+    assert (without_password(url), os.environ[PASSWORD]) == (stripped, password)
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1), st.sampled_from(["", "me"]))
+def test_any_password_is_the_one_that_redis_would_get(password: str, user: str) -> None:
+    url = f"redis://{user}:{quote(password, safe='')}@redis:6379/3"
+    expected = parse_url(url)
+    assert expected.pop("password") == password
+    stripped = without_password(url)
+    assert os.environ[PASSWORD] == password
+    assert stripped is not None and parse_url(stripped) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "secret@redis:6379",
+        "me:secret@redis",
+        "http://:secret@redis",
+        "redis://:secret",
+        "redis://:sec/secret@redis:6379",
+        "redis://:12/secret@redis:6379",
+        "redis://:12?secret@redis:6379",
+        "redis://:12#secret@redis:6379",
+        "redis://:[secret@redis:6379",
+        "redis://:se]cret@redis:secret",
+    ],
+)
+def test_a_url_that_is_none_is_not_shown(url: str) -> None:
+    with pytest.raises(StoreError, match=r"expected a Redis URL such as redis://127\.0\.0\.1:6379/0") as caught:
+        without_password(url)
+    assert "secret" not in str(caught.value)
+    assert os.environ[PASSWORD] == ""
+
+
+@pytest.mark.parametrize("name", [command.name for command in commands()])
+def test_every_command_takes_the_password_out(name: str) -> None:
+    command = vars(typer.main.get_command(build_app([name])))["commands"][name]
+    [option] = [option for option in command.params if "POLYREME_REDIS" in str(option.envvar)]
+    with typer.Context(command) as context:
+        assert option.process_value(context, "redis://:secret@redis:6379/0") == "redis://redis:6379/0"
+    assert os.environ[PASSWORD] == "secret"

@@ -1,0 +1,64 @@
+"""Signals as a service gets them: the first asks it to end, a second one ends it."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from polyreme.process.lifecycle import Child
+
+SERVICE = """
+import asyncio, time
+from polyreme.process.lifecycle import exit_on_error, stop_event
+
+async def serve():
+    stop = stop_event()
+    print("up", flush=True)
+    time.sleep(BUSY)
+    try:
+        await stop.wait()
+        print("draining", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        print("tidied", flush=True)
+
+with exit_on_error("service"):
+    asyncio.run(serve())
+"""
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+def test_a_group_is_ended_with_its_leader_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose number it is later is not ours to end."""
+    ended: list[int] = []
+    child = Child.spawn("short", [sys.executable, "-S", "-c", ""])
+    monkeypatch.setattr(os, "killpg", lambda pid, _: ended.append(pid))
+    assert asyncio.run(child.wait()) == 0
+    child.kill()
+    child.kill()
+    assert ended == [child.pid]
+
+
+@pytest.mark.parametrize("numbers", [(INT, INT), (TERM, TERM), (INT, TERM)])
+@pytest.mark.parametrize("busy", [0.0, 1.0], ids=["one after the other", "both while it is busy"])
+def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], busy: float) -> None:
+    script = SERVICE.replace("BUSY", str(busy))
+    service = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert service.stdout is not None
+        assert service.stdout.readline() == "up\n"
+        service.send_signal(numbers[0])
+        if not busy:
+            assert service.stdout.readline() == "draining\n"
+        time.sleep(0.2)  # two of a kind that are both pending are one
+        service.send_signal(numbers[1])
+        output, _ = service.communicate(timeout=20)
+    finally:
+        service.kill()
+        service.wait()
+    assert service.returncode == 130
+    assert output.splitlines()[-1] == "tidied" and "Traceback" not in output

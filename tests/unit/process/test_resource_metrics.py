@@ -1,0 +1,28 @@
+"""What a service says it uses: of itself, and of a child that lives."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+
+from polyreme.process.resource_metrics import Usage, process_tree
+
+
+def test_children_count_too() -> None:
+    seconds, memory = process_tree()
+    busy = "import time; block = bytearray(64 << 20); began = time.process_time()\nwhile time.process_time() < began + 0.3: pass\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", busy]) as child:
+        deadline = time.monotonic() + 20
+        while sum(psutil.Process(child.pid).cpu_times()[:2]) < 0.3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        more_seconds, more_memory = process_tree()
+        child.kill()
+    assert more_seconds >= seconds + 0.3
+    assert more_memory >= memory + (60 << 20)
+
+
+def test_names_and_units() -> None:
+    found = {metric.name: metric for metric in Usage().collect()}
+    assert found["polyreme_cpu_seconds"].samples[0].name == "polyreme_cpu_seconds_total"
+    assert found["polyreme_memory_bytes"].samples[0].value > 1 << 20

@@ -1,0 +1,208 @@
+"""Supervision of real child processes: restarts and their limit, units that end together, groups that are ended whole."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyreme.errors import GateError, RunFailedError, StaleTermError
+from polyreme.process.supervisor import ChildFailedError, Program, Supervisor, Unit, last_error
+from support.processes import runs
+
+pytestmark = pytest.mark.timeout(45)  # what supervision should have ended sleeps for longer
+
+
+def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) -> Unit:
+    """A unit of one Python process per script; `note(text)` in it appends a line to notes.txt."""
+    prelude = (
+        f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
+    )
+
+    def programs() -> list[Program]:
+        return [
+            Program(f"{name}-{place}", (sys.executable, "-S", "-c", prelude + script)) for place, script in enumerate(scripts)
+        ]
+
+    return Unit(name, programs, folder, serves)
+
+
+def notes(folder: Path) -> list[str]:
+    path = folder / "notes.txt"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_dead_child_is_started_again_until_it_ends_well(tmp_path: Path) -> None:
+    script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 3 else 1)"
+    await Supervisor([unit(tmp_path, script)], max_restarts=5, first_backoff=0.01).run()
+    assert notes(tmp_path) == ["start"] * 3
+
+
+async def test_a_server_that_ends_unasked_is_started_again(tmp_path: Path) -> None:
+    serve = "signal.signal(signal.SIGTERM, lambda *_: (note('drained'), sys.exit(0)))\nnote('up')\nwhile True: time.sleep(0.02)"
+    supervisor = Supervisor([unit(tmp_path, serve, name=name, serves=True) for name in "ab"], max_restarts=1, first_backoff=0.01)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: notes(tmp_path) == ["up"] * 2)
+    children = [child for child in psutil.Process().children() if str(tmp_path) in " ".join(child.cmdline())]
+    children[0].terminate()
+    await until(lambda: notes(tmp_path).count("up") == 3)
+    await supervisor.stop(grace=10)
+    await task  # an end that was asked for is a good one, and cuts no other server's short
+    assert notes(tmp_path).count("drained") == 3
+
+
+async def test_restarts_before_a_long_good_time_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme.process.supervisor.WELL_SECONDS", 0.0)
+    script = f"note('start'); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) == 6 else 1)"
+    await Supervisor([unit(tmp_path, script)], max_restarts=1, first_backoff=0.01).run()
+    assert notes(tmp_path) == ["start"] * 6
+
+
+async def test_each_unit_has_its_own_restarts(tmp_path: Path) -> None:
+    dying = "note('start'); raise ValueError('of no use')"
+    twice = f"note('twice'); sys.exit(0 if open({str(tmp_path / 'notes.txt')!r}).read().count('twice') > 2 else 1)"
+    units = [unit(tmp_path, twice, name="a"), unit(tmp_path, dying, name="b")]
+    with pytest.raises(ChildFailedError, match=r"b-0 ended with status 1 after 3 restarts: ValueError: of no use"):
+        await Supervisor(units, max_restarts=3, first_backoff=0.05).run()
+    assert notes(tmp_path).count("start") == 4
+    assert notes(tmp_path).count("twice") == 3
+
+
+async def test_what_cannot_be_started_is_told_and_the_others_are_ended(tmp_path: Path) -> None:
+    def programs() -> list[Program]:
+        started = Program("there", (sys.executable, "-c", "import time; time.sleep(90)", str(tmp_path)))
+        return [started, Program("missing", (str(tmp_path / "nothing"),))]
+
+    with pytest.raises(RunFailedError, match=r"missing to start, .* No such file"):
+        await Supervisor([Unit("work", programs, tmp_path)], max_restarts=3).run()
+    assert not [child for child in psutil.Process().children() if str(tmp_path) in child.cmdline()]
+
+
+async def test_a_death_by_signal_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError, match="work-0 was ended by SIGKILL"):
+        await Supervisor([unit(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")], max_restarts=0).run()
+
+
+async def test_an_error_that_a_restart_would_meet_again_is_final(tmp_path: Path) -> None:
+    script = f"note('start'); print('learner: error: the logits differ'); sys.exit({GateError.exit_code})"
+    with pytest.raises(ChildFailedError, match="the logits differ") as caught:
+        await Supervisor([unit(tmp_path, script)], max_restarts=5, first_backoff=0.01).run()
+    assert notes(tmp_path) == ["start"]
+    assert caught.value.child.name == "work-0"
+
+
+async def test_the_message_of_a_child_that_said_why_is_passed_on_as_it_is(tmp_path: Path) -> None:
+    message = "expected 1 replica; found 0. Start one."
+    script = f"print('child: error: {message}'); sys.exit({GateError.exit_code})"
+    with pytest.raises(ChildFailedError) as caught:
+        await Supervisor([unit(tmp_path, script)], max_restarts=5).run()
+    assert str(caught.value) == message
+    assert str(RunFailedError("the run to go on", str(caught.value), "Mend it.")) == message
+
+
+async def test_a_child_whose_role_was_taken_over_ends_supervision_as_such(tmp_path: Path) -> None:
+    with pytest.raises(StaleTermError):
+        await Supervisor([unit(tmp_path, f"sys.exit({StaleTermError.exit_code})")], max_restarts=5).run()
+
+
+async def test_one_dead_rank_restarts_all_ranks(tmp_path: Path) -> None:
+    first = f"note('rank 0'); time.sleep(0.2); sys.exit(0 if len(open({str(tmp_path / 'notes.txt')!r}).readlines()) > 3 else 1)"
+    second = f"note('rank 1')\nwhile len(open({str(tmp_path / 'notes.txt')!r}).readlines()) < 4: time.sleep(0.02)"
+    await Supervisor([unit(tmp_path, first, second)], max_restarts=1, first_backoff=0.01).run()
+    assert sorted(notes(tmp_path)) == ["rank 0", "rank 0", "rank 1", "rank 1"]
+
+
+async def test_nothing_is_left_of_a_group_when_its_leader_has_died(tmp_path: Path) -> None:
+    script = (
+        "child = os.fork()\n"
+        "if child == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN); note(os.getpid()); time.sleep(90)\n"
+        f"while not os.path.exists({str(tmp_path / 'notes.txt')!r}): time.sleep(0.01)\n"
+        "os._exit(1)"
+    )
+    with pytest.raises(ChildFailedError):
+        await Supervisor([unit(tmp_path, script)], max_restarts=0).run()
+    await until(lambda: all(not runs(int(pid)) for pid in notes(tmp_path)))
+
+
+async def test_cancelling_supervision_ends_its_children(tmp_path: Path) -> None:
+    task = asyncio.create_task(Supervisor([unit(tmp_path, "note(os.getpid()); time.sleep(90)")], max_restarts=1).run())
+    await until(lambda: len(notes(tmp_path)) == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not runs(int(notes(tmp_path)[0]))
+
+
+async def test_stop_terminates_gently_and_kills_what_does_not_listen(tmp_path: Path) -> None:
+    listens = "signal.signal(signal.SIGTERM, lambda *_: (note('saved'), sys.exit(0))); note('up'); time.sleep(90)"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('up'); time.sleep(90)"
+    supervisor = Supervisor([unit(tmp_path, listens, name="a"), unit(tmp_path, deaf, name="b")], max_restarts=3)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: notes(tmp_path).count("up") == 2)
+    await supervisor.stop(grace=0.5)
+    with pytest.raises(ChildFailedError, match="b-0 was ended by SIGKILL"):
+        await task
+    assert "saved" in notes(tmp_path)
+
+
+async def test_a_child_that_dies_while_draining_is_not_started_again(tmp_path: Path) -> None:
+    supervisor = Supervisor([unit(tmp_path, "note('start'); time.sleep(0.2); sys.exit(1)")], max_restarts=3)
+    supervisor.draining = True
+    with pytest.raises(ChildFailedError):
+        await supervisor.run()
+    assert notes(tmp_path) == ["start"]
+
+
+async def test_a_child_that_died_before_the_drain_is_not_started_again(tmp_path: Path) -> None:
+    supervisor = Supervisor([unit(tmp_path, "note('start'); sys.exit(1)")], max_restarts=3, first_backoff=0.5)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: "start" in notes(tmp_path))
+    await asyncio.sleep(0.2)
+    await supervisor.stop(grace=0.1)
+    with pytest.raises(ChildFailedError):
+        await task
+    assert notes(tmp_path) == ["start"]
+
+
+async def test_logs_are_kept_over_restarts(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError):
+        await Supervisor([unit(tmp_path, "print('once'); sys.exit(1)")], max_restarts=1, first_backoff=0.01).run()
+    assert (tmp_path / "work-0.log").read_text().splitlines() == ["once", "once"]
+
+
+def test_the_telling_line_of_a_log() -> None:
+    assert last_error("polyreme: error: expected a; found b. Do c.\nbye\n") == "expected a; found b. Do c."
+    assert (
+        last_error("Traceback (most recent call last):\n  ...\ntorch.OutOfMemoryError: no room\n")
+        == "torch.OutOfMemoryError: no room"
+    )
+    assert last_error("hello\n\n") == "hello"
+    assert last_error("") == ""
+
+
+def test_children_die_with_a_killed_owner(tmp_path: Path) -> None:
+    owner = (
+        "import asyncio, sys\nfrom pathlib import Path\nfrom polyreme.process.supervisor import Program, Supervisor, Unit\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "argv = (sys.executable, '-c', f'import os, time; open({str(folder)!r} + \"/notes.txt\", \"a\").write(str(os.getpid()) + chr(10)); time.sleep(90)')\n"
+        "asyncio.run(Supervisor([Unit('a', lambda: [Program('a', argv)], folder)], 0).run())\n"
+    )
+    pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", owner])
+    try:
+        asyncio.run(until(lambda: len(notes(tmp_path)) == 1))
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    asyncio.run(until(lambda: not runs(int(notes(tmp_path)[0]))))

@@ -1,0 +1,300 @@
+"""The swap machine against a model of it: whatever is staged, damaged, failed or stale, what is served is whole or nothing."""
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from polyreme.weights.arena import Arena
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+from polyreme_rollout.arena_cache import ArenaCache
+from polyreme_rollout.engine.base import ArenaSource
+from polyreme_rollout.weight_swap import FAILURES_TO_QUARANTINE, Refusal, Staging, Swapper, VersionId
+from support.receiver import MemoryEngine
+
+LAYOUT = plan_manifest([TensorSpec("a", "F32", (3,)), TensorSpec("b", "F32", (2, 2))], {"c": "a"})
+NAMES = frozenset({"a", "b"})
+
+
+def write(arena: Arena, slot: int, term: int, version: int, value: float, layout: Manifest = LAYOUT) -> tuple[Manifest, int]:
+    """A version whose numbers are all `value`; its manifest and generation."""
+    arena.begin(slot)
+    for view in tensor_views(layout, arena.slot_view(slot)).values():
+        view[...] = value
+    generation = arena.complete(slot, version, term)
+    return seal(layout.stamped("run", term, version), arena.slot_view(slot)), generation
+
+
+Slot = tuple[int, int]
+"""Of the arena: number and generation."""
+OWN: Slot = (-1, -1)
+"""Memory of the replica's own, where nobody else writes."""
+
+
+AHEAD = st.sampled_from([0] * 10 + [1, -1])
+VERSIONS = st.sampled_from([None] * 6 + [0, 1, 2])
+OTHER = st.sampled_from([False] * 9 + [True])
+
+
+def sent(term: int, version: int, value: float) -> tuple[Manifest, bytearray]:
+    """A version whose numbers are all `value`, as it is streamed."""
+    data = bytearray(LAYOUT.nbytes)
+    for view in tensor_views(LAYOUT, memoryview(data)).values():
+        view[...] = value
+    return seal(LAYOUT.stamped("run", term, version), memoryview(data)), data
+
+
+class SwapMachine(RuleBasedStateMachine):
+    """Model: `served` = (term, version, value) or None; `staged` likewise; failures in a row; the highest term seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.arena = Arena.create(f"test-{uuid.uuid4().hex[:12]}", LAYOUT.nbytes)
+        self.engine = MemoryEngine(sorted(NAMES))
+        self.redis_term, self.lost, self.announced = 0, 0, []
+        self.swapper = Swapper("run", self.engine, lambda: self.redis_term, self._on_swap, self._on_lost)
+        self.slots: dict[int, tuple[Manifest, int, float]] = {}
+        self.served: tuple[int, int, float] | None = None
+        self.served_slot: Slot | None = None
+        self.staged: tuple[int, int, float, Slot] | None = None
+        self.salted: dict[str, float | None] = {}
+        self.term = self.failures = self.numbers = 0
+
+    def teardown(self) -> None:
+        self.arena.close()
+        self.loop.close()
+
+    def _on_swap(self, version: int, sampled: Any) -> None:
+        assert self.engine.paused, "told while sampling goes on"
+        self.announced.append(version)
+
+    def _on_lost(self) -> None:
+        self.lost += 1
+
+    def attempt(self, work: Any) -> str:
+        """OK, or the refusal's code."""
+        try:
+            self.loop.run_until_complete(work)
+        except Refusal as refusal:
+            return refusal.code
+        return "OK"
+
+    def gate(self, term: int) -> str | None:
+        """What every call meets first; the model's own view."""
+        self.term = max(self.term, self.redis_term)
+        if term < self.term:
+            return "ABORTED"
+        self.term = term
+        return "FAILED_PRECONDITION" if self.failures >= FAILURES_TO_QUARANTINE else None
+
+    @initialize()
+    def start(self) -> None:
+        assert self.swapper.version is None
+
+    def identity(self, ahead: int, version: int | None) -> tuple[int, int]:
+        """Term, `ahead` of the newest, and version; None: the one that comes next."""
+        term = max(1, self.term + ahead, self.redis_term + ahead)
+        following = self.served[1] + 1 if self.served and self.served[0] == term else 0
+        return term, following if version is None else version
+
+    @rule(slot=st.integers(0, 2), ahead=AHEAD, version=VERSIONS)
+    def learner_writes(self, slot: int, ahead: int, version: int | None) -> None:
+        self.numbers += 1
+        value, (term, version) = float(self.numbers), self.identity(ahead, version)
+        self.slots[slot] = (*write(self.arena, slot, term, version, value), value)
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data())
+    def stage(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.slots)))
+        manifest, generation, value = self.slots[slot]
+        expected = self.gate(manifest.term) or "OK"
+        assert self.attempt(self.swapper.stage(manifest, str(self.arena.path), slot, generation)) == expected
+        if expected == "OK":
+            self.staged = (manifest.term, manifest.version, value, (slot, generation))
+
+    @rule(ahead=AHEAD, version=VERSIONS, chunk=st.integers(1, 200), fate=st.sampled_from(["", "", "", "cut", "wrong"]))
+    def stream(self, ahead: int, version: int | None, chunk: int, fate: str) -> None:
+        """A version of its own into the replica's own memory: whole, cut off before its end, or with a wrong byte."""
+        self.numbers += 1
+        term, version = self.identity(ahead, version)
+        manifest, bytes_ = sent(term, version, float(self.numbers))
+        if fate == "wrong":
+            bytes_[-1] ^= 1
+        expected = self.gate(term) or {"": "OK", "cut": "INVALID_ARGUMENT", "wrong": "DATA_LOSS"}[fate]
+        assert self.attempt(self.receive(manifest, bytes_[: -1 if fate == "cut" else None], chunk)) == expected
+        if expected in ("ABORTED", "FAILED_PRECONDITION"):
+            return
+        if self.staged and self.staged[3] is OWN:
+            self.staged = None  # its memory was taken
+        if expected == "OK":
+            self.staged = (term, version, float(self.numbers), OWN)
+
+    async def receive(self, manifest: Manifest, data: bytearray, chunk: int) -> None:
+        async with self.swapper.receive(manifest) as incoming:
+            assert incoming.position == 0
+            for offset in range(0, len(data), chunk):
+                await incoming.add(offset, memoryview(data)[offset : offset + chunk])
+
+    def intact(self, slot: "Slot | None") -> bool:
+        return slot is OWN or (slot is not None and self.arena.generation(slot[0]) == slot[1])
+
+    @precondition(lambda self: self.slots)
+    @rule(data=st.data(), damage=st.sampled_from(["bytes", "generation", "path"]))
+    def stage_damaged(self, data: st.DataObject, damage: str) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.slots)))
+        manifest, generation, _ = self.slots[slot]
+        path = str(self.arena.path)
+        expected = self.gate(manifest.term) or ("NOT_FOUND" if damage == "path" else "DATA_LOSS")
+        first = self.arena.slot_view(slot)
+        kept = first[0]
+        if damage == "bytes":
+            first[0] ^= 1
+        outcome = self.attempt(
+            self.swapper.stage(manifest, path + "x" * (damage == "path"), slot, generation + 2 * (damage == "generation"))
+        )
+        first[0] = kept
+        assert outcome == expected
+
+    @precondition(lambda self: self.staged or self.numbers % 5 == 0)
+    @rule(ahead=AHEAD, version=VERSIONS, other=OTHER, broken=st.sampled_from([0, 0, 0, 1, 2]))
+    def commit(self, ahead: int, version: int | None, other: bool, broken: int) -> None:
+        """`broken`: how many of the loads that follow fail half way; `other`: what is asked for need not be what is staged."""
+        wanted = self.staged[:2] if self.staged and not other else self.identity(ahead, version)
+        self.engine.broken_loads = broken
+        expected = self.expect_commit(*wanted, broken)
+        assert self.attempt(self.swapper.commit("run", VersionId(*wanted))) == expected
+        self.engine.broken_loads = 0
+
+    def expect_commit(self, term: int, version: int, broken: int) -> str:
+        if refused := self.gate(term):
+            return refused
+        if self.served and self.served[:2] == (term, version):
+            return "OK"
+        if self.served and self.served[0] == term and self.served[1] > version:
+            return "FAILED_PRECONDITION"
+        if not self.staged or self.staged[:2] != (term, version):
+            return "FAILED_PRECONDITION"
+        *_, value, slot = self.staged
+        self.staged = None
+        if broken == 0 and self.intact(slot):
+            self.served, self.served_slot, self.failures = (term, version, value), slot, 0
+            return "OK"
+        self.failures += 1
+        broken -= self.intact(slot)  # a load that never began uses up no damage
+        if broken > 0 or not self.intact(self.served_slot):
+            self.served = self.served_slot = None
+        return "INTERNAL"
+
+    @rule(comes=OTHER)
+    def another_learner_takes_over(self, comes: bool) -> None:
+        self.redis_term += comes
+
+    @invariant()
+    def what_is_served_is_whole(self) -> None:
+        served = self.swapper.served
+        assert ((served.id.term, served.id.version) if served else None) == (self.served[:2] if self.served else None)
+        assert self.swapper.quarantined == (self.failures >= FAILURES_TO_QUARANTINE)
+        assert self.swapper.steady.is_set()
+        if self.served:
+            assert not self.engine.paused
+            assert {float(x) for view in self.engine.weights.values() for x in view.ravel()} == {self.served[2]}
+            assert self.announced[-1] == self.served[1]
+
+    @invariant()
+    def no_two_weights_share_cached_prefixes(self) -> None:
+        salt = self.loop.run_until_complete(self.swapper.steady_salt())
+        value = self.served[2] if self.served else None
+        assert self.salted.setdefault(salt, value) == value
+
+
+SwapMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestSwaps = SwapMachine.TestCase
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena.create(f"test-{uuid.uuid4().hex[:12]}", LAYOUT.nbytes)
+    yield arena
+    arena.close()
+
+
+def source(part: int, parts: int, names: list[str], version: int = 1) -> ArenaSource:
+    layout = plan_manifest([TensorSpec(name, "F32", (1,)) for name in names], part=part, parts=parts)
+    return ArenaSource("/none", b"", 0, 2, layout.stamped("run", 1, version))
+
+
+def test_a_version_of_parts_is_taken_when_all_are_there() -> None:
+    staging = Staging(NAMES)
+    staging.put(source(1, 2, ["b"]))
+    with pytest.raises(Refusal, match=r"lacks parts \[0\] of 2"):
+        staging.take(VersionId(1, 1))
+    staging.put(source(0, 2, ["a"]))
+    assert [part.manifest.part for part in staging.take(VersionId(1, 1))] == [0, 1]
+    staging.put(source(0, 2, ["a"], version=2))
+    with pytest.raises(Refusal, match="version 1 of term 1 is not staged; version 2 of term 1 is"):
+        staging.take(VersionId(1, 1))
+
+
+@pytest.mark.parametrize(("names", "text"), [(["a"], "missing b, unknown none"), (["a", "b", "d"], "missing none, unknown d")])
+def test_names_must_cover_the_model(names: list[str], text: str) -> None:
+    staging = Staging(NAMES)
+    staging.put(source(0, 1, names))
+    with pytest.raises(Refusal, match=text) as refused:
+        staging.take(VersionId(1, 1))
+    assert refused.value.code == "FAILED_PRECONDITION"
+
+
+async def test_a_slot_written_anew_after_staging_is_not_loaded(arena: Arena) -> None:
+    engine = MemoryEngine(sorted(NAMES))
+    swapper = Swapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
+    manifest, generation = write(arena, 0, 1, 1, 1.0)
+    await swapper.stage(manifest, str(arena.path), 0, generation)
+    write(arena, 0, 1, 2, 2.0)
+    with pytest.raises(Refusal, match="written anew; nothing is served") as refused:
+        await swapper.commit("run", VersionId(1, 1))
+    assert refused.value.code == "INTERNAL"
+
+
+async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
+    engine = MemoryEngine(sorted(NAMES))
+    swapper = Swapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
+    manifest, generation = write(arena, 0, 1, 1, 1.0)
+    await swapper.stage(manifest, str(arena.path), 0, generation)
+    engine.may_load.clear()
+    call = asyncio.ensure_future(swapper.commit("run", VersionId(1, 1)))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not swapper.steady.is_set()
+    salt = asyncio.ensure_future(swapper.steady_salt())
+    await asyncio.sleep(0)
+    assert not salt.done(), "what is submitted now is computed with the new weights"
+    engine.may_load.set()
+    assert (await salt).startswith("1.1.")
+    assert swapper.version == 1
+    assert not engine.paused
+
+
+def test_an_arena_put_in_anothers_place_is_told_from_it() -> None:
+    run_id, cache = f"test-{uuid.uuid4().hex[:12]}", ArenaCache()
+    first = Arena.create(run_id, LAYOUT.nbytes)
+    path = str(first.path)
+    manifest, _ = write(first, 0, 1, 1, 5.0)
+    assert cache.at(path).nonce == first.nonce
+    second = Arena.create(run_id, LAYOUT.nbytes)
+    assert cache.at(path).nonce == second.nonce
+    kept = tensor_views(manifest, cache.named(path, first.nonce).slot_view(0))
+    assert np.all(kept["a"] == 5.0)
+    second.close()
+    first.close()
+    cache.close()

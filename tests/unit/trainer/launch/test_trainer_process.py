@@ -1,0 +1,216 @@
+"""The run's state from the ends of the trainer's processes: a real run in a real Redis, small real processes as children."""
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from redis.asyncio import Redis
+
+from polyreme.config.run import RunConfig
+from polyreme.errors import GateError, RunFailedError, StaleTermError
+from polyreme.experience.run import Run, RunState
+from polyreme.process.supervisor import ChildFailedError, Program, Unit
+from polyreme_trainer.launch import trainer_process
+from polyreme_trainer.launch.trainer_process import MeetingPlace, Trainer, trainer_units
+from support.processes import runs
+
+UNTIL_DRAINED = """
+import os, redis, time
+client = redis.Redis.from_url(os.environ["POLYREME_REDIS"])
+while client.hget(os.environ["META"], "state") != b"draining":
+    time.sleep(0.02)
+"""
+FOREVER = "import time\ntime.sleep(60)"
+
+
+@pytest.fixture
+async def config(run: Run) -> RunConfig:
+    config = await run.config()
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+def trainer(config: RunConfig, run: Run, redis_url: str, *scripts: str) -> Trainer:
+    """A trainer whose children run `scripts`."""
+    env = {"POLYREME_REDIS": redis_url, "META": run.key("meta")}
+    units = [
+        Unit(
+            f"child-{place}",
+            lambda place=place, script=script: [Program(f"child-{place}", (sys.executable, "-c", script), env)],
+            config.run_dir,
+        )
+        for place, script in enumerate(scripts)
+    ]
+    return Trainer(config, run, units)
+
+
+async def test_the_run_is_done_when_every_child_ended_well(run: Run, config: RunConfig, redis_url: str) -> None:
+    await run.emit({"kind": "done_learning"})
+    await trainer(config, run, redis_url, "pass", "pass").run()
+    assert (await run.state())[0] is RunState.DONE
+    assert (config.run_dir / "summary.json").exists()
+    assert "done_learning" in (config.run_dir / "metrics.jsonl").read_text()
+
+
+async def test_a_child_that_cannot_go_on_fails_the_run_with_its_reason(run: Run, config: RunConfig, redis_url: str) -> None:
+    script = f"import sys; print('learner: error: the replica answers otherwise'); sys.exit({GateError.exit_code})"
+    with pytest.raises(ChildFailedError):
+        await trainer(config, run, redis_url, script, FOREVER).run()
+    state, reason = await run.state()
+    assert state is RunState.FAILED
+    assert "the replica answers otherwise" in reason
+
+
+async def test_records_that_cannot_be_written_are_told_and_written_later(
+    run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_process, "_RECORDS_RETRY_SECONDS", 0.2)
+    in_the_way = config.run_dir / "metrics.jsonl"
+    in_the_way.mkdir()
+    await run.emit({"kind": "done_learning"})
+    task = asyncio.create_task(trainer(config, run, redis_url, "import time\ntime.sleep(3)").run())
+
+    async def told() -> str | None:
+        notices = [record["text"] for _, record in await run.records("0", 0) if record["kind"] == "notice"]
+        return notices[0] if notices else None
+
+    assert "records are not being written" in str(await run.until(told, within=10))
+    in_the_way.rmdir()
+    await asyncio.wait_for(task, 20)
+    assert "done_learning" in in_the_way.read_text()
+
+
+async def test_a_run_that_another_process_declares_failed_ends_here(run: Run, config: RunConfig, redis_url: str) -> None:
+    task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
+    await asyncio.sleep(0.2)
+    await run.set_state(RunState.FAILED, "no replica is left")
+    with pytest.raises(RunFailedError, match="no replica is left"):
+        await asyncio.wait_for(task, 10)
+    assert await run.state() == (RunState.FAILED, "no replica is left")
+
+
+async def test_a_stop_drains_and_is_a_good_end(run: Run, config: RunConfig, redis_url: str) -> None:
+    task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED, UNTIL_DRAINED).run())
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(task, 20)
+    assert (await run.state())[0] is RunState.DONE
+
+
+async def test_a_drain_takes_its_time_however_soon_attempts_expire(run: Run, config: RunConfig, redis_url: str) -> None:
+    impatient = config.model_copy(update={"trainer": config.trainer.model_copy(update={"straggler_timeout": 0.1})})
+    task = asyncio.create_task(trainer(impatient, run, redis_url, UNTIL_DRAINED + "time.sleep(1)").run())
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(task, 20)
+    assert (await run.state())[0] is RunState.DONE
+
+
+async def test_a_stop_is_over_before_who_asked_for_it_kills(
+    run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_process, "DRAIN_SECONDS", 0.3)
+    task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
+    await asyncio.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(ChildFailedError, match="SIGTERM"):
+        await asyncio.wait_for(task, 20)
+    assert (await run.state())[0] is RunState.FAILED
+
+
+ALONE = """
+import asyncio, os, sys
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.process.supervisor import Program, Unit
+from polyreme_trainer.launch.trainer_process import Trainer
+
+async def main(url, run_id, script, owner):
+    run = await Run.attach(await connect(url), run_id, 0)
+    config = await run.config()
+    env = {"POLYREME_REDIS": url, "META": run.key("meta")}
+    unit = Unit("child", lambda: [Program("child", (sys.executable, "-c", script), env)], config.run_dir)
+    await Trainer(config, run, [unit], int(owner) if owner else None).run()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("owner", "last"), [("", RunState.DONE), ("$$", RunState.STARTING)])
+async def test_only_the_death_of_up_ends_its_trainer_without_a_drain(
+    owner: str, last: RunState, run: Run, config: RunConfig, redis_url: str
+) -> None:
+    started = config.run_dir / "started"
+    script = f"open({str(started)!r}, 'w').close()" + UNTIL_DRAINED
+    shell = f'"$@" "{owner}" >/dev/null 2>&1 & echo $!; while [ ! -e {started} ]; do sleep 0.05; done'
+    command = ("sh", "-c", shell, "sh", sys.executable, "-c", ALONE, redis_url, run.run_id, script)
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    told, _ = await asyncio.wait_for(process.communicate(), 60)
+    pid = int(told)
+    try:
+        os.kill(pid, signal.SIGTERM)
+        async with asyncio.timeout(30):
+            while runs(pid):  # noqa: ASYNC110 (a stranger's process gives no event)
+                await asyncio.sleep(0.05)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert (await run.state())[0] is last
+
+
+def test_a_drain_ends_a_good_while_before_the_deployments_lose_patience() -> None:
+    root = Path(__file__).resolve().parents[4]
+    services = yaml.safe_load((root / "docker-compose.yml").read_text())["services"]
+    told = {service["stop_grace_period"] for name, service in services.items() if name.startswith("trainer")}
+    jobs = yaml.safe_load_all((root / "deploy" / "kubernetes" / "base" / "trainer.yaml").read_text())
+    [grace] = [job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] for job in jobs if job["kind"] == "Job"]
+    assert (told, grace) == ({"10m"}, 600)
+    assert trainer_process.DRAIN_SECONDS <= 600 - 60
+
+
+async def test_a_run_taken_over_keeps_the_state_of_its_new_trainer(run: Run, config: RunConfig, redis_url: str) -> None:
+    await run.set_state(RunState.RUNNING)
+    with pytest.raises(StaleTermError):
+        await trainer(config, run, redis_url, f"raise SystemExit({StaleTermError.exit_code})").run()
+    assert (await run.state())[0] is RunState.RUNNING
+
+
+async def test_the_stop_of_a_trainer_that_was_taken_over_is_not_its_successor_s(
+    run: Run, config: RunConfig, redis: Redis, redis_url: str
+) -> None:
+    task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
+    await asyncio.sleep(0.3)
+    successor = await Run.resume(redis, run.run_id, config, {})
+    await successor.set_state(RunState.RUNNING)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(StaleTermError):
+        await asyncio.wait_for(task, 20)
+    assert await successor.state() == (RunState.RUNNING, "")
+
+
+def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config: RunConfig) -> None:
+    parallel = config.trainer.parallel.model_copy(update={"tensor": 2, "data": 2, "threads": 3})
+    wide = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": parallel})})
+    learner, orchestrator = trainer_units(wide, "r", "redis://somewhere", tmp_path)
+    ranks = learner.programs()
+    assert [program.env["RANK"] for program in ranks] == ["0", "1", "2", "3"]
+    assert {program.env["WORLD_SIZE"] for program in ranks} == {"4"}
+    assert len({program.env["MASTER_PORT"] for program in ranks}) == 1
+    assert {program.env["OMP_NUM_THREADS"] for program in ranks} == {"3"}
+    assert len(orchestrator.programs()) == 1
+
+
+def test_ranks_of_several_machines_are_led_by_one_process(tmp_path: Path, config: RunConfig) -> None:
+    parallel = config.trainer.parallel.model_copy(update={"data": 2, "nodes": 2})
+    wide = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": parallel})})
+    learner, _ = trainer_units(wide, "r", "redis://somewhere", tmp_path, place=MeetingPlace("trainer.learner", 29500))
+    [leader] = learner.programs()
+    command = " ".join(leader.argv)
+    assert "-m polyreme_trainer.launch" in command and "--port 29500 --host trainer.learner" in command
+    assert command.endswith("-- -m polyreme_trainer.learner")
+    assert (leader.env["POLYREME_RUN"], leader.env["POLYREME_REDIS"]) == ("r", "redis://somewhere")

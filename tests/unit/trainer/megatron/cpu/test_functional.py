@@ -1,0 +1,115 @@
+"""The fused pieces of a layer against their textbook forms, values and gradients; one process, no model."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from polyreme.config.run import OptimizerConfig
+from polyreme_trainer.megatron.cpu.functional import rms_norm, rotary, swiglu
+from polyreme_trainer.megatron.cpu.linear import linear
+from polyreme_trainer.megatron.logprobs import token_logprobs
+from polyreme_trainer.megatron.optimizer import learning_rate
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+
+def test_rms_norm() -> None:
+    x, weight, grad = leaf(3, 5, 8), leaf(8, seed=1), leaf(3, 5, 8, seed=2).detach()
+    want = weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    got = rms_norm(x, weight, 1e-6)
+    torch.testing.assert_close(got, want)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, (x, weight), grad), torch.autograd.grad(want, (x, weight), grad), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_rounds_where_the_reference_does(dtype: torch.dtype) -> None:
+    """In bfloat16 bit for bit what transformers' LlamaRMSNorm gives; gradients are within the dtype's rounding of the exact ones."""
+    x, weight = leaf(64, 96, dtype=dtype), leaf(96, dtype=dtype, seed=1)
+    reference = LlamaRMSNorm(96, eps=1e-6).to(dtype)
+    reference.weight.data.copy_(weight.detach())
+    got, want = rms_norm(x, weight, 1e-6), reference(x)
+    if dtype is torch.bfloat16:
+        assert torch.equal(got, want)
+    torch.testing.assert_close(got, want)
+    grad = leaf(64, 96, dtype=dtype, seed=2).detach()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    truth = torch.autograd.grad(rms_norm(exact[0], exact[1], 1e-6), exact, grad.double())
+    for mine, true in zip(torch.autograd.grad(got, (x, weight), grad), truth, strict=True):
+        assert mine.dtype is dtype
+        eps = max(1e-5, 2 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(mine, true.to(dtype), rtol=eps, atol=eps)
+
+
+def test_swiglu() -> None:
+    x = leaf(4, 6)
+    torch.testing.assert_close(swiglu(x), torch.nn.functional.silu(x[:, :3]) * x[:, 3:])
+    assert gradcheck(swiglu, (x,))
+
+
+def test_rotary_turns_each_pair_by_its_angle() -> None:
+    x, angles = leaf(2, 3, 2, 8), leaf(3, 1, 4, seed=1).detach()
+    turned = torch.view_as_complex(torch.stack(x.detach().chunk(2, dim=-1), dim=-1).contiguous()) * torch.exp(1j * angles)
+    got = rotary(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), dim=-1))
+    assert gradcheck(lambda x: rotary(x, angles.cos(), angles.sin()), (x,))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear(with_bias: bool) -> None:
+    x, weight = leaf(7, 1, 12, dtype=torch.float32), leaf(10, 12, dtype=torch.float32, seed=1)
+    bias = leaf(10, dtype=torch.float32, seed=2) if with_bias else None
+    grad = leaf(7, 1, 10, dtype=torch.float32, seed=3).detach()
+    leaves = [x, weight] + ([bias] if bias is not None else [])
+    got, want = linear(x, weight, bias, None, False), torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(got, want)
+    for ours, theirs in zip(torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_linear_of_a_frozen_weight_passes_the_gradient_on() -> None:
+    x, weight = leaf(3, 4, dtype=torch.float32), leaf(5, 4, dtype=torch.float32, seed=1).detach()
+    linear(x, weight, None, None, False).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 4))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_logprobs_leave_padded_columns_out(temperature: float) -> None:
+    logits = leaf(6, 8, dtype=torch.float32)
+    targets = torch.tensor([0, 4, 2, 2, 1, 3])
+    got = token_logprobs(logits, targets, start=0, valid=5, temperature=temperature)
+    distribution = torch.distributions.Categorical(logits=logits[:, :5] / temperature)
+    torch.testing.assert_close(got, distribution.log_prob(targets))
+    weight = torch.linspace(-1, 1, 6)
+    ours, theirs = (torch.autograd.grad((v * weight).sum(), logits)[0] for v in (got, distribution.log_prob(targets)))
+    torch.testing.assert_close(ours, theirs)
+    assert (ours[:, 5:] == 0).all()
+
+
+def test_no_wanted_token_is_no_gradient() -> None:
+    logits = leaf(0, 8, dtype=torch.float32)
+    got = token_logprobs(logits, torch.empty(0, dtype=torch.int64), start=0, valid=5, temperature=1.0)
+    got.sum().backward()
+    assert got.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", {1: 0.5, 2: 1.0, 3: 1.0, 10: 1.0}),
+        ("linear", {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),
+        ("cosine", {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),
+    ],
+)
+def test_learning_rate(schedule: str, rates: dict[int, float]) -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup=2)  # type: ignore[arg-type]
+    for iteration, rate in rates.items():
+        assert learning_rate(config, iteration, 10) == pytest.approx(rate)

@@ -1,0 +1,150 @@
+"""The planner keeps every sequence, the budget and the weights of tokens, whatever the lengths and the layout."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyreme.experience.records import GroupRecord, SampleRecord
+from polyreme_trainer.megatron.batch import (
+    IGNORE,
+    Sequences,
+    collect,
+    freshly_sampled,
+    pad,
+    plan_micro_batches,
+    share,
+    split_steps,
+    with_gradient,
+)
+
+lengths_of = st.lists(st.integers(2, 60), min_size=0, max_size=40).map(lambda x: np.array(x, dtype=np.int64))
+
+
+def cost(plan: list[np.ndarray], lengths: np.ndarray, overhead: float) -> float:
+    return sum(len(part) * lengths[part].max() + overhead for part in plan)
+
+
+@given(lengths_of, st.integers(1, 400), st.floats(0, 500))
+def test_every_sequence_once_within_the_budget(lengths: np.ndarray, budget: int, overhead: float) -> None:
+    plan = plan_micro_batches(lengths, np.arange(len(lengths)), budget, overhead)
+    assert sorted(itertools.chain.from_iterable(part.tolist() for part in plan)) == list(range(len(lengths)))
+    for part in plan:
+        assert len(part) == 1 or len(part) * lengths[part].max() <= budget
+    longest = [lengths[part].max() for part in plan]
+    assert longest == sorted(longest, reverse=True)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(2, 20), min_size=1, max_size=8), st.integers(1, 80), st.floats(0, 50))
+def test_no_cut_of_the_sorted_sequences_costs_less(values: list[int], budget: int, overhead: float) -> None:
+    lengths = np.array(sorted(values, reverse=True), dtype=np.int64)
+    best = np.inf
+    for cuts in itertools.product([False, True], repeat=len(lengths) - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(lengths)]
+        parts = [np.arange(a, b) for a, b in itertools.pairwise(edges)]
+        if all(len(p) == 1 or len(p) * lengths[p].max() <= budget for p in parts):
+            best = min(best, cost(parts, lengths, overhead))
+    plan = plan_micro_batches(lengths, np.arange(len(lengths)), budget, overhead)
+    assert cost(plan, lengths, overhead) == pytest.approx(best)
+
+
+@given(lengths_of, st.integers(1, 5))
+def test_the_shares_of_the_ranks_are_a_balanced_partition(lengths: np.ndarray, ranks: int) -> None:
+    indices = np.arange(len(lengths))
+    shares = [share(lengths, indices, rank, ranks) for rank in range(ranks)]
+    assert sorted(itertools.chain.from_iterable(s.tolist() for s in shares)) == indices.tolist()
+    totals = [int(lengths[s].sum()) for s in shares]
+    assert max(totals) - min(totals) <= 2 * (lengths.max() if len(lengths) else 0)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
+def test_steps_take_whole_groups_once_per_epoch(groups: int, samples: int, steps: int, epochs: int, seed: int) -> None:
+    parts = split_steps(groups, samples, steps, epochs, (seed, 1))
+    assert len(parts) == epochs * min(steps, groups)
+    per_epoch = len(parts) // epochs
+    for epoch in range(epochs):
+        taken = np.concatenate(parts[epoch * per_epoch : (epoch + 1) * per_epoch])
+        assert sorted(taken.tolist()) == list(range(groups * samples))
+    for part in parts:
+        assert (np.bincount(part // samples, minlength=groups) % samples == 0).all()
+    again = split_steps(groups, samples, steps, epochs, (seed, 1))
+    assert all((a == b).all() for a, b in zip(parts, again, strict=True))
+
+
+def test_one_step_keeps_the_order_of_the_log() -> None:
+    assert split_steps(3, 2, 1, 1, (0, 1))[0].tolist() == list(range(6))
+
+
+def group(index: int, prompt: list[int], responses: list[list[int]], first_masked: bool = False) -> GroupRecord:
+    samples = []
+    for response in responses:
+        mask = np.ones(len(response), dtype=np.uint8)
+        mask[0] = 0 if first_masked else 1
+        samples.append(
+            SampleRecord(
+                token_ids=np.array(response, dtype=np.int32),
+                logprobs=-0.1 * np.arange(1, len(response) + 1, dtype=np.float32),
+                loss_mask=mask,
+                finish_reason=1,
+                spans=[(0, 0, len(response))],
+                score=0.0,
+                parts=[],
+                text="",
+            )
+        )
+    return GroupRecord(
+        index=index,
+        attempt=1,
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        samples=samples,
+        prompt="",
+        label="",
+        generate_seconds=0.0,
+        score_seconds=0.0,
+    )
+
+
+def test_padding_puts_every_token_over_its_prediction() -> None:
+    groups = [group(0, [5, 6, 7], [[8, 9], [8]]), group(1, [3], [[4, 4, 4, 4], [2, 1]])]
+    sequences = collect(groups, np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32), 0)
+    assert sequences.lengths.tolist() == [5, 4, 5, 3]
+    assert sequences.tokens.tolist() == [2, 1, 4, 2]
+    batch = pad(sequences, np.array([0, 3]), torch.device("cpu"))
+    assert batch.ids.tolist() == [[5, 6, 7, 8], [3, 2, 0, 0]]
+    assert batch.targets.tolist() == [[IGNORE, IGNORE, 8, 9], [2, 1, IGNORE, IGNORE]]
+    assert batch.mask.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
+    torch.testing.assert_close(batch.behaviour, torch.tensor([[0, 0, -0.1, -0.2], [-0.1, -0.2, 0, 0]]))
+    assert batch.advantages.tolist() == [[1.0], [0.0]]
+    assert batch.old is None
+    assert batch.reference is None
+
+
+def test_a_sample_is_fresh_when_the_trained_version_wrote_all_of_it() -> None:
+    made = group(0, [5, 6], [[8, 9], [8, 1], [7]])
+    spans = [[(3, 0, 2)], [(2, 0, 1), (3, 1, 2)], [(2, 0, 1)]]
+    made = replace(made, samples=[replace(sample, spans=span) for sample, span in zip(made.samples, spans, strict=True)])
+    sequences = collect([made], np.zeros((1, 3), dtype=np.float32), version=3)
+    assert freshly_sampled(sequences).tolist() == [0]
+    assert pad(sequences, np.array([1, 0]), torch.device("cpu")).fresh.tolist() == [[0.0], [1.0]]
+
+
+def test_masked_tokens_do_not_count() -> None:
+    sequences = collect([group(0, [5, 6], [[8, 9, 1], [8, 1]], first_masked=True)], np.zeros((1, 2), dtype=np.float32), 0)
+    assert sequences.tokens.tolist() == [2, 1]
+    assert [m.tolist() for m in sequences.mask] == [[0, 0, 1, 1], [0, 0, 1]]
+
+
+def test_samples_without_advantage_are_left_out_only_without_kl() -> None:
+    sequences = Sequences(
+        ids=[np.arange(3)] * 3,
+        mask=[np.ones(2, dtype=np.float32), np.ones(2, dtype=np.float32), np.zeros(2, dtype=np.float32)],
+        advantages=np.array([1.0, 0.0, 1.0], dtype=np.float32),
+        behaviour=[np.zeros(2, dtype=np.float32)] * 3,
+    )
+    assert with_gradient(sequences, kl_coef=0.0).tolist() == [0]
+    assert with_gradient(sequences, kl_coef=0.1).tolist() == [0, 1]

@@ -1,0 +1,207 @@
+"""The layout table, with numpy alone: what goes in comes out, everything is covered once, and rows lie where megatron looks for them."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.megatron import hf_mapping
+from polyreme_trainer.megatron.families.base import Architecture, Rope
+from polyreme_trainer.megatron.hf_mapping import Rank
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    groups = draw(st.sampled_from([1, 2, 3, 4]))
+    heads = groups * draw(st.sampled_from([1, 2, 4]))
+    return Architecture(
+        family="qwen2",
+        layers=draw(st.sampled_from([2, 4])),
+        hidden=draw(st.sampled_from([4, 6])),
+        heads=heads,
+        kv_heads=groups,
+        head_dim=draw(st.sampled_from([2, 4])),
+        ffn=draw(st.sampled_from([8, 24])),
+        vocab=draw(st.integers(1, 150)),
+        tied=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        norm_eps=1e-6,
+        max_position=16,
+        rope=Rope(10000.0),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Architecture, int, int]:
+    arch = draw(architectures())
+    fitting = [tp for tp in (1, 2, 3, 4, 8) if not _does_not_divide(arch, tp)]
+    return arch, draw(st.sampled_from(fitting)), draw(st.sampled_from([1, 2]))
+
+
+def _does_not_divide(arch: Architecture, tp: int) -> bool:
+    try:
+        hf_mapping.check(arch, tp)
+    except ValueError:
+        return True
+    return False
+
+
+def ranks(tp: int, pp: int) -> list[Rank]:
+    return [Rank(t, tp, p, pp) for p in range(pp) for t in range(tp)]
+
+
+def numbered(arch: Architecture) -> dict[str, np.ndarray]:
+    """Every element of every tensor a different number."""
+    tensors, start = {}, 1
+    for name, shape in hf_mapping.hf_shapes(arch).items():
+        size = int(np.prod(shape))
+        tensors[name] = np.arange(start, start + size, dtype=np.int64).reshape(shape)
+        start += size
+    return tensors
+
+
+def load(arch: Architecture, rank: Rank, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    params = {name: np.zeros(shape, dtype=np.int64) for name, shape in hf_mapping.param_shapes(arch, rank).items()}
+    for piece in hf_mapping.rank_slices(arch, rank):
+        params[piece.param][piece.param_index] = tensors[piece.hf_name][piece.hf_index]
+    return params
+
+
+@given(layouts())
+def test_load_then_export_is_the_identity_and_writes_every_element_once(case: tuple[Architecture, int, int]) -> None:
+    arch, tp, pp = case
+    tensors = numbered(arch)
+    back = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+    times = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
+    for rank in ranks(tp, pp):
+        params = load(arch, rank, tensors)
+        for piece in hf_mapping.rank_slices(arch, rank):
+            if piece.primary:
+                back[piece.hf_name][piece.hf_index] = params[piece.param][piece.param_index]
+                times[piece.hf_name][piece.hf_index] += 1
+    for name, tensor in tensors.items():
+        assert np.array_equal(back[name], tensor), name
+        assert (times[name] == 1).all(), name
+
+
+@given(layouts())
+def test_slices_fill_every_parameter_but_the_padding(case: tuple[Architecture, int, int]) -> None:
+    arch, tp, pp = case
+    for rank in ranks(tp, pp):
+        for name, param in load(arch, rank, numbered(arch)).items():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                real = np.clip(arch.vocab - rank.tp_rank * len(param), 0, len(param))
+                assert (param[:real] > 0).all() and (param[real:] == 0).all()
+            else:
+                assert (param > 0).all(), name
+
+
+@given(layouts())
+def test_tensor_shards_concatenate_to_the_single_rank_parameter(case: tuple[Architecture, int, int]) -> None:
+    arch, tp, _ = case
+    tensors = numbered(arch)
+    whole = load(arch, Rank(), tensors)
+    shards = [load(arch, rank, tensors) for rank in ranks(tp, 1)]
+    for name, expected in whole.items():
+        parts = [shard[name] for shard in shards]
+        if "linear_fc1" in name:  # gate and up are interleaved by rank
+            halves = [np.split(part, 2) for part in parts]
+            joined = np.concatenate([half[0] for half in halves] + [half[1] for half in halves])
+        elif "linear_proj" in name or "linear_fc2" in name:
+            joined = np.concatenate(parts, axis=1)
+        elif "linear_qkv" in name:
+            joined = np.concatenate(parts)
+        elif "layernorm" in name:
+            joined = parts[-1]
+        else:
+            joined, expected = np.concatenate(parts)[: arch.vocab], expected[: arch.vocab]
+        assert np.array_equal(joined, expected), name
+
+
+def test_packed_rows_are_query_heads_then_key_then_value_of_each_group() -> None:
+    arch = _small(heads=4, kv_heads=2, head_dim=2)
+    tensors = numbered(arch)
+    q, k, v = (tensors[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv")
+    packed = load(arch, Rank(), tensors)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert np.array_equal(packed, np.concatenate([q[:4], k[:2], v[:2], q[4:], k[2:], v[2:]]))
+
+
+def test_more_ranks_than_groups_cut_inside_a_group() -> None:
+    arch = _small(heads=4, kv_heads=2, head_dim=2)
+    tensors = numbered(arch)
+    packed = load(arch, Rank(), tensors)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    for tp_rank in range(4):
+        shard = load(arch, Rank(tp_rank, 4), tensors)["decoder.layers.0.self_attention.linear_qkv.weight"]
+        assert np.array_equal(shard, packed[tp_rank * 4 : tp_rank * 4 + 4])
+
+
+def test_a_tied_last_stage_reads_the_embedding_and_does_not_write_it() -> None:
+    arch = _small(tied=True)
+    pieces = [piece for piece in hf_mapping.rank_slices(arch, Rank(0, 1, 1, 2)) if piece.param == "output_layer.weight"]
+    assert [(piece.hf_name, piece.primary) for piece in pieces] == [(hf_mapping.EMBEDDING, False)]
+    assert hf_mapping.hf_aliases(arch) == {hf_mapping.LM_HEAD: hf_mapping.EMBEDDING}
+    assert hf_mapping.LM_HEAD not in hf_mapping.hf_shapes(arch)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(3, 1), (8, 1), (1, 3)])
+def test_sizes_that_do_not_divide_are_refused(tp: int, pp: int) -> None:
+    with pytest.raises(ValueError, match="divide"):
+        hf_mapping.rank_slices(_small(), Rank(0, tp, 0, pp))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_a_model_that_would_run_differently_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Architecture.from_hf({**_HF, **changes})
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}],
+)
+def test_both_spellings_of_the_rotary_base_are_read(spelling: dict[str, object]) -> None:
+    assert Architecture.from_hf({**_HF, **spelling}).rope == Rope(5e5)
+
+
+def test_parameters_counts_every_weight_once() -> None:
+    for tied in (True, False):
+        arch = _small(tied=tied)
+        assert arch.parameters == sum(int(np.prod(shape)) for shape in hf_mapping.hf_shapes(arch).values())
+
+
+def test_the_table_needs_neither_torch_nor_megatron() -> None:
+    code = "import sys, polyreme_trainer.megatron.hf_mapping as _; print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+_HF = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 33,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+}
+
+
+def _small(**changes: object) -> Architecture:
+    fields = {"family": "llama", "layers": 2, "hidden": 4, "heads": 4, "kv_heads": 2, "head_dim": 2, "ffn": 8, "vocab": 33}
+    fields |= {"tied": False, "qkv_bias": True, "norm_eps": 1e-6, "max_position": 16, "rope": Rope(10000.0)}
+    return Architecture(**(fields | changes))  # type: ignore[arg-type]

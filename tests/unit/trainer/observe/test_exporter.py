@@ -1,0 +1,72 @@
+"""The trainer's HTTP port: a real run in a real Redis, asked by a real client."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from polyreme.cli.progress import Progress
+from polyreme.config.run import SecurityConfig
+from polyreme.errors import ConfigError
+from polyreme.experience.run import Run, RunState
+from polyreme_trainer.observe.exporter import export, snapshot
+
+ITERATION = {
+    "kind": "iteration",
+    "iteration": 3,
+    "reward/mean": 0.5,
+    "time/iteration": 4.0,
+    "time/learner_wait": 1.0,
+    "alarms": ["x"],
+}
+
+
+def test_every_number_of_the_newest_iteration_is_a_gauge() -> None:
+    progress = Progress(8)
+    progress.add({"time": 1.0, **ITERATION, "iteration": 2, "reward/mean": 0.1})
+    progress.add({"time": 2.0, **ITERATION})
+    rollout = {"kind": "rollout", "iteration": 3, "time/rollout_wait": 0.25}
+    shown = snapshot(RunState.RUNNING, progress, rollout, alarms=2)
+    assert shown.gauges == {
+        "alarms": 2.0,
+        "iteration": 3.0,
+        "reward_mean": 0.5,
+        "time_iteration_seconds": 4.0,
+        "time_learner_wait_seconds": 1.0,
+        "time_rollout_wait_seconds": 0.25,
+        "learner_wait_ratio": 0.25,
+    }
+
+
+async def test_probes_are_open_and_metrics_need_the_token(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYREME_TEST_TOKEN", "right")
+    config = (await run.config()).model_copy(update={"security": SecurityConfig(token_env="POLYREME_TEST_TOKEN")})
+    async with export(run, config, "127.0.0.1", 0) as port, httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://127.0.0.1:{port}"
+        assert (await client.get(f"{url}/health")).status_code == 200
+        assert (await client.get(f"{url}/ready")).status_code == 503
+        assert (await client.get(f"{url}/metrics")).status_code == 401
+        await run.set_state(RunState.RUNNING)
+        await run.emit(ITERATION)
+        await run.emit({"kind": "commit", "replica": "r1", "version": 3})
+        header = {"authorization": "Bearer right"}
+        for _ in range(100):
+            text = (await client.get(f"{url}/metrics", headers=header)).text
+            if "polyreme_train_replica_version{" in text:
+                break
+            await asyncio.sleep(0.05)
+        assert "polyreme_train_reward_mean 0.5" in text
+        assert 'polyreme_train_state{state="running"} 1.0' in text
+        assert 'polyreme_train_replica_version{replica="r1"} 3.0' in text
+        assert "polyreme_memory_bytes" in text
+        assert (await client.get(f"{url}/ready")).status_code == 200
+        assert (await client.get(f"{url}/else", headers=header)).status_code == 404
+        with pytest.raises(ConfigError, match=f"a free port {port}"):
+            async with export(run, config, "127.0.0.1", port):
+                pass
+
+
+async def test_no_port_no_server(run: Run, tmp_path: Path) -> None:
+    async with export(run, await run.config(), "127.0.0.1", None) as port:
+        assert port is None

@@ -1,0 +1,236 @@
+"""The files that records become: each record once, whatever crashes between them."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.config.run import RunConfig
+from polyreme.errors import StoreError
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
+from polyreme_trainer.observe.records import Recorder, scalars
+from support.configs import run_config
+
+Stream = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = run_config(tmp_path)
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+def group(index: int) -> bytes:
+    def sample(score: float) -> SampleRecord:
+        return SampleRecord(
+            token_ids=np.arange(3, dtype=np.int32),
+            logprobs=np.full(3, -0.5, dtype=np.float32),
+            loss_mask=np.ones(3, dtype=np.uint8),
+            finish_reason=pb.FINISH_REASON_STOP,
+            spans=[(0, 0, 3)],
+            score=score,
+            parts=[RewardPart("exact", score, score)],
+            text="#5",
+        )
+
+    prompt_ids = np.arange(4, dtype=np.int32)
+    return encode_group(GroupRecord(index, 1, prompt_ids, [sample(1.0), sample(0.0)], "a2b3=", "5"))
+
+
+async def groups_of(iteration: int) -> list[bytes]:
+    return [group(4 * iteration + place) for place in range(4)]
+
+
+async def no_groups(iteration: int) -> list[bytes]:
+    raise StoreError(f"the groups of iteration {iteration}", "no payload", "They are released.")
+
+
+def iteration(number: int, **fields: Any) -> dict[str, Any]:
+    times = {"time/iteration": 2.0, "time/learner_wait": 1.0, "time/train": 0.5, "time/write": 0.1}
+    return {"kind": "iteration", "iteration": number, "reward/mean": 0.5, **times, **fields}
+
+
+def stream(*records: dict[str, Any]) -> Stream:
+    return [(f"{1000 + 2000 * place}-0", record) for place, record in enumerate(records)]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_a_record_becomes_a_line_with_its_time(config: RunConfig) -> None:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(stream({"kind": "notice", "service": "rollout", "text": "joined"}))
+    [line] = lines(config.run_dir / "metrics.jsonl")
+    assert line == {"run": "run-1", "id": "1000-0", "time": 1.0, "kind": "notice", "service": "rollout", "text": "joined"}
+
+
+async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -> None:
+    records = stream(iteration(1), iteration(2), iteration(3))
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(records[:2])
+    metrics = config.run_dir / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-7])  # the crash tore the second line
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        assert recorder.cursor == records[0][0]
+        await recorder.take([entry for entry in records if entry[0] > recorder.cursor])
+    assert [line["iteration"] for line in lines(metrics)] == [1, 2, 3]
+    assert json.loads((config.run_dir / "summary.json").read_text())["iterations"] == 3
+
+
+async def test_a_fork_is_told_apart_from_the_run_before_it(config: RunConfig) -> None:
+    """Also where its Redis' clock is behind: its stream is read from the first record."""
+    evaluation = {"kind": "eval", "version": 2, "samples": 10, "seconds": 1.0}
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(stream(iteration(1), iteration(2), iteration(3), iteration(4), {**evaluation, "accuracy": 0.25}))
+    forked = stream({**evaluation, "accuracy": 0.75}, iteration(3))  # of the checkpoint of iteration 2
+    for records in (forked[:1], forked[1:]):
+        with closing(Recorder(config, "run-2", groups_of)) as recorder:
+            assert recorder.cursor == ("0" if records == forked[:1] else forked[0][0])
+            await recorder.take(records)
+    metrics = lines(config.run_dir / "metrics.jsonl")
+    assert [(line["run"], line.get("iteration")) for line in metrics if line["kind"] == "iteration"] == [
+        *(("run-1", number) for number in (1, 2, 3, 4)),
+        ("run-2", 3),
+    ]
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert (summary["iterations"], summary["evaluations"]) == (1, {"2": 0.75})
+    assert {path.name for path in (config.run_dir / "tensorboard").iterdir()} == {"run-1", "run-2"}
+
+
+async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> None:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(stream(iteration(1)))
+    samples = lines(config.run_dir / "samples" / "iteration_0001.jsonl")
+    assert len(samples) == 8
+    assert samples[1] == {
+        "iteration": 1,
+        "group": 4,
+        "attempt": 1,
+        "sample": 1,
+        "prompt": "a2b3=",
+        "response": "#5",
+        "label": "5",
+        "score": 0.0,
+        "parts": {"exact": 0.0},
+        "tokens": 3,
+        "finish_reason": "stop",
+        "spans": [[0, 0, 3]],
+    }
+
+
+async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Recorder(config, "run-1", no_groups)) as recorder:
+        await recorder.take(stream(iteration(1)))
+    assert not list((config.run_dir / "samples").iterdir())
+    assert len(lines(config.run_dir / "metrics.jsonl")) == 1
+    assert "no sample file of iteration 1" in caplog.text
+
+
+async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -> None:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(
+            stream(
+                {"kind": "sft_done", "seconds": 7.0},
+                {"kind": "eval", "version": 0, "accuracy": 0.25, "samples": 10, "seconds": 1.0},
+                iteration(1),
+                iteration(2),
+                iteration(2),
+                {"kind": "eval", "version": 2, "accuracy": 0.75, "samples": 10, "seconds": 1.0},
+                {"kind": "saved", "iteration": 2, "path": "checkpoints/2", "hf_path": "hf/2"},
+            )
+        )
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert summary["accuracy_before"] == 0.25
+    assert summary["accuracy_after"] == 0.75
+    assert summary["sft_seconds"] == 7.0
+    assert summary["rl_seconds"] == 4.0
+    assert summary["iterations"] == 2
+    assert summary["samples_per_second"] == 4.0
+    assert summary["time_split"] == {"waiting for samples": 2.0, "training": 1.0, "writing weights": 0.2, "other": 0.8}
+    assert summary["hf_path"] == "hf/2"
+
+
+async def test_tensorboard_has_the_events(config: RunConfig) -> None:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take(stream(iteration(1)))
+    [events] = (config.run_dir / "tensorboard" / "run-1").iterdir()
+    assert b"reward/mean" in events.read_bytes()
+
+
+ON_A_FULL_DISK = """
+import asyncio, json, os, resource, sys, threading
+from contextlib import suppress
+from pathlib import Path
+from polyreme.cli.progress import stream_time
+from polyreme_trainer.observe.records import Recorder
+from support.configs import run_config
+
+async def no_groups(iteration):
+    return []
+
+async def main(folder, records):
+    config, refused, open_files = run_config(folder), 0, []
+    for limit in (4096, 4096, resource.RLIM_INFINITY):
+        recorder = Recorder(config, "run-1", no_groups)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            for record in records:
+                if stream_time(record[0]) > stream_time(recorder.cursor):
+                    await recorder.take([record])
+        except OSError:
+            refused += 1
+        with suppress(OSError):
+            recorder.close()
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert (refused, threading.active_count(), len(set(open_files))) == (2, 1, 1), (refused, threading.enumerate(), open_files)
+
+asyncio.run(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the process's open files in /proc")
+@pytest.mark.parametrize("kind", ["iteration", "notice"])  # whose events, or whose line, are what does not fit
+def test_a_full_disk_is_told_each_time_and_all_is_written_once_there_is_room(
+    config: RunConfig, tmp_path: Path, kind: str
+) -> None:
+    plotted = [iteration(number, **{f"a{place}": 1 for place in range(20)}) for number in range(1, 16)]
+    records = stream(*plotted) if kind == "iteration" else stream({"kind": kind, "service": "rollout", "text": 5000 * "."})
+    process = subprocess.run(
+        [sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path), json.dumps(records)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 0, process.stderr
+    assert [line["id"] for line in lines(config.run_dir / "metrics.jsonl")] == [at for at, _ in records]
+    events = b"".join(path.read_bytes() for path in (config.run_dir / "tensorboard" / "run-1").iterdir())
+    assert events.count(b"reward/mean") >= (len(plotted) if kind == "iteration" else 0)
+
+
+def test_staleness_and_waits_are_plotted() -> None:
+    line = {"time": 1.0, **iteration(3, **{"staleness/samples": [5, 3]})}
+    assert {("staleness/samples_0", 5.0, 3), ("staleness/samples_1", 3.0, 3)} <= set(scalars(line))
+    assert list(scalars({"kind": "rollout", "iteration": 3, "time/rollout_wait": 0.5})) == [("time/rollout_wait", 0.5, 3)]
+
+
+def test_only_finite_numbers_are_plotted() -> None:
+    line = {"time": 1.0, **iteration(3, alarms=["constant reward"], entropy=None, lr=1e-4)}
+    assert ("lr", 1e-4, 3) in list(scalars(line))
+    assert {tag for tag, _, _ in scalars(line)} == {
+        "lr",
+        "reward/mean",
+        "time/iteration",
+        "time/learner_wait",
+        "time/train",
+        "time/write",
+    }

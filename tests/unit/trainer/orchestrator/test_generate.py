@@ -1,0 +1,367 @@
+"""One prompt's samples over simulated replicas with real gRPC: exact tokens, exact continuations, clear failures."""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyreme.api.v1 import experience_pb2, rollout_pb2
+from polyreme.errors import UnavailableError
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme_rollout.engine.base import Sampling
+from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
+from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
+from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, Drafts, merged
+from polyreme_trainer.orchestrator.replica_pool import Claim, Fleet
+from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
+
+PROMPT = np.array([7, 8, 9], dtype=np.int32)
+STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.fixture
+async def world(redis, run_id, tmp_path):
+    """A run, and `start({engine arguments}, ...)`: replicas at version 0 with a fleet that sees them."""
+    run = await make_run(redis, run_id, config_tree(tmp_path, ROWS))
+    async with AsyncExitStack() as life:
+
+        class World:
+            def __init__(self):
+                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=1.0, room=12)
+
+            async def start(self, *engines: dict[str, Any]):
+                self.replicas = [
+                    await life.enter_async_context(simulated_replica(run, f"r{i}", **engine)) for i, engine in enumerate(engines)
+                ]
+                self.learner = await life.enter_async_context(idle_learner(run, self.replicas))
+                await self.fleet.refresh()
+                life.push_async_callback(self.fleet.close)
+                return self.replicas
+
+            def wanted(self, **fields) -> Generation:
+                defaults = dict(
+                    run_id=run_id, name="g", prompt_ids=PROMPT, count=4, max_new=96, temperature=1.0, stop_ids=(1,),
+                    seed=lambda slot, prefix: 1000 * slot + prefix, min_version=0,
+                )  # fmt: skip
+                return Generation(**{**defaults, **fields})
+
+            async def generate(self, **fields):
+                return await generate(self.fleet, self.wanted(**fields), silence=2.0, patience=5.0)
+
+        yield World()
+
+
+def expected(engine, seed, max_new=96, prefix=(), temperature=1.0):
+    sampling = Sampling(temperature, 1.0, -1, (1,))
+    return sample(engine.policy, [*PROMPT.tolist(), *prefix], seed, sampling, max_new, VOCAB, engine.lengths)
+
+
+async def test_tokens_of_one_replica(world):
+    profile = {"lengths": Lengths(30)}
+    (replica,) = await world.start(profile)
+    drafts = await world.generate(count=8)
+    assert len({draft.length for draft in drafts}) > 3
+    for draft in drafts:
+        ids, logprobs = expected(replica.engine, 1000 * draft.index)
+        assert draft.token_ids().tolist() == ids
+        assert draft.token_logprobs().tolist() == np.float32(logprobs).tolist()
+        assert draft.finish_reason == (STOP if ids[-1] == 1 else LENGTH)
+        assert draft.spans == [(0, 0, len(ids))]
+    assert len(replica.calls) == 1 and replica.service.ready
+
+
+async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
+    slow = {"step_seconds": 0.005, "lengths": Lengths(1e9)}
+    replicas = await world.start(slow, slow)
+    await asyncio.gather(*(world.generate() for _ in range(6)))
+    assert [len(replica.calls) for replica in replicas] == [3, 3]
+    assert [target.outstanding for target in world.fleet._targets.values()] == [0, 0]
+
+
+async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monkeypatch):
+    slow = {"step_seconds": 0.01, "lengths": Lengths(1e9)}  # several messages' time
+    cut, other = await world.start(slow, slow)
+    arrived = Claim.arrived
+    responses = []
+
+    def arrive(claim, *arguments):
+        arrived(claim, *arguments)
+        if claim.target.id == cut.id:
+            responses.append(claim)
+            claim.cut()
+
+    monkeypatch.setattr(Claim, "arrived", arrive)
+    drafts = await world.generate()
+    assert len(responses) == len(cut.calls) == 1 and len(other.calls) == 1
+    for draft in drafts:
+        assert draft.length == 96
+
+
+async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
+    """Not to the one that it would have waited at: neither long answers nor a full fleet keep a replica idle."""
+    slow, fast = await world.start(
+        {"step_seconds": 0.01, "lengths": Lengths(1e9)}, {"step_seconds": 0.0005, "lengths": Lengths(1e9)}
+    )
+    await asyncio.gather(*(world.generate(count=12) for _ in range(8)))
+    assert (len(slow.calls), len(fast.calls)) == (1, 7)
+    assert [target.slots for target in world.fleet._targets.values()] == [0, 0]
+
+
+async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
+    slow = {"step_seconds": 0.02, "lengths": Lengths(1e9)}
+    busy, late = await world.start(slow, slow)
+    await world.learner.log.run.redis.delete(world.run.key("commits"))
+    world.fleet._targets["r1"].version = None
+    generating = [asyncio.create_task(world.generate(count=12)) for _ in range(2)]
+    await busy.asked.wait()
+    await asyncio.sleep(0.1)
+    assert not late.calls
+    await world.learner.push(late)
+    await world.fleet.refresh()
+    await asyncio.wait_for(late.asked.wait(), 0.5)
+    await asyncio.gather(*generating)
+
+
+async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_leaves_nothing(world):
+    await world.start({"step_seconds": 0.002, "lengths": Lengths(1e9)})
+    names = []
+
+    async def one(version, name):
+        async with world.fleet.claim(100, 12, version):
+            names.append(name)
+            await asyncio.sleep(0.01)
+
+    async with world.fleet.claim(100, 12, 0):
+        tasks = [asyncio.create_task(one(*wanted)) for wanted in ((0, "first"), (-1, "older"), (0, "cancelled"), (0, "last"))]
+        await asyncio.sleep(0.01)
+        assert not names
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert names == ["older", "first", "last"]
+    (target,) = world.fleet._targets.values()
+    assert (target.outstanding, target.slots, world.fleet._waiting) == (0, 0, {})
+
+
+async def test_a_replica_that_dies_midstream_is_continued_exactly(world):
+    profile = {"lengths": Lengths(60)}
+    dying, other = await world.start({**profile, "failures": Failures(die_after=100)}, profile)
+    drafts = await world.generate(count=4)  # r0 is the first choice
+    assert dying.engine.dead and len(other.calls) == 1
+    prefixes = {slot.index: np.frombuffer(slot.prefix_ids, "<i4").tolist() for slot in other.calls[0].slots}
+    assert any(prefixes.values())
+    for draft in drafts:
+        first, first_logprobs = expected(dying.engine, 1000 * draft.index)
+        prefix = prefixes.get(draft.index, first)
+        assert (prefix == first[: len(prefix)] and len(prefix) % 16 == 0) or prefix == first
+        rest, rest_logprobs = [], []
+        if draft.index in prefixes:
+            rest, rest_logprobs = expected(other.engine, 1000 * draft.index + len(prefix), 96 - len(prefix), prefix)
+        assert draft.token_ids().tolist() == prefix + rest
+        assert draft.token_logprobs().tolist() == np.float32(first_logprobs[: len(prefix)] + rest_logprobs).tolist()
+        assert draft.spans == [(0, 0, draft.length)] and draft.finished
+
+
+async def test_greedy_continuation_equals_an_uninterrupted_answer(world):
+    profile = {"lengths": Lengths(200)}
+    dying, _ = await world.start({**profile, "failures": Failures(die_after=40)}, profile)
+    (draft,) = await world.generate(count=1, temperature=0.0)
+    assert draft.token_ids().tolist() == expected(dying.engine, 0, temperature=0.0)[0]
+
+
+async def test_a_vanished_replica_is_continued_at_once(world):
+    slow = {"step_seconds": 0.01, "lengths": Lengths(1e9)}
+    gone, other = await world.start(slow, slow)
+    generating = asyncio.create_task(world.generate(count=1))
+    await gone.asked.wait()
+    await asyncio.sleep(0.5)
+    await gone.vanish()
+    await world.fleet.refresh()
+    (draft,) = await generating
+    assert draft.length == 96 and len(other.calls) == 1
+    assert len(other.calls[0].slots[0].prefix_ids) >= 4 * 16
+
+
+async def test_a_silent_replica_is_left_when_its_lease_ends(world):
+    """A stopped process answers nothing and refuses nothing; the call must not wait for the idle deadline."""
+    profile = {"lengths": Lengths(1e9)}
+    silent, other = await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
+    generating = asyncio.create_task(generate(world.fleet, world.wanted(count=1), silence=60.0, patience=60.0))
+    await silent.asked.wait()
+    await silent.lose_lease()
+    await world.fleet.refresh()
+    (draft,) = await asyncio.wait_for(generating, 5.0)
+    assert draft.length == 96 and len(other.calls) == 1
+
+
+async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(world):
+    """Its channel is closed by then."""
+    gone, other = await world.start({}, {})
+    async with AsyncExitStack() as full:
+        busy = [await full.enter_async_context(world.fleet.claim(1, 12, 0)) for _ in range(2)]
+        assert [claim.target.id for claim in busy] == [gone.id, other.id]
+        generating = asyncio.create_task(world.generate(count=1))
+        await asyncio.sleep(0.05)  # it waits for room
+        busy[0].end(time.monotonic())  # and has a claim now, but has not been woken
+        await world.fleet._remove(gone.id)
+    assert len(await asyncio.wait_for(generating, 5.0)) == 1
+    assert not gone.calls and len(other.calls) == 1
+
+
+async def test_a_silent_replica_is_left_at_the_idle_deadline(world):
+    profile = {"lengths": Lengths(1e9)}
+    await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
+    (draft,) = await generate(world.fleet, world.wanted(count=1), silence=0.3, patience=5.0)
+    assert draft.length == 96
+
+
+async def test_spans_of_a_continuation_on_a_newer_version(world):
+    slow = {"step_seconds": 0.005, "lengths": Lengths(1e9)}
+    dying, other = await world.start({**slow, "failures": Failures(die_after=64)}, slow)
+    await world.learner.write(1)
+    await world.learner.push(other)
+    (draft,) = await world.generate(count=1)
+    (_, _, change), _ = draft.spans
+    assert draft.spans == [(0, 0, change), (1, change, 96)] and change in (48, 64)  # its last chunk may be lost with it
+    assert len(dying.calls) == 1
+
+
+async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropped(world):
+    """It has replicas serve its checkpoint's version until it is where it was; a group admitted since must not get such tokens."""
+    (replica,) = await world.start({"step_seconds": 0.01, "lengths": Lengths(1e9)})
+
+    async def serve(version):
+        await world.learner.write(version)
+        await world.learner.push(replica)
+        await world.fleet.refresh()
+
+    await serve(1)
+    generating = asyncio.create_task(generate(world.fleet, world.wanted(min_version=1, count=2), silence=5.0, patience=5.0))
+    await replica.asked.wait()
+    await asyncio.sleep(0.3)
+    await world.learner.log.take(Role.LEARNER)
+    await serve(0)
+    await asyncio.sleep(0.3)
+    await serve(1)
+    for draft in await asyncio.wait_for(generating, 10.0):
+        assert draft.length == 96 and draft.spans == [(1, 0, 96)]
+    assert len(replica.calls) >= 2 and any(slot.prefix_ids for slot in replica.calls[-1].slots)
+
+
+async def test_version_gating(world):
+    old, new = await world.start({}, {})
+    await world.learner.write(1)
+    await world.learner.push(new)
+    await world.fleet.refresh()
+    await world.generate(min_version=1)
+    assert len(new.calls) == 1 and not old.calls
+
+
+async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
+    """A commit that the fleet believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
+    behind, other = await world.start({}, {})
+    await world.learner.log.ack_commit("r0", 5, 1, 0.0, 0.0)
+    await world.learner.write(5)
+    await world.learner.push(other)
+    await world.fleet.refresh()
+    drafts = await world.generate(min_version=5)
+    assert all(draft.finished for draft in drafts) and len(behind.calls) == 1 and len(other.calls) == 1
+
+
+async def test_no_replica_says_what_is_there(world):
+    await world.start({})
+    await world.learner.log.run.redis.hset(world.run.key("meta"), "version", 3)
+    await world.fleet.refresh()
+    with pytest.raises(UnavailableError, match=r"serves version 3 within rollout.start_timeout = 1 s; found r0 \(version 0\)"):
+        await world.generate(min_version=3)
+
+
+async def test_all_replicas_broken_fails_the_run(world):
+    dead, *_ = await world.start({"failures": Failures(die_after=0)})
+    with pytest.raises((UnavailableError, GenerateError), match="r0"):
+        await world.generate()
+    assert dead.engine.dead
+
+
+async def test_a_request_that_no_replica_takes_fails_at_once(world):
+    (replica,) = await world.start({})
+    with pytest.raises(GenerateError, match=r"INVALID_ARGUMENT.*max_model_len"):
+        await world.generate(max_new=1000)
+    assert len(replica.calls) == 1
+
+
+def message(slot, ids=(), ends=None, version=0, logprobs=None):
+    chunks = [
+        rollout_pb2.Chunk(
+            slot=slot,
+            token_ids=np.array(ids, "<i4").tobytes(),
+            logprobs=np.zeros(len(ids) if logprobs is None else logprobs, "<f4").tobytes(),
+            oldest_version=version,
+        )
+    ] if ids else []  # fmt: skip
+    spans = [experience_pb2.VersionSpan(version=v, start=s, end=e) for v, s, e in ends or ()]
+    return rollout_pb2.GenerateResponse(
+        chunks=chunks, ends=[rollout_pb2.SlotEnd(slot=slot, finish_reason=STOP, spans=spans)] if ends is not None else []
+    )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        message(2, [5]),
+        message(0, [5] * 9),
+        message(0, [5, 6], logprobs=1),
+        message(0, [5, 6], ends=[(0, 0, 1)]),
+        message(0, [5, 6], ends=[(0, 0, 1), (1, 0, 2)]),
+    ],
+)
+def test_what_the_contract_rules_out_is_refused(bad):
+    drafts = Drafts(2, 8, [1])
+    drafts.start_call()
+    with pytest.raises(BadStreamError):
+        drafts.add(bad)
+
+
+def test_an_end_that_was_lost_with_its_replica():
+    drafts = Drafts(3, 4, [1])
+    drafts.start_call()
+    assert drafts.add(message(0, [5, 1])) + drafts.add(message(1, [5, 6, 7, 8])) + drafts.add(message(2, [5])) == 7
+    assert [draft.index for draft in drafts.start_call()] == [2]
+    assert [draft.finish_reason for draft in drafts.drafts] == [STOP, LENGTH, 0]
+
+
+def test_exact_spans_replace_those_of_chunks():
+    drafts = Drafts(1, 64, [1])
+    drafts.start_call()
+    drafts.add(message(0, [5] * 20, version=3))
+    drafts.start_call()
+    drafts.add(message(0, [6] * 30, version=3))
+    drafts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
+    assert drafts.drafts[0].spans == [(3, 0, 31), (4, 31, 51)]
+
+
+def test_what_is_too_old_is_cut_off_with_all_behind_it():
+    drafts = Drafts(2, 96, (1,), min_version=3)
+    drafts.drafts[0].ids, drafts.drafts[0].logprobs = bytearray(range(40)), bytearray(range(40))
+    drafts.drafts[0].spans, drafts.drafts[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
+    drafts.drop_older()
+    (first, _) = drafts.drafts
+    assert (first.length, first.spans, first.finished, drafts.cuts) == (6, [(4, 0, 6)], False, 1)
+    assert first.ids == first.logprobs == bytearray(range(24))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5))))
+def test_merged_spans_cover_the_same_and_alternate(pieces):
+    spans, at = [], 0
+    for version, length in pieces:
+        spans.append((version, at, at + length))
+        at += length
+    result = merged(spans)
+    assert [v for v, s, e in result for _ in range(s, e)] == [v for v, s, e in spans for _ in range(s, e)]
+    assert all(a[0] != b[0] for a, b in pairwise(result))

@@ -1,0 +1,401 @@
+"""The orchestrator from admission to the log: real Redis, gRPC, rewards and pushes; simulated replicas, a learner that trains nothing."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from polyreme.errors import ConfigError, DataError, RunFailedError, StaleTermError, UnavailableError
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import RunState
+from polyreme.process.lifecycle import Child
+from polyreme_reward.server import serve
+from polyreme_rollout.engine.base import Sampling
+from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
+from polyreme_trainer.orchestrator.main import orchestrate
+from polyreme_trainer.orchestrator.prompt_order import row_of, slot_seed
+from polyreme_trainer.orchestrator.schedule import pending
+from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
+from support.tiny_tokenizer import CHAT_TEMPLATE
+
+FAST = {"lengths": Lengths(20, spread=0.5)}
+PLUGIN = """
+def reward(response, label, **rest):
+    if label == "bad":
+        raise ValueError("cannot score this")
+    return float(len(response) % 2)
+"""
+
+
+@pytest.fixture
+def world(redis, run_id, tmp_path, redis_url):
+    """`async with world(...)`: a run with its services, in state running at version 0."""
+
+    @asynccontextmanager
+    async def world(*replicas, rows=ROWS, eval_rows=(), files=None, reward_server=True, plugin=False, **sections):
+        if plugin:
+            (tmp_path / "plugin.py").write_text(PLUGIN)
+            rewards = {"rewards": [{"file": str(tmp_path / "plugin.py")}]}
+            sections["reward"] = rewards | sections.get("reward", {})
+        if eval_rows:
+            (tmp_path / "eval.jsonl").write_text("\n".join(json.dumps(row) for row in eval_rows))
+            sections["data"] = {"eval": str(tmp_path / "eval.jsonl"), **sections.get("data", {})}
+        config = config_tree(tmp_path, rows, **sections)
+        run = await make_run(redis, run_id, config, **(files or {}))
+        async with AsyncExitStack() as life:
+            world = World(run, config, redis_url)
+            for i, kind in enumerate(replicas or [FAST]):
+                world.replicas.append(await life.enter_async_context(simulated_replica(run, f"r{i}", **kind)))
+            if reward_server:
+                await life.enter_async_context(serve(config.reward.model_copy(update={"start_timeout": 30.0}), run=run))
+            world.learner = await life.enter_async_context(idle_learner(run, world.replicas))
+            world.policies = {0: world.replicas[0].engine.policy}
+            await run.set_state(RunState.RUNNING)
+            yield world
+
+    return world
+
+
+class World:
+    def __init__(self, run, config, redis_url):
+        self.run, self.config, self.redis_url = run, config, redis_url
+        self.log, self.replicas = ExperienceLog(run), []
+
+    async def train(self, upto=None):
+        await self.learner.train(range(1, (upto or self.config.iterations) + 1), self.replicas)
+
+    async def records(self, kind):
+        return [record for _, record in await self.run.records("0", 0) if record["kind"] == kind]
+
+
+async def test_a_run_from_admission_to_the_last_evaluation(world):
+    async with world(
+        FAST, FAST, eval_rows=ROWS[:7], iterations=3, eval_interval=2, eval_samples=6, seed=5
+    ) as w:  # fmt: skip
+        await asyncio.gather(orchestrate(w.run), w.train())
+        audit = await w.log.audit()
+        assert audit.clean, audit
+        assert sorted(w.learner.trained) == [1, 2, 3]
+        indices = [group.index for groups in w.learner.trained.values() for group in groups]
+        assert sorted(indices) == list(range(12))
+        for iteration, groups in w.learner.trained.items():
+            for group in groups:
+                row = ROWS[row_of(5, group.index, len(ROWS))]
+                assert (group.prompt, group.label) == (f"<user>{row['prompt']}<assistant>", row["answer"])
+                assert len(group.samples) == 3 and group.attempt == 1
+                assert {span[0] for sample in group.samples for span in sample.spans} == {iteration - 1}
+                assert all(sample.loss_mask.all() and sample.parts[0].name == "exact" for sample in group.samples)
+        evals = await w.records("eval")
+        assert [record["version"] for record in evals] == [0, 2, 3]
+        assert all(record["samples"] == 6 and len(record["examples"]) == 5 for record in evals)
+        assert all(0.0 <= record["accuracy"] <= 1.0 for record in evals)
+        assert all(replica.calls for replica in w.replicas)
+
+
+async def test_one_call_per_group_and_a_seed_per_sample(world):
+    async with world(iterations=1) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        calls = w.replicas[0].calls
+        seeds = {slot.seed: call.request_id for call in calls for slot in call.slots}
+        assert len(calls) == 4 and len(seeds) == 12
+        for group in w.learner.trained[1]:
+            for slot in range(3):
+                seed = slot_seed(0, group.index, 1, slot, 0)
+                assert seeds[seed].startswith(f"group-{group.index}-1-")
+                sampling = Sampling(1.0, 1.0, -1, (1,))
+                policy = w.policies[0]
+                ids, _ = sample(policy, group.prompt_ids.tolist(), seed, sampling, 96, VOCAB, FAST["lengths"])
+                assert group.samples[slot].token_ids.tolist() == ids
+
+
+async def test_overlong_prompts_are_filtered_counted_and_said(world):
+    rows = [*ROWS, {"prompt": "1" * 40, "answer": "x"}]
+    async with world(rows=rows, iterations=1) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        assert any("25 training prompts, 1 filtered as too long" in record["text"] for record in await w.records("notice"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "text"),
+    [
+        ({"rows": [*ROWS, {"prompt": "1" * 40}], "data": {"overlong": "error"}}, DataError, "train.jsonl:26"),
+        ({"files": {"chat_template": CHAT_TEMPLATE.partition("{% if add")[0]}}, ConfigError, "add_generation_prompt"),
+        ({"rows": [{"question": "1"}]}, DataError, "a column 'prompt'"),
+    ],
+)
+async def test_what_cannot_be_prepared_fails_the_run_with_its_reason(world, sections, error, text):
+    async with world(**sections) as w:
+        with pytest.raises(error, match=text):
+            await orchestrate(w.run)
+        state, reason = await w.run.state()
+        assert state is RunState.FAILED and text in reason
+
+
+async def test_no_replica_in_time(world):
+    async with world({"api": 7}, rollout={"start_timeout": 0.3}, reward={"start_timeout": 30.0}) as w:
+        with pytest.raises(
+            UnavailableError, match=r"1 rollout server within rollout.start_timeout = 0.3 s; found 0: r0 \(API 7, ours is 1\)"
+        ):
+            await orchestrate(w.run)
+        assert (await w.run.state())[0] is RunState.FAILED
+        assert ["r0" in record["text"] and "expected API 1, found 7" in record["text"] for record in await w.records("notice")][
+            -1
+        ]
+
+
+async def test_no_reward_server_in_time(world):
+    async with world(reward_server=False, reward={"start_timeout": 0.3}) as w:
+        with pytest.raises(
+            UnavailableError, match=r"1 reward server within reward.start_timeout = 0.3 s; found 0\. .*polyreme reward"
+        ):
+            await orchestrate(w.run)
+
+
+async def test_a_reward_that_always_raises_fails_the_run(world):
+    bad = [{**row, "answer": "bad"} for row in ROWS]
+    async with world(
+        rows=bad, plugin=True, reward={"start_timeout": 1.0, "attempts": 1}, max_attempts=1, max_failed_fraction=0.05
+    ) as w:
+        with pytest.raises(RunFailedError, match=r"\d% failed, the last one because 3 of 3 samples .*cannot score this"):
+            await orchestrate(w.run)
+        state, reason = await w.run.state()
+        assert state is RunState.FAILED and "cannot score this" in reason
+
+
+async def test_a_bad_row_costs_its_group_only(world):
+    rows = [{**row, "answer": "bad"} if i == 3 else row for i, row in enumerate(ROWS)]
+    async with world(
+        rows=rows, plugin=True, iterations=6, reward={"start_timeout": 1.0, "attempts": 1}, max_attempts=2, max_failed_fraction=0.1
+    ) as w:  # fmt: skip
+        await asyncio.gather(orchestrate(w.run), w.train())
+        audit = await w.log.audit()
+        assert audit.clean
+        failed = [record["text"] for record in await w.records("notice") if "failed after 2 attempts" in record["text"]]
+        assert len(failed) == 1 and "cannot score this" in failed[0]
+        assert all(len(groups) == 4 for groups in w.learner.trained.values())
+        assert "bad" not in {group.label for groups in w.learner.trained.values() for group in groups}
+
+
+async def test_many_failed_groups_are_told_as_counts(world):
+    rows = [{**row, "answer": "bad"} if i % 2 else row for i, row in enumerate(ROWS)]
+    async with world(
+        rows=rows, plugin=True, iterations=5, reward={"start_timeout": 1.0, "attempts": 1}, max_attempts=1, max_failed_fraction=1.0
+    ) as w:  # fmt: skip
+        await asyncio.gather(orchestrate(w.run), w.train())
+        failed = (await w.log.audit()).counts["failed"]
+        told = [record["text"] for record in await w.records("notice") if "failed after 1 attempts" in record["text"]]
+        assert failed >= 8
+        assert len(told) == 4 + len([n for n in (8, 16, 32, 64) if n <= failed])
+        assert "8 groups have failed so far" in told[4] and "so far" not in told[3]
+
+
+async def test_an_evaluation_that_cannot_be_scored_is_told_and_training_goes_on(world):
+    bad = [{**row, "answer": "bad"} for row in ROWS[:3]]
+    async with world(
+        eval_rows=bad, plugin=True, iterations=1, reward={"start_timeout": 1.0, "attempts": 1}
+    ) as w:  # fmt: skip
+        await asyncio.gather(orchestrate(w.run), w.train())
+        assert sorted(w.learner.trained) == [1] and not await w.records("eval")
+        failed = await w.records("eval_failed")
+        assert [record["version"] for record in failed] == [0, 1]
+        assert all("cannot score this" in record["text"] for record in failed)
+
+
+async def test_a_replica_that_dies_midrun_is_survived(world):
+    async with world({**FAST, "failures": Failures(die_after=40)}, FAST, iterations=3) as w:
+        await asyncio.gather(orchestrate(w.run), self_healing(w))
+        assert (await w.log.audit()).clean and len(w.learner.trained) == 3
+        assert w.replicas[0].engine.dead
+
+
+async def self_healing(w):
+    """Pushes go to the living replica only, as the publisher's would."""
+    await w.learner.train(range(1, w.config.iterations + 1), w.replicas[1:])
+
+
+async def test_takeover(world):
+    slow = {"step_seconds": 0.004, "lengths": Lengths(60)}
+    async with world(slow) as w:
+        first = asyncio.create_task(orchestrate(w.run))
+        await w.replicas[0].asked.wait()
+        training = asyncio.create_task(w.train())
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        flying = await w.log.in_flight()
+        assert flying
+        await orchestrate(w.run)
+        await training
+        assert (await w.log.audit()).clean
+        taken = [record["text"] for record in await w.records("notice") if "took over" in record["text"]]
+        assert taken == [f"took over {len(flying)} groups in flight"]
+        assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}
+
+
+async def test_a_successor_goes_on_with_the_replicas_that_are_left(world):
+    """A run starts when all that it wants are there; once it runs, one of them is enough."""
+    async with world(iterations=1, rollout={"replicas": 2, "start_timeout": 5.0}) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        assert (await w.log.audit()).clean
+
+
+async def test_a_zombie_ends_without_touching_the_run(world):
+    slow = {"step_seconds": 0.005, "lengths": Lengths(60)}
+    async with world(slow) as w:
+        zombie = asyncio.create_task(orchestrate(w.run))
+        await w.replicas[0].asked.wait()
+        await asyncio.gather(orchestrate(w.run), w.train())
+        with pytest.raises(StaleTermError):
+            await zombie
+        assert (await w.log.audit()).clean
+        assert (await w.run.state())[0] is RunState.RUNNING
+
+
+async def test_an_expired_attempt_is_replaced(world):
+    """A replica that goes silent holds a group; the learner's plan lets the attempt expire, and the next one runs elsewhere."""
+    silent = {"lengths": Lengths(1e9), "failures": Failures(silent_after=16)}
+    async with world(silent, FAST, iterations=1, rollout={"chunk_timeout": 60.0}) as w:
+        working = asyncio.create_task(orchestrate(w.run))
+        await w.replicas[0].asked.wait()
+        plan = None
+        while plan is None:
+            plan = await w.learner.log.plan(1, 0.5)
+            await asyncio.sleep(0.1)
+        await w.train()
+        await working
+        assert max(group.attempt for group in w.learner.trained[1]) >= 2
+        assert (await w.log.audit()).clean
+
+
+async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
+    slow = {"step_seconds": 0.004, "lengths": Lengths(60)}
+    async with world(slow, iterations=1) as w:
+        working = asyncio.create_task(orchestrate(w.run))
+        while len(w.replicas[0].calls) < 4:  # noqa: ASYNC110 - the replica has an event for its first call only
+            await asyncio.sleep(0.01)
+        groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._bring_in"]
+        groups[0].cancel()  # a task group does not mind
+        await asyncio.wait_for(asyncio.gather(working, w.train()), 30.0)
+        assert (await w.log.audit()).clean
+        assert {group.attempt for group in w.learner.trained[1]} == {1}
+        calls = [call.request_id.rpartition("-")[0] for call in w.replicas[0].calls]
+        assert len(calls) == 5 and len(set(calls)) == 4, "one of them alone was generated again"
+
+
+async def test_an_evaluation_and_groups_survive_the_drain_of_their_reward_server(world, tmp_path):
+    """Each answer takes long enough that the next server is there before the last one of the old has come."""
+    marks = tmp_path / "marks"
+    marks.touch()
+    (tmp_path / "slow.py").write_text(
+        f"import time\n\ndef reward(response, **rest):\n    print(file=open({str(marks)!r}, 'a'))\n    time.sleep(0.4)\n    return 1.0\n"
+    )
+    rewards = {"rewards": [{"file": str(tmp_path / "slow.py")}], "item_timeout": 5.0, "start_timeout": 30.0}
+    async with world(
+        reward_server=False, reward=rewards, eval_rows=ROWS[:4], eval_samples=4, iterations=1, groups_per_iteration=1
+    ) as w, AsyncExitStack() as last:  # fmt: skip
+        working, draining, servers = asyncio.create_task(orchestrate(w.run)), [], AsyncExitStack()
+        await servers.enter_async_context(serve(w.config.reward, run=w.run))
+        training = asyncio.create_task(w.train())
+        for asked in (1, 5):  # while the evaluation of version 0 is scored, while a group is
+            while len(marks.read_text()) < asked:
+                assert not working.done()
+                await asyncio.sleep(0.02)
+            draining.append(asyncio.create_task(servers.aclose()))
+            servers = AsyncExitStack()
+            await servers.enter_async_context(serve(w.config.reward, run=w.run))
+        last.push_async_callback(servers.aclose)
+        await asyncio.wait_for(asyncio.gather(working, training, *draining), 30.0)
+        assert (await w.log.audit()).clean
+        assert [record["version"] for record in await w.records("eval")] == [0, 1]
+        assert not await w.records("eval_failed")
+        assert len(marks.read_text()) == 4 + 3 + 4, "each answer was scored once"
+
+
+async def test_a_reward_outage_pauses_admission_and_burns_nothing(world):
+    async with world(reward_server=False, iterations=3) as w, AsyncExitStack() as first:
+        await first.enter_async_context(serve(w.config.reward, run=w.run))
+        working = asyncio.create_task(orchestrate(w.run))
+        await w.train(1)
+        await first.aclose()
+        training = asyncio.create_task(w.train())
+        await asyncio.sleep(1.0)
+        assert not working.done() and len(await w.log.in_flight()) <= 4
+        async with serve(w.config.reward, run=w.run):
+            await asyncio.gather(working, training)
+        audit = await w.log.audit()
+        assert audit.clean and audit.counts["failed"] == 0
+        assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}
+        assert any("no sample gets a score" in record["text"] for record in await w.records("notice"))
+
+
+async def test_drain(world):
+    slow = {"step_seconds": 0.05, "lengths": Lengths(1e9)}
+    async with world(slow) as w:
+        working = asyncio.create_task(orchestrate(w.run))
+        await w.replicas[0].asked.wait()
+        await w.run.set_state(RunState.DRAINING, "a signal")
+        await asyncio.wait_for(working, 5.0)
+        assert await w.log.in_flight()
+
+
+async def test_a_signal_ends_the_process_whose_run_goes_on_as_one_to_start_again(world):
+    slow = {"step_seconds": 0.05, "lengths": Lengths(1e9)}
+    async with world(slow) as w:
+        child = Child.spawn(
+            "orchestrator",
+            [sys.executable, "-m", "polyreme_trainer.orchestrator"],
+            {**os.environ, "POLYREME_REDIS": w.redis_url, "POLYREME_RUN": w.run.run_id},
+        )
+        await asyncio.wait_for(w.replicas[0].asked.wait(), 30.0)
+        child.signal(signal.SIGTERM)
+        assert await asyncio.wait_for(child.wait(), 10.0) == 128 + signal.SIGTERM
+        assert (await w.run.state())[0] is RunState.RUNNING and await w.log.in_flight()
+
+
+async def test_generation_overlaps_training_within_the_bound(world):
+    """Two replicas of different speed, weights swapped under way: nothing is thrown away, nothing is older than allowed."""
+    slow, fast = ({"step_seconds": seconds, "lengths": Lengths(40, spread=1.0)} for seconds in (0.004, 0.001))
+    async with world(slow, fast, iterations=8, max_staleness=2) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        audit = await w.log.audit()
+        assert audit.clean and sorted(w.learner.trained) == list(range(1, 9))
+        lags, mixed = [], 0
+        for iteration, groups in w.learner.trained.items():
+            for sample in (sample for group in groups for sample in group.samples):
+                versions = [span[0] for span in sample.spans]
+                lags.append(iteration - 1 - min(versions))
+                mixed += len(set(versions)) > 1
+                assert [start for _, start, _ in sample.spans[1:]] == [end for _, _, end in sample.spans[:-1]]
+        assert 0 < max(lags) <= 2 and min(lags) >= 0
+        assert mixed, "no sample went on over a swap"
+        assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}
+        waits = await w.records("rollout")
+        assert [record["iteration"] for record in waits] == sorted({record["iteration"] for record in waits})
+        assert waits[-1]["iteration"] == 8 and all(record["time/rollout_wait"] >= 0 for record in waits)
+
+
+async def test_an_evaluation_that_replicas_run_away_from_is_told(world):
+    """This learner holds nothing back."""
+    slow = {"step_seconds": 0.002, "lengths": Lengths(40)}
+    async with world(slow, eval_rows=ROWS, iterations=6, max_staleness=3, eval_interval=1) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        failed = await w.records("eval_failed")
+        evaluated = [record["version"] for record in await w.records("eval")]
+        assert failed and {0, 6} <= set(evaluated)
+        assert sorted([*evaluated, *(record["version"] for record in failed)]) == list(range(7))
+        assert await w.log.evaluated() == 6
+        assert (await w.log.audit()).clean
+
+
+def test_which_versions_are_evaluated():
+    done: set[int] = set()
+    for version in range(8):
+        done.update(pending(version, done, lambda v: v in (3, 6, 7)))
+    assert done == {0, 3, 6, 7}
+    assert list(pending(6, done, lambda _: True)) == []
+    assert list(pending(4, set(), lambda _: False)) == [4] and not list(pending(4, {0}, lambda _: False))
+    assert list(pending(9, {0, 3}, lambda v: v % 3 == 0)) == [6, 9]
