@@ -184,3 +184,9 @@ def _numpy_dtype(spec: TensorSpec) -> np.dtype:
         return NUMPY_DTYPES[spec.dtype]
     except KeyError:
         raise ManifestError(f"{spec.name}: unknown dtype {spec.dtype!r}; known are {', '.join(NUMPY_DTYPES)}") from None
+
+
+def changed_tensors(before: Manifest | None, after: Manifest) -> int:
+    """How many tensors of `after` have other bytes than in `before`; all of them when there is no version before."""
+    old = {} if before is None else {tensor.name: tensor.digest for tensor in before.tensors}
+    return sum(old.get(tensor.name) != tensor.digest for tensor in after.tensors if not tensor.alias_of)

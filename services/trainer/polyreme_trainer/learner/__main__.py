@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import sys
+from contextlib import closing
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
@@ -17,9 +18,11 @@ from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.engine import MegatronEngine
 
-log = logging.getLogger("polyreme_trainer.learner")
+logger = logging.getLogger(__name__)
 
 
 async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, bytes]]:
@@ -44,13 +47,14 @@ def main(kind: type[Learner] = Learner) -> None:
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
         device.seed(config.seed)
         init_parallel(config.trainer.parallel, device)
-        ranks = Ranks(rank, world, device.torch)
+        ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:
-            kind(config, files, redis_url, run_id, ranks, device).run()
+            with closing(MegatronEngine(config, files, run_id, ranks, device)) as engine:
+                kind(config, files, engine, redis_url, run_id, ranks).run()
         except DrainError as stopped:
-            log.info("%s", stopped)
+            logger.info("%s", stopped)
         except LeaderError as error:
-            log.info("rank 0 ended: %s", error.found)
+            logger.info("rank 0 ended: %s", error.found)
             sys.exit(error.exit_code)
         ranks.close()
         close_parallel()

@@ -1,7 +1,7 @@
 """Gates: before anything is trained on, three parties must be the same policy: learner, Hugging Face model, replicas.
 
-Each gate reduces to one number with a limit. Beyond it training would go on with wrong weights or wrong log-probabilities and
-look healthy, so it raises GateError with the numbers. A replica that does not answer has told nothing: ReplicaLostError, never a verdict.
+Invariant: each gate is one number with a limit, and a run does not train beyond a failed gate: GateError names the numbers. A replica
+that does not answer gives no verdict: ReplicaLostError. This module asks replicas and judges; the engine computes the numbers.
 """
 
 import asyncio
@@ -9,32 +9,31 @@ import logging
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme.config.run import SecurityConfig
 from polyreme.errors import GateError
 from polyreme.net import rpc
-from polyreme_trainer.algorithms.losses import mismatch_kl
-from polyreme_trainer.megatron.batch import IGNORE, FloatArray, IntArray
-
-log = logging.getLogger(__name__)
+from polyreme_trainer.learner.leader import join, split
 
 PROMPTS = 4
 SAMPLES = 4
 NEW_TOKENS = 32
 CALL_SECONDS = 120.0
+IGNORE = -100
+"""A target that nothing is computed for, as in torch's cross entropy."""
+
+logger = logging.getLogger(__name__)
 
 
 class ReplicaLostError(Exception):
-    """A replica was gone, or stood still, before it had answered."""
+    """A replica ended or stood still before it answered."""
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,18 @@ LIMITS = {"float32": Limits(1e-3, 1e-3, 1e-4), "bfloat16": Limits(0.5, 0.15, 1e-
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate's outcome: `value` must not exceed `limit`. `do` tells what to look at when it does."""
+    """A gate's outcome: `value` must not exceed `limit`. `fix` names what to check when it does."""
 
     name: str
     value: float
     limit: float
-    do: str
+    fix: str
 
     def check(self) -> None:
-        """Raises GateError when the gate is not passed; a value that is not a number does not pass."""
+        """Raises GateError when the gate failed; a value that is not a number fails."""
         if not self.value <= self.limit:
-            raise GateError(f"{self.name} of at most {self.limit:g}", f"{self.value:g}", self.do)
-        log.info("gate %s: %.3g (limit %.3g)", self.name, self.value, self.limit)
+            raise GateError(f"{self.name} of at most {self.limit:g}", f"{self.value:g}", self.fix)
+        logger.info("gate %s: %.3g (limit %.3g)", self.name, self.value, self.limit)
 
     def record(self) -> dict[str, Any]:
         """For the run's metrics."""
@@ -76,80 +75,38 @@ class Gate:
 class Answer:
     """A replica's response to a prompt, both int64 [length], and the log-probabilities it reported, float32 [response]."""
 
-    prompt: IntArray
-    response: IntArray
-    logprobs: FloatArray
+    prompt: NDArray[np.int64]
+    response: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
 
 
-def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
-    """Random tokens, int64 [4, length]."""
-    return torch.from_numpy(np.random.default_rng([seed, 0x9A7E]).integers(0, vocab, (4, length)))
+def encode_answers(greedy: Sequence[Answer], sampled: Sequence[Answer]) -> bytes:
+    """Answers as bytes for `decode_answers`."""
+    answers = [part for a in (*greedy, *sampled) for part in (a.prompt.tobytes(), a.response.tobytes(), a.logprobs.tobytes())]
+    return join([np.int64(len(greedy)).tobytes(), *answers])
 
 
-def load_hf(path: Path, dtype: str) -> torch.nn.Module:
-    """The Hugging Face model of a directory, on the CPU, in evaluation mode."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
-    return model.requires_grad_(False).eval()
-
-
-def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Limits) -> Gate:
-    """Learner's logits [b, s, vocab] of `ids` [b, s] against the Hugging Face model's."""
-    with torch.no_grad():
-        difference = (model(input_ids=ids).logits.float() - learner.cpu()).abs().max()
-    return Gate(
-        "largest logit difference between learner and Hugging Face model",
-        float(difference),
-        limits.logits,
-        "Report it with the model's config.json: the trainer computes another function than transformers does.",
-    )
+def decode_answers(data: bytes) -> tuple[list[Answer], list[Answer]]:
+    """The greedy and the sampled answers given to `encode_answers`."""
+    count, *parts = split(data)
+    answers = [
+        Answer(np.frombuffer(prompt, np.int64), np.frombuffer(response, np.int64), np.frombuffer(logprobs, np.float32))
+        for prompt, response, logprobs in zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    ]
+    greedy = int(np.frombuffer(count, np.int64)[0])
+    return answers[:greedy], answers[greedy:]
 
 
-def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: Limits) -> Gate:
-    """A replica's greedy answers under the Hugging Face model of the same weights.
-
-    One forward pass over prompt and answer tells, token by token, whether the model would have chosen the same; near ties, which
-    rounding decides, are within the limit. Answers go one by one, and logits are of responses only: they are large.
-    """
-    gaps = []
-    for answer in answers:
-        ids, response = torch.from_numpy(np.concatenate([answer.prompt, answer.response])), torch.from_numpy(answer.response)
-        with torch.no_grad():
-            logits = model(input_ids=ids[None, :-1], logits_to_keep=len(response)).logits[0].float()
-        gaps.append((logits.amax(-1) - logits.gather(1, response[:, None])[:, 0]).max())
-    return Gate(
-        "log-probability by which the Hugging Face model prefers another token than a replica's greedy one",
-        float(torch.stack(gaps).max()),
-        limits.greedy,
-        "The replica serves other weights than were pushed, or its engine computes them wrongly; do not train with it.",
-    )
-
-
-def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: Limits) -> Gate:
-    """Learner's log-probabilities of sampled answers, float32 [answers, w] as `stack` lays them out, against the replica's own."""
-    behaviour = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
-    mask = stack(answers)[1] != IGNORE
-    return Gate(
-        "mismatch_kl per token between learner and replica",
-        float(mismatch_kl(learner.cpu()[mask], behaviour).mean()),
-        limits.mismatch_kl,
-        "Check that trainer and replica use the same dtype and temperature, and that the replica's logprobs are processed_logprobs.",
-    )
-
-
-def stack(answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
-    """What a model reads and what it should say next: ids and targets, int64 [answers, w]; IGNORE but for the responses.
+def stack(answers: Sequence[Answer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What a model reads and what it should predict next: ids and targets, int64 [answers, w]; IGNORE but for the responses.
 
     Padding is on the right, where a causal model's earlier positions do not see it.
     """
     width = max(len(answer.prompt) + len(answer.response) for answer in answers) - 1
-    ids = torch.zeros(len(answers), width, dtype=torch.int64)
-    targets = torch.full_like(ids, IGNORE)
+    ids = np.zeros((len(answers), width), dtype=np.int64)
+    targets = np.full_like(ids, IGNORE)
     for row, answer in enumerate(answers):
-        tokens = torch.from_numpy(np.concatenate([answer.prompt, answer.response]))
+        tokens = np.concatenate([answer.prompt, answer.response])
         ids[row, : len(tokens) - 1] = tokens[:-1]
         targets[row, len(answer.prompt) - 1 : len(tokens) - 1] = tokens[len(answer.prompt) :]
     return ids, targets
@@ -157,22 +114,22 @@ def stack(answers: Sequence[Answer]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Questions:
-    """What replicas are asked, all in the same way.
+    """The same questions for every replica.
 
     Attributes:
         prompts: int64 [length] each.
         max_new: tokens of an answer at most.
         version: the oldest policy that may answer.
-        silence: seconds that a call may bring nothing.
+        idle_timeout: seconds without a message after which a call counts as lost.
         security: of the replicas' ports.
     """
 
     run_id: str
-    prompts: Sequence[IntArray]
+    prompts: Sequence[NDArray[np.int64]]
     stop_ids: Sequence[int]
     max_new: int
     version: int
-    silence: float
+    idle_timeout: float
     security: SecurityConfig | None = None
 
 
@@ -189,7 +146,7 @@ async def ask_replica(address: str, questions: Questions, temperature: float, sa
 
 
 async def _ask(
-    stub: pb_grpc.RolloutServiceStub, questions: Questions, prompt: IntArray, temperature: float, samples: int
+    stub: pb_grpc.RolloutServiceStub, questions: Questions, prompt: NDArray[np.int64], temperature: float, samples: int
 ) -> list[Answer]:
     request = pb.GenerateRequest(
         run_id=questions.run_id,
@@ -204,7 +161,7 @@ async def _ask(
     try:
         stream = aiter(stub.Generate(request, timeout=CALL_SECONDS))
         while True:
-            async with asyncio.timeout(questions.silence):
+            async with asyncio.timeout(questions.idle_timeout):
                 message = await anext(stream, None)
             if message is None:
                 break
@@ -214,7 +171,7 @@ async def _ask(
     except grpc.aio.AioRpcError as error:
         raise ReplicaLostError(f"{error.code().name}: {error.details()}") from None
     except TimeoutError:
-        raise ReplicaLostError(f"no token within {questions.silence:g} s") from None
+        raise ReplicaLostError(f"no token within {questions.idle_timeout:g} s") from None
     except asyncio.CancelledError:
         if not rpc.channel_closed():
             raise

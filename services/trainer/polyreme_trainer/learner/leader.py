@@ -1,81 +1,93 @@
-"""How the learner's ranks stay one program: every rank runs the same lines, and what only rank 0 can know, it tells the others.
+"""How the learner's ranks stay one program: every rank runs the same lines, and rank 0 broadcasts what it alone can know.
 
-Rank 0 alone talks to Redis and to replicas. While it waits there, it sends the others a token every few seconds, so that no
-collective's deadline passes however long the wait; when it fails, it tells them so, and they leave instead of hanging.
+Invariant: no collective deadline passes while rank 0 waits, because it sends a heartbeat every few seconds; and when rank 0 fails,
+every other rank raises LeaderError instead of hanging. Rank 0 alone talks to Redis and to replicas. No torch here: the channel
+between the ranks belongs to the engine.
 """
 
 import asyncio
 import logging
 import struct
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
-
-import torch
-import torch.distributed as dist
+from typing import Protocol, TypeVar
 
 from polyreme.errors import PolyremeError
 
 HEARTBEAT_SECONDS = 2.0
 AGENT_PID = "POLYREME_AGENT_PID"
-"""In the environment of a rank that torchrun's agent started: the process that it must not outlive."""
+"""In the environment of a rank that torchrun's agent started: the process that the rank must not outlive."""
 
 _WAITING, _ANSWER, _FAILED = 0, 1, 2
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class LeaderError(PolyremeError):
-    """Rank 0 failed and said why; its own process reports the error."""
+    """Rank 0 failed and reported why; its own process reports the error."""
 
     def __init__(self, text: str, exit_code: int) -> None:
         super().__init__("rank 0 to go on", text, "See rank 0's message.")
         self.exit_code = exit_code
 
 
+class Channel(Protocol):
+    """Messages from rank 0 to all other ranks, in order."""
+
+    def send(self, kind: int, payload: bytes) -> None:
+        """Called on rank 0. Raises RuntimeError when another rank is gone."""
+        ...
+
+    def receive(self) -> tuple[int, bytes]:
+        """Called on every other rank. Raises RuntimeError when rank 0 is gone or silent for too long."""
+        ...
+
+
 class Ranks:
     """The processes of one learner.
 
     Args:
-        rank, world_size: this process and how many there are.
-        device: where broadcast buffers live (the collective backend decides: cpu for gloo).
+        rank: this process's number.
+        channel: to the other ranks; None when there is one rank only.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._device = device
+    def __init__(self, rank: int = 0, channel: Channel | None = None) -> None:
+        self.rank = rank
+        self._channel = channel
         self._runner = asyncio.Runner() if rank == 0 else None
 
     @property
     def leads(self) -> bool:
+        """Whether this process is rank 0."""
         return self.rank == 0
 
-    def ask(self, question: Callable[[], Awaitable[bytes]]) -> bytes:
+    def broadcast_from_leader(self, question: Callable[[], Awaitable[bytes]]) -> bytes:
         """Rank 0's answer, on every rank. Every rank must call this at the same place; only rank 0 calls `question`.
 
         Raises:
             Whatever `question` raises, on rank 0; LeaderError with the same exit code on the others.
         """
         if self._runner is None:
-            return self._listen()
+            return self._receive()
         try:
             answer = self._runner.run(self._with_heartbeat(question()))
         except BaseException as error:
-            self._tell_failure(error)
+            self._send_failure(error)
             raise
         self._send(_ANSWER, answer)
         return answer
 
-    def tell(self, question: Callable[[], Awaitable[None]]) -> None:
-        """Lets rank 0 do something while the others wait for it."""
+    def on_leader(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Runs `action` on rank 0 while the others wait for it. Raises as `broadcast_from_leader` does."""
 
         async def act() -> bytes:
-            await question()
+            await action()
             return b""
 
-        self.ask(act)
+        self.broadcast_from_leader(act)
 
     def close(self) -> None:
+        """Closes rank 0's event loop."""
         if self._runner is not None:
             self._runner.close()
 
@@ -88,30 +100,21 @@ class Ranks:
         finally:
             task.cancel()
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _send_failure(self, error: BaseException) -> None:
         code = error.exit_code if isinstance(error, PolyremeError) else 1
         try:
             self._send(_FAILED, struct.pack("<i", code) + f"{type(error).__name__}: {error}"[:2000].encode())
         except RuntimeError as lost:
-            log.warning("other ranks are gone: %s", lost)
+            logger.warning("other ranks are gone: %s", lost)
 
     def _send(self, kind: int, payload: bytes) -> None:
-        if self.world_size == 1:
-            return
-        dist.broadcast(torch.tensor([kind, len(payload)], dtype=torch.int64, device=self._device), src=0)
-        if payload:
-            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device), src=0)
+        if self._channel is not None:
+            self._channel.send(kind, payload)
 
-    def _listen(self) -> bytes:
-        head = torch.empty(2, dtype=torch.int64, device=self._device)
+    def _receive(self) -> bytes:
+        assert self._channel is not None, "a rank beside rank 0 has a channel"
         while True:
-            dist.broadcast(head, src=0)
-            kind, size = (int(x) for x in head.tolist())
-            payload = b""
-            if size:
-                buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-                dist.broadcast(buffer, src=0)
-                payload = buffer.cpu().numpy().tobytes()
+            kind, payload = self._channel.receive()
             if kind == _ANSWER:
                 return payload
             if kind == _FAILED:

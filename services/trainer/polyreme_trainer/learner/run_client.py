@@ -1,6 +1,6 @@
-"""What rank 0 alone does: the run record, the experience log, and waiting on replicas. Lives on rank 0's event loop.
+"""Rank 0's client of the run: its record, the experience log, and waits for replicas. Lives on rank 0's event loop.
 
-Every wait here ends when the run drains or fails: DrainError is no failure, it asks the ranks to save and leave.
+Invariant: every wait ends when the run drains or fails. DrainError is no failure: it asks the ranks to save and leave.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import numpy as np
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
-from polyreme.experience.ledger import ExperienceLog, Role, Term
+from polyreme.experience.ledger import ExperienceLog, Plan, Role, Term
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RIDE_OVER, connect
 from polyreme_trainer.data.prompts import load_prompts
@@ -39,7 +39,7 @@ class DrainError(PolyremeError):
         super().__init__(waiting_for, "the run draining", "Go on later with --resume.")
 
 
-class Desk:
+class RunClient:
     """Rank 0's connection to the run, as the run's one learner. Make it with `open`."""
 
     def __init__(self, run: Run, experience: ExperienceLog, term: Term) -> None:
@@ -47,8 +47,8 @@ class Desk:
         self.registry = Registry(run)
 
     @classmethod
-    async def open(cls, redis_url: str, run_id: str) -> "Desk":
-        """Connects and takes the learner's role over."""
+    async def open(cls, redis_url: str, run_id: str) -> "RunClient":
+        """Connects, and takes over the learner's role."""
         run = await Run.attach(await connect(redis_url, RIDE_OVER), run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)
         return cls(run, experience, await experience.take(Role.LEARNER))
@@ -60,42 +60,42 @@ class Desk:
         """Whether the run was asked to stop. Raises RunFailedError when it has failed."""
         return await self.run.check() in (RunState.DRAINING, RunState.DONE)
 
-    async def heed(self, work: Awaitable[T], what: str) -> T:
+    async def watch(self, work: Awaitable[T], what: str) -> T:
         """Awaits `work`, which has a deadline of its own, and watches the run meanwhile.
 
         Raises:
             DrainError: the run was asked to stop first. RunFailedError: it failed first.
         """
 
-        async def look() -> None:
+        async def check() -> None:
             if await self.draining():
                 raise DrainError(what)
 
-        return await _looking(work, look)
+        return await _watched(work, check)
 
-    async def groups(self, iteration: int, straggler_seconds: float) -> list[bytes]:
-        """The payloads that iteration `iteration` trains on; none when the run drains."""
+    async def plan(self, iteration: int, straggler_seconds: float) -> tuple[Plan, list[bytes]] | None:
+        """The plan of iteration `iteration` and its groups' payloads; None when the run drains."""
         if await self.draining():
-            return []
+            return None
         plan = await self.experience.wait_plan(iteration, straggler_seconds)
         if plan is None:
             await self.run.check()
-            return []
-        return await self.experience.read(plan)
+            return None
+        return plan, await self.experience.read(plan)
 
-    async def progress(self, record: dict[str, Any]) -> None:
-        """Emits a record between two steps, where a draining run can be left."""
+    async def progress(self, record: dict[str, Any]) -> bytes:
+        """Emits a record between two steps. One byte: 1 when the run drains, else 0."""
         await self.run.emit(record)
-        if await self.draining():
-            raise DrainError("the warm start to end")
+        return bytes([await self.draining()])
 
-    async def gate(self, gate: gates.Gate) -> None:
-        """Records a gate's outcome. Raises GateError when it was not passed."""
-        await self.run.emit(gate.record())
-        gate.check()
+    async def check_gates(self, outcomes: Sequence[gates.Gate]) -> None:
+        """Records the outcome of each gate. Raises GateError at the first that failed."""
+        for gate in outcomes:
+            await self.run.emit(gate.record())
+            gate.check()
 
     async def running(self) -> None:
-        """Everything that must agree does: lets the run begin, or go on."""
+        """Sets the run's state to running, once all gates have passed."""
         if await self.run.check() is RunState.STARTING:
             await self.run.set_state(RunState.RUNNING)
 
@@ -105,12 +105,12 @@ class Desk:
         Raises:
             UnavailableError, DrainError, RunFailedError
         """
-        return await self._committed(publisher, version, config, _patience(config))
+        return await self._committed(publisher, version, config, _commit_timeout(config))
 
     async def _committed(self, publisher: Publisher, version: int, config: RunConfig, seconds: float) -> list[Commit]:
         replicas = config.rollout.replicas if await self.run.check() is RunState.STARTING else 1
         wait = publisher.wait_committed(version, replicas, seconds)
-        return await self.heed(wait, f"replicas at version {version}")
+        return await self.watch(wait, f"replicas at version {version}")
 
     async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
         """Greedy and sampled answers to a few training prompts, of the replicas that serve `version`, waited for as by `committed`.
@@ -121,22 +121,22 @@ class Desk:
         Raises:
             UnavailableError, DrainError, RunFailedError
         """
-        deadline = time.monotonic() + _patience(config)
+        deadline = time.monotonic() + _commit_timeout(config)
         questions, lost = await self._questions(config, version), dict[str, str]()
         while True:
             commits = await self._committed(publisher, version, config, max(0.0, deadline - time.monotonic()))
             names = {commit.replica for commit in commits}
             leases = [lease for lease in await self.registry.leases("rollout") if lease.id in names]
             asking = asyncio.gather(*(self._answers(lease, questions, config.rollout.temperature, lost) for lease in leases))
-            if answers := [pair for pair in await self.heed(asking, "replicas to answer") if pair is not None]:
+            if answers := [pair for pair in await self.watch(asking, "replicas to answer") if pair is not None]:
                 return [a for greedy, _ in answers for a in greedy], [a for _, sampled in answers for a in sampled]
             if time.monotonic() > deadline:
                 raise UnavailableError(
-                    f"a rollout replica to compare with within {_patience(config):g} s",
+                    f"a rollout replica to compare with within {_commit_timeout(config):g} s",
                     "; ".join(f"{name}: {why}" for name, why in lost.items()) or "none with a lease",
                     "See the replicas' logs.",
                 )
-            await self.heed(asyncio.sleep(AGAIN_SECONDS), "replicas to answer")
+            await self.watch(asyncio.sleep(AGAIN_SECONDS), "replicas to answer")
 
     async def _questions(self, config: RunConfig, version: int) -> gates.Questions:
         template = Template(await self.run.model_files(), config.data)
@@ -154,15 +154,15 @@ class Desk:
     async def _answers(
         self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
     ) -> tuple[Answers, Answers] | None:
-        """One replica's; None, and a word in `lost`, when it is lost first. A lease that goes tells it sooner than a silent call."""
+        """One replica's answers; None, with the reason in `lost`, when it is lost first. An expired lease shows that before a silent call."""
 
-        async def look() -> None:
+        async def check() -> None:
             if lease.id not in {other.id for other in await self.registry.leases("rollout")}:
                 raise gates.ReplicaLostError("its lease is gone")
 
         try:
-            greedy = await _looking(gates.ask_replica(lease.address, questions, 0.0, 1), look)
-            return greedy, await _looking(gates.ask_replica(lease.address, questions, temperature, gates.SAMPLES), look)
+            greedy = await _watched(gates.ask_replica(lease.address, questions, 0.0, 1), check)
+            return greedy, await _watched(gates.ask_replica(lease.address, questions, temperature, gates.SAMPLES), check)
         except gates.ReplicaLostError as error:
             if lease.id not in lost:
                 text = f"replica {lease.id} at {lease.address} was lost before it could be compared: {error}"
@@ -171,20 +171,20 @@ class Desk:
             return None
 
 
-async def _looking(work: Awaitable[T], look: Callable[[], Awaitable[None]]) -> T:
-    """Awaits `work`, and looks around meanwhile; ends it when `look` raises."""
+async def _watched(work: Awaitable[T], check: Callable[[], Awaitable[None]]) -> T:
+    """Awaits `work` and calls `check` twice a second meanwhile; cancels `work` when `check` raises."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=STATE_SECONDS))[0]:
-            await look()
+            await check()
         return task.result()
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # how it ended does not matter any more
+            await asyncio.gather(task, return_exceptions=True)
 
 
-def _patience(config: RunConfig) -> float:
+def _commit_timeout(config: RunConfig) -> float:
     """Seconds until replicas must serve a version."""
     return config.rollout.start_timeout + (config.eval_hold if config.holds_versions else 0.0)
 

@@ -1,18 +1,21 @@
 """Sequences of uneven length into padded micro-batches: pure planning, the same on every rank.
 
-Every sequence of a step lands in exactly one micro-batch of exactly one data-parallel rank, and every trained token weighs
-1 / (trained tokens of the whole step), whatever the layout.
+Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, whole. What a loss sees of a
+micro-batch are its trained tokens alone, flat, so that it does not know of padding.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.experience.records import GroupRecord
+from polyreme_trainer.algorithms.batch import TokenBatch, sequence_of
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -23,111 +26,123 @@ OVERHEAD_FLOPS = 1.2e9
 """Fixed cost of one more micro-batch (launching a few hundred small operators), as the arithmetic done in that time."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sequences:
-    """The sequences of one iteration, prompt and response together; arrays indexed [sequence][token].
+    """n sequences of token ids, prompt and response together, and which of their tokens are trained on.
 
-    `mask`, `behaviour`, `old` and `reference` have length len(ids) - 1: entry t belongs to the prediction of ids[t + 1].
+    A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Per-token arrays have one entry per prediction,
+    those of sequence i at `offsets[i]:offsets[i + 1]`, t in all.
+
+    Attributes:
+        ids: int64 [L] each, L >= 1.
+        mask: float32 [t], 1 where the predicted token is trained on.
     """
 
-    ids: list[IntArray]
-    mask: list[FloatArray]
-    """1 where the predicted token is trained on."""
-    advantages: FloatArray
-    """[sequences]."""
-    behaviour: list[FloatArray]
-    """Log-probability under the policy that sampled the token; 0 on the prompt."""
-    old: list[FloatArray] | None = None
-    """Under the policy before the iteration's first step; None: the policy itself, when there is but one step."""
-    reference: list[FloatArray] | None = None
-    fresh: NDArray[np.bool_] | None = None
-    """[sequences]: whether every token was sampled by the policy that is trained; None: all."""
-    lengths: IntArray = field(init=False)
-    tokens: FloatArray = field(init=False)
-    """Trained tokens of each sequence."""
-
-    def __post_init__(self) -> None:
-        self.lengths = np.array([len(ids) for ids in self.ids], dtype=np.int64)
-        self.tokens = np.array([mask.sum() for mask in self.mask], dtype=np.float32)
+    ids: Sequence[IntArray]
+    mask: FloatArray
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    @cached_property
+    def lengths(self) -> IntArray:
+        """int64 [n], tokens of each sequence."""
+        return np.array([len(ids) for ids in self.ids], dtype=np.int64)
+
+    @cached_property
+    def offsets(self) -> IntArray:
+        """int64 [n + 1], where the predictions of each sequence begin."""
+        return np.concatenate([[0], np.cumsum(self.lengths - 1)]).astype(np.int64)
+
+    @cached_property
+    def trained(self) -> IntArray:
+        """int64 [n], trained tokens of each sequence."""
+        counts = np.bincount(sequence_of(self.offsets), weights=self.mask, minlength=len(self))
+        return counts.astype(np.int64)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One padded forward pass over all tokens but each sequence's last. Padding is on the right: id 0, mask 0, log-probability 0."""
+    """One padded forward pass over all tokens but each sequence's last. Padding is on the right: id 0, no target.
+
+    Attributes:
+        indices: int64 [b], which sequences.
+        ids: int64 [b, w], what the model reads.
+        targets: int64 [b, w], the token that follows, or IGNORE where it is not trained on.
+        tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the row-major order of `targets`.
+        sequence: int64 [k], the row of each trained token.
+    """
 
     indices: IntArray
-    """Which sequences, [b]."""
     ids: Tensor
-    """int64 [b, w]: what the model reads."""
     targets: Tensor
-    """int64 [b, w]: the token that follows, or IGNORE where it is not trained on."""
-    mask: Tensor
-    """float32 [b, w]: 1 where `targets` is a token."""
-    advantages: Tensor
-    """float32 [b, 1]."""
-    behaviour: Tensor
-    """float32 [b, w]."""
-    fresh: Tensor
-    """float32 [b, 1]: 1 where the policy that is trained sampled every token."""
-    old: Tensor | None
-    reference: Tensor | None
+    tokens: IntArray
+    sequence: Tensor
+
+    def take(self, values: NDArray[np.generic]) -> Tensor:
+        """The micro-batch's [k] entries of a per-token array [t], on its device."""
+        return torch.from_numpy(values[self.tokens]).to(self.ids.device)
 
 
-def collect(groups: Sequence[GroupRecord], advantages: FloatArray, version: int) -> Sequences:
-    """The samples of `groups`, in order, each as prompt + response.
+def collect(groups: Sequence[GroupRecord], part_weights: Mapping[str, float] | None = None) -> tuple[Sequences, TokenBatch]:
+    """The samples of `groups`, in order, each as prompt + response; and the same as an algorithm sees them.
 
     Args:
-        advantages: float32 [groups, samples].
-        version: of the policy that will be trained.
+        part_weights: of the reward's named parts, for algorithms that normalise each part; none: the parts are left out.
     """
-    ids, mask, behaviour = [], [], []
-    for group in groups:
-        prompt = group.prompt_ids.astype(np.int64)
-        blank = np.zeros(len(prompt) - 1, dtype=np.float32)
-        for sample in group.samples:
-            ids.append(np.concatenate([prompt, sample.token_ids.astype(np.int64)]))
-            mask.append(np.concatenate([blank, sample.loss_mask.astype(np.float32)]))
-            behaviour.append(np.concatenate([blank, sample.logprobs]))
-    fresh = [all(span[0] == version for span in sample.spans) for group in groups for sample in group.samples]
-    return Sequences(ids, mask, advantages.reshape(-1), behaviour, fresh=np.array(fresh))
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    ids = [np.concatenate([group.prompt_ids, sample.token_ids]).astype(np.int64) for group, sample in samples]
+    blanks = [np.zeros(len(group.prompt_ids) - 1, dtype=np.float32) for group, _ in samples]
+    mask = np.concatenate([part for b, (_, s) in zip(blanks, samples, strict=True) for part in (b, s.loss_mask)], dtype=np.float32)
+    behaviour = np.concatenate([part for b, (_, s) in zip(blanks, samples, strict=True) for part in (b, s.logprobs)])
+    version = np.full(len(mask), -1, dtype=np.int32)
+    sequences = Sequences(ids, mask)
+    for end, (_, sample) in zip(sequences.offsets[1:], samples, strict=True):
+        begin = end - len(sample)
+        for number, start, stop in sample.spans:
+            version[begin + start : begin + stop] = number
+    names = tuple(part_weights or ())
+    parts = [[{part.name: part.raw for part in sample.parts}.get(name, 0.0) for name in names] for _, sample in samples]
+    batch = TokenBatch(
+        offsets=sequences.offsets,
+        mask=mask,
+        behaviour=behaviour.astype(np.float32),
+        version=version,
+        group=np.repeat(np.arange(len(groups), dtype=np.int64), [len(group.samples) for group in groups]),
+        score=np.array([sample.score for _, sample in samples], dtype=np.float64),
+        truncated=np.array([sample.finish_reason == FINISH_REASON_LENGTH for _, sample in samples]),
+        greedy=np.zeros(len(samples), dtype=np.bool_),
+        ids=np.concatenate([x[1:] for x in ids]),
+        parts=np.array(parts, dtype=np.float64) if names else None,
+        part_names=names,
+        part_weights=tuple((part_weights or {}).values()),
+    )
+    return sequences, batch
 
 
-def freshly_sampled(sequences: Sequences) -> IntArray:
-    """Indices of the sequences that tell how far replica and learner are apart: the same policy should have said the same."""
-    return np.flatnonzero(_fresh(sequences))
+def supervised(ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> Sequences:
+    """Supervised rows as sequences: ids int32 [length] each; loss_mask uint8 [length] each, 1 where the token is trained on."""
+    return Sequences([x.astype(np.int64) for x in ids], np.concatenate([x[1:] for x in loss_mask]).astype(np.float32))
 
 
-def _fresh(sequences: Sequences) -> NDArray[np.bool_]:
-    return np.ones(len(sequences), dtype=bool) if sequences.fresh is None else sequences.fresh
-
-
-def with_gradient(sequences: Sequences, kl_coef: float) -> IntArray:
-    """Indices of the sequences that move the policy.
-
-    A zero advantage makes a sequence's surrogate and its gradient exactly zero, so without a KL term it may be left out; the
-    loss stays exact because its denominator counts every trained token of the batch.
-    """
-    if kl_coef > 0:
-        return np.flatnonzero(sequences.tokens > 0)
-    return np.flatnonzero((sequences.advantages != 0) & (sequences.tokens > 0))
-
-
-def split_steps(groups: int, samples: int, steps: int, epochs: int, seed: Sequence[int]) -> list[IntArray]:
+def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -> list[IntArray]:
     """Which sequences each optimizer step of an iteration takes: whole groups, every sequence once per epoch.
 
     With one step the order is the log's; with several the groups are dealt in an order drawn from (seed, epoch).
+
+    Args:
+        group: int64 [n], the group of each sequence, 0, 0, ... 1, 1, ...
     """
     if steps == 1:
-        return [np.arange(groups * samples, dtype=np.int64) for _ in range(epochs)]
+        return [np.arange(len(group), dtype=np.int64) for _ in range(epochs)]
+    members = [np.flatnonzero(group == number) for number in range(int(group.max()) + 1)]
     result = []
     for epoch in range(epochs):
-        order = np.random.default_rng([*seed, epoch]).permutation(groups)
+        order = np.random.default_rng([*seed, epoch]).permutation(len(members))
         for part in np.array_split(order, steps):
-            result.append((np.sort(part)[:, None] * samples + np.arange(samples)).reshape(-1))
-    return [part for part in result if len(part)]
+            if len(part):
+                result.append(np.concatenate([members[number] for number in np.sort(part)]))
+    return result
 
 
 def share(lengths: IntArray, indices: IntArray, rank: int, ranks: int) -> IntArray:
@@ -136,8 +151,8 @@ def share(lengths: IntArray, indices: IntArray, rank: int, ranks: int) -> IntArr
     Back and forth (0 1 .. n-1 n-1 .. 1 0) over the sequences by falling length, so that no rank always gets the longer one.
     """
     order = indices[np.argsort(-lengths[indices], kind="stable")]
-    place = np.arange(len(order)) % (2 * ranks)
-    mine: IntArray = order[np.minimum(place, 2 * ranks - 1 - place) == rank]
+    turn = np.arange(len(order)) % (2 * ranks)
+    mine: IntArray = order[np.minimum(turn, 2 * ranks - 1 - turn) == rank]
     return mine
 
 
@@ -171,27 +186,21 @@ def plan_micro_batches(lengths: IntArray, indices: IntArray, budget: int, overhe
 
 def pad(sequences: Sequences, indices: IntArray, device: torch.device) -> MicroBatch:
     """The micro-batch of these sequences as tensors on `device`."""
-    shape = (len(indices), int(sequences.lengths[indices].max()) - 1)
-
-    def matrix(arrays: list[FloatArray]) -> Tensor:
-        out = np.zeros(shape, dtype=np.float32)
-        for row, index in enumerate(indices):
-            out[row, : len(arrays[index])] = arrays[index]
-        return torch.from_numpy(out).to(device)
-
-    ids, following = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    predictions = sequences.lengths[indices] - 1
+    shape = (len(indices), int(predictions.max()))
+    ids, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
     for row, index in enumerate(indices):
-        sequence = sequences.ids[index]
-        ids[row, : len(sequence) - 1], following[row, : len(sequence) - 1] = sequence[:-1], sequence[1:]
-    mask = matrix(sequences.mask)
+        ids[row, : predictions[row]], targets[row, : predictions[row]] = sequences.ids[index][:-1], sequences.ids[index][1:]
+    starts = sequences.offsets[indices]
+    rows = np.repeat(np.arange(len(indices)), predictions)
+    columns = np.arange(len(rows)) - np.repeat(np.cumsum(predictions) - predictions, predictions)
+    tokens = starts[rows] + columns
+    trained = sequences.mask[tokens] > 0
+    targets[rows[~trained], columns[~trained]] = IGNORE
     return MicroBatch(
         indices=indices,
         ids=torch.from_numpy(ids).to(device),
-        targets=torch.from_numpy(following).to(device).masked_fill_(mask == 0, IGNORE),
-        mask=mask,
-        advantages=torch.from_numpy(sequences.advantages[indices][:, None]).to(device),
-        behaviour=matrix(sequences.behaviour),
-        fresh=torch.from_numpy(_fresh(sequences)[indices][:, None].astype(np.float32)).to(device),
-        old=None if sequences.old is None else matrix(sequences.old),
-        reference=None if sequences.reference is None else matrix(sequences.reference),
+        targets=torch.from_numpy(targets).to(device),
+        tokens=tokens[trained],
+        sequence=torch.from_numpy(rows[trained]).to(device),
     )

@@ -1,14 +1,16 @@
-"""Checkpoints: everything a rank needs to go on as if it had never stopped, bit for bit, on the same layout.
+"""Checkpoints: everything a rank needs to continue as if it had never stopped, bit for bit, on the same layout.
 
-`ROOT/iteration-000012/` holds `state-T.pt` (weights and optimizer of tensor rank T, written by data rank 0), `rng-R.pt` of every rank and
-`checkpoint.json`: iteration, layout, the learner's own facts (term, log position, schedule) and the xxh3_64 of every file. A directory of that
-name is complete: it is made under another name, synced, and renamed. Loading verifies every digest, and unpickles nothing but tensors
-and plain containers.
+A checkpoint is a directory: `state-T.pt` (every trained role's weights and moments of tensor rank T, written by data rank 0), `rng-R.pt`
+of every rank, and `checkpoint.json`: format, iteration, layout, the learner's facts, the xxh3_64 of every file, and of itself.
+
+Invariant: a directory of that name is complete, because it is made under another name, synced, and renamed. Whatever damage a
+checkpoint has, finding, pruning and saving the others works: it counts as damaged, with the reason in the log. Loading unpickles
+nothing but tensors and plain containers.
 """
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,134 +21,172 @@ import xxhash
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.mcore import parallel_state
-from polyreme_trainer.megatron.optimizer import Optimizer
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.roles import Role
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "checkpoint.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk. `facts` is what the learner gave to `save`."""
+    """A checkpoint on disk whose manifest is intact.
+
+    Attributes:
+        path: its directory.
+        iteration: the number in its name.
+        layout: of the ranks that wrote it.
+        facts: what the learner gave to `save`.
+        files: name to xxh3_64, hexadecimal.
+    """
 
     path: Path
     iteration: int
+    layout: Mapping[str, Any]
     facts: Mapping[str, Any]
+    files: Mapping[str, str]
+
+    def intact(self) -> bool:
+        """Whether every file has the bytes that were saved."""
+        return all((self.path / name).is_file() and digest_of(self.path / name) == digest for name, digest in self.files.items())
 
 
-def save(root: Path, iteration: int, policy: Policy, optimizer: Optimizer, facts: Mapping[str, Any], keep: int) -> Checkpoint:
-    """Writes a checkpoint, then removes what it takes the place of (see `prune`). Collective; returns on every rank when it is on disk.
+def save(path: Path, roles: Sequence[Role], facts: Mapping[str, Any]) -> None:
+    """Writes the checkpoint `path`, replacing what is there. Collective; returns on every rank when it is on disk.
 
     Args:
-        facts: JSON values, the same on every rank.
+        path: ends in a number, see `iteration_path`.
+        roles: those that are trained.
+        facts: JSON values, the same on every rank; `algorithm` and others that `load` gives back.
     """
-    path = root / f"iteration-{iteration:06d}"
     temporary = atomic.staging(path)
     first = torch.distributed.get_rank() == 0
     if first:
         atomic.discard(temporary)
         temporary.mkdir(parents=True)
     torch.distributed.barrier()
-    rng, state = _names(policy)
-    torch.save(policy.device.rng_state(), temporary / rng)
+    model = roles[0].model
+    rng, state = _names(roles[0])
+    torch.save(model.device.rng_state(), temporary / rng)
     atomic.sync(temporary / rng)  # on a file system of several machines, only the one that wrote a file can
     if parallel_state.get_data_parallel_rank() == 0:
-        torch.save({"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}, temporary / state)
+        torch.save({role.name: role.state_dict() for role in roles}, temporary / state)
         atomic.sync(temporary / state)
     torch.distributed.barrier()
     if first:
-        files = {name: _digest(temporary / name) for name in _all_names(policy)}
-        manifest = {"format": _FORMAT, "iteration": iteration, "layout": _layout(policy), "facts": dict(facts), "files": files}
-        (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        files = {name: digest_of(temporary / name) for name in _all_names(roles[0])}
+        manifest = {"format": _FORMAT, "iteration": _number(path), "layout": _layout(roles), "facts": dict(facts), "files": files}
+        (temporary / _MANIFEST).write_text(json.dumps({**manifest, "digest": _manifest_digest(manifest)}, indent=1))
         atomic.publish(temporary, path)
-        prune(root, iteration, keep)
     torch.distributed.barrier()
-    return Checkpoint(path, iteration, facts)
 
 
-def prune(root: Path, iteration: int, keep: int) -> None:
-    """Removes all but the newest `keep` up to the one just saved, and what is damaged above it: a resume has passed that over."""
-    there = find(root)
-    for old in [each for each in there if each.iteration <= iteration][:-keep]:
-        atomic.discard(old.path)
-    for passed in [each for each in there if each.iteration > iteration and not intact(each)]:
-        logger.warning("checkpoint %s is damaged: removed", passed.path)
-        atomic.discard(passed.path)
+def load(checkpoint: Checkpoint, roles: Sequence[Role]) -> None:
+    """Restores weights, moments and random generators. Called on every rank, with a checkpoint that is `intact`.
+
+    Raises:
+        ConfigError: the checkpoint has another layout, dtype or other roles.
+    """
+    if checkpoint.layout != _layout(roles):
+        raise ConfigError(
+            f"the layout of checkpoint {checkpoint.path.name}, {dict(checkpoint.layout)}",
+            f"{_layout(roles)}",
+            "Set trainer.parallel, model.dtype and the algorithm as they were, or start from the checkpoint's Hugging Face export.",
+        )
+    rng, state = (checkpoint.path / name for name in _names(roles[0]))
+    states = torch.load(state, map_location="cpu", weights_only=True)
+    for role in roles:
+        role.load_state_dict(states[role.name])
+    roles[0].model.device.set_rng_state(torch.load(rng, map_location="cpu", weights_only=True))
 
 
-def find(root: Path) -> list[Checkpoint]:
-    """All complete checkpoints, oldest first; their digests are not read."""
-    found = [_read(manifest) for manifest in root.glob(f"iteration-*/{_MANIFEST}")]
-    return sorted(found, key=lambda checkpoint: checkpoint.iteration)
+def iteration_path(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration is."""
+    return root / f"iteration-{iteration:06d}"
 
 
-def of(root: Path, iteration: int) -> Checkpoint:
-    """The complete checkpoint of an iteration, by its name: the list of a directory may be old on another machine than the writer's."""
-    return _read(root / f"iteration-{iteration:06d}" / _MANIFEST)
+def find(root: Path, prefix: str = "iteration") -> list[Checkpoint]:
+    """All checkpoints whose manifests are intact, oldest first; their other files are not read."""
+    found = [read(path) for path in sorted(root.glob(f"{prefix}-*"), key=_number)]
+    return [checkpoint for checkpoint in found if checkpoint is not None]
 
 
-def _read(manifest: Path) -> Checkpoint:
-    fields = json.loads(manifest.read_text())
-    return Checkpoint(manifest.parent, fields["iteration"], fields["facts"])
+def count(root: Path) -> int:
+    """How many checkpoints there are, damaged ones included."""
+    return len(list(root.glob("iteration-*")))
 
 
-def intact(checkpoint: Checkpoint) -> bool:
-    """Whether every file has the bytes that were saved."""
-    files = json.loads((checkpoint.path / _MANIFEST).read_text())["files"]
-    return all((checkpoint.path / name).is_file() and _digest(checkpoint.path / name) == digest for name, digest in files.items())
-
-
-def newest(root: Path) -> Checkpoint | None:
-    """The newest checkpoint whose digests hold; those that do not are reported and passed over."""
-    for checkpoint in reversed(find(root)):
-        if intact(checkpoint):
+def newest(root: Path, prefix: str = "iteration") -> Checkpoint | None:
+    """The newest checkpoint whose digests hold; newer ones are reported as damaged and passed over."""
+    for checkpoint in reversed(find(root, prefix)):
+        if checkpoint.intact():
             return checkpoint
-        logger.warning("checkpoint %s is damaged: passed over", checkpoint.path)
+        logger.warning("checkpoint %s is damaged: a file has other bytes than were saved", checkpoint.path)
     return None
 
 
-def load(checkpoint: Checkpoint, policy: Policy, optimizer: Optimizer) -> None:
-    """Puts weights, moments and random generators back. Called on every rank, with a checkpoint that is `intact`.
-
-    Raises:
-        ConfigError: the checkpoint is of another layout or dtype.
-    """
-    saved = json.loads((checkpoint.path / _MANIFEST).read_text())["layout"]
-    if saved != _layout(policy):
-        raise ConfigError(
-            f"the layout of checkpoint {checkpoint.path.name}, {saved}",
-            f"{_layout(policy)}",
-            "Set trainer.parallel and model.dtype as they were, or start from its Hugging Face export.",
-        )
-    rng, state = (checkpoint.path / name for name in _names(policy))
-    tensors = torch.load(state, map_location="cpu", weights_only=True)
-    policy.load_state_dict(tensors["policy"])
-    optimizer.load_state_dict(tensors["optimizer"])
-    policy.device.set_rng_state(torch.load(rng, map_location="cpu", weights_only=True))
+def prune(root: Path, iteration: int, keep: int) -> None:
+    """Removes all but the newest `keep` up to `iteration`, and what is damaged: a resume has passed that over."""
+    there = find(root)
+    kept = {checkpoint.path for checkpoint in [each for each in there if each.iteration <= iteration][-keep:]}
+    newer = {each.path for each in there if each.iteration > iteration and each.intact()}
+    for path in root.glob("iteration-*"):
+        if path not in kept | newer:
+            if _number(path) > iteration:
+                logger.warning("checkpoint %s is damaged: removed", path)
+            atomic.discard(path)
 
 
-def _names(policy: Policy) -> tuple[str, str]:
-    """Files of this rank: generators, and the state it shares with its data ranks."""
-    return f"rng-{torch.distributed.get_rank()}.pt", f"state-{policy.rank.tp_rank}.pt"
+def read(path: Path) -> Checkpoint | None:
+    """The checkpoint in a directory; None, with the reason in the log, when its manifest cannot be used."""
+    try:
+        fields = json.loads((path / _MANIFEST).read_text())
+        digest = fields.pop("digest")
+        if fields["format"] != _FORMAT:
+            raise ValueError(f"format {fields['format']!r}, and this version reads {_FORMAT}")
+        if digest != _manifest_digest(fields):
+            raise ValueError("other bytes than were saved")
+        if fields["iteration"] != _number(path):
+            raise ValueError(f"iteration {fields['iteration']}, which its directory's name does not say")
+        return Checkpoint(path, fields["iteration"], fields["layout"], fields["facts"], fields["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("checkpoint %s is damaged: %s: %s: %s", path, _MANIFEST, type(error).__name__, error)
+        return None
 
 
-def _all_names(policy: Policy) -> list[str]:
-    """Files of all ranks, sorted."""
-    generators = (f"rng-{rank}.pt" for rank in range(torch.distributed.get_world_size()))
-    return sorted([*generators, *(f"state-{rank}.pt" for rank in range(policy.rank.tp))])
-
-
-def _layout(policy: Policy) -> dict[str, Any]:
-    data = parallel_state.get_data_parallel_world_size()
-    return {"tensor": policy.rank.tp, "pipeline": policy.rank.pp, "data": data, "dtype": policy.dtype}
-
-
-def _digest(file: Path) -> str:
+def digest_of(file: Path) -> str:
+    """xxh3_64 of a file's bytes, hexadecimal."""
     digest = xxhash.xxh3_64()
     with file.open("rb") as stream:
         while block := stream.read(1 << 24):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _manifest_digest(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _number(path: Path) -> int:
+    """The number at the end of a checkpoint's name; -1 when there is none."""
+    text = path.name.rpartition("-")[2]
+    return int(text) if text.isdecimal() else -1
+
+
+def _names(role: Role) -> tuple[str, str]:
+    """Files of this rank: generators, and the state it shares with its data ranks."""
+    return f"rng-{torch.distributed.get_rank()}.pt", f"state-{role.model.rank.tp_rank}.pt"
+
+
+def _all_names(role: Role) -> list[str]:
+    """Files of all ranks, sorted."""
+    generators = (f"rng-{rank}.pt" for rank in range(torch.distributed.get_world_size()))
+    return sorted([*generators, *(f"state-{rank}.pt" for rank in range(role.model.rank.tp))])
+
+
+def _layout(roles: Sequence[Role]) -> dict[str, Any]:
+    model = roles[0].model
+    data = parallel_state.get_data_parallel_world_size()
+    names = [role.name for role in roles]
+    return {"tensor": model.rank.tp, "pipeline": model.rank.pp, "data": data, "dtype": model.dtype, "roles": names}

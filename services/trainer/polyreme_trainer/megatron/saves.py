@@ -1,11 +1,12 @@
-"""What the learner leaves on disk: checkpoints to go on from, and a Hugging Face directory beside each.
+"""What the learner leaves on disk: checkpoints to continue from, and a Hugging Face directory beside each.
 
-A version has its Hugging Face directory before it has its checkpoint, so a checkpoint that can be resumed from always has one.
-Version 0's is kept for good: it is the reference policy of the KL term.
+Invariant: a version has its Hugging Face directory before it has its checkpoint, so a checkpoint that can be resumed from always has
+one. Version 0's stays: it holds the reference policy, and every checkpoint carries its digest.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
+from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic, checkpoint
 from polyreme_trainer.megatron.export import export_hf
-from polyreme_trainer.megatron.optimizer import Optimizer
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.roles import Role
+
+WARM_START = "warm-start"
+"""Prefix of the checkpoints between the steps of a warm start."""
 
 
 class Saves:
@@ -36,16 +40,11 @@ class Saves:
         """Where the Hugging Face directory of `version` is."""
         return self._config.run_dir / "hf" / f"iteration-{version:06d}"
 
-    def due(self, version: int) -> bool:
-        """Whether the save interval asks for a checkpoint of `version`."""
-        interval = self._config.trainer.save_interval
-        return interval > 0 and version % interval == 0
-
-    def load(self, policy: Policy, optimizer: Optimizer) -> int | None:
-        """Puts the newest checkpoint whose digests hold into policy and optimizer. Collective.
+    def load(self, roles: Sequence[Role]) -> tuple[int, Mapping[str, Any]] | None:
+        """Restores the newest checkpoint whose digests hold. Collective.
 
         Returns:
-            Its version; None when the run has no checkpoint yet.
+            Its version and facts; None when the run has no checkpoint yet.
 
         Raises:
             ConfigError: there are checkpoints, and every one is damaged.
@@ -53,50 +52,102 @@ class Saves:
 
         async def find() -> bytes:
             found = await asyncio.to_thread(checkpoint.newest, self._root)
-            if found is None and (damaged := checkpoint.find(self._root)):
+            if found is None and (damaged := checkpoint.count(self._root)):
                 raise ConfigError(
                     f"an undamaged checkpoint in {self._root}",
-                    f"{len(damaged)}, none with the bytes that were saved",
-                    "Restore one from a copy, or start another run with --fork.",
+                    f"{damaged}, none with the bytes that were saved (the log names each one's damage)",
+                    "Restore one from a copy, or remove the directory and start the run again.",
                 )
             return str(found.iteration).encode() if found else b""
 
-        answer = self._ranks.ask(find)
+        answer = self._ranks.broadcast_from_leader(find)
         if not answer:
             return None
         self.newest = int(answer)
-        checkpoint.load(checkpoint.of(self._root, self.newest), policy, optimizer)
-        return self.newest
+        found = self._read(checkpoint.iteration_path(self._root, self.newest))
+        checkpoint.load(found, roles)
+        return self.newest, found.facts
 
     def save(
-        self, version: int, policy: Policy, optimizer: Optimizer, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[Path, int]:
+        self, version: int, roles: Sequence[Role], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> Saved:
         """Writes both, and removes what is past `keep_checkpoints`. Collective.
 
         Args:
+            roles: those that are trained.
             facts: rank 0's go into the checkpoint.
             tensors: the version by Hugging Face name, without aliases; used on rank 0.
-
-        Returns:
-            The checkpoint's path, and on rank 0 the version of the oldest one that is kept.
         """
+        path = checkpoint.iteration_path(self._root, version)
 
         async def export() -> None:
             await asyncio.to_thread(export_hf, self.hf_path(version), tensors, self._files)
 
-        self._ranks.tell(export)
-        saved = checkpoint.save(self._root, version, policy, optimizer, facts, self._config.trainer.keep_checkpoints)
-        self.newest = version
-        if not self._ranks.leads:
-            return saved.path, version
-        kept = [c.iteration for c in checkpoint.find(self._root)]
-        for path in self.hf_path(0).parent.glob("iteration-*"):
-            if path not in {self.hf_path(v) for v in (0, *kept)}:
-                atomic.discard(path)
-        return saved.path, kept[0]
+        async def prune() -> None:
+            await asyncio.to_thread(self._prune, version)
 
-    def reference(self, policy: Policy) -> Policy:
-        """A frozen policy with the weights of version 0, also after a resume."""
-        reference = Policy(policy.arch, policy.dtype, policy.device, trainable=False)
-        reference.load_hf(self.hf_path(0))
-        return reference
+        self._ranks.on_leader(export)
+        checkpoint.save(path, roles, {**facts, "reference": self._reference_digest} if self._ranks.leads else facts)
+        self.newest = version
+        self._ranks.on_leader(prune)
+        oldest = checkpoint.find(self._root)[0].iteration if self._ranks.leads else version
+        return Saved(path, self.hf_path(version), oldest)
+
+    def check_reference(self, facts: Mapping[str, Any]) -> Path:
+        """The Hugging Face directory of version 0, whose weights are those that the checkpoint was saved with.
+
+        Raises:
+            ConfigError: its file has other bytes.
+        """
+        expected, found = facts["reference"], self._reference_digest
+        if found != expected:
+            raise ConfigError(
+                f"digest {expected} of {self._reference_file()}, as the checkpoint has it",
+                found,
+                "Restore the file from a copy: the KL term would pull towards another model.",
+            )
+        return self.hf_path(0)
+
+    def find_warm_start(self) -> checkpoint.Checkpoint | None:
+        """The newest intact checkpoint of a warm start; None when there is none. Collective."""
+
+        async def find() -> bytes:
+            found = await asyncio.to_thread(checkpoint.newest, self._root, WARM_START)
+            return found.path.name.encode() if found else b""
+
+        name = self._ranks.broadcast_from_leader(find).decode()
+        return self._read(self._root / name) if name else None
+
+    def save_warm_start(self, step: int, roles: Sequence[Role], facts: Mapping[str, Any]) -> None:
+        """Writes the state between two steps of a warm start, `step` of all its steps; only the newest is kept. Collective."""
+        path = self._root / f"{WARM_START}-{step:06d}"
+        checkpoint.save(path, roles, facts)
+        if self._ranks.leads:
+            self._discard_warm_starts(except_for=path)
+
+    def _read(self, path: Path) -> checkpoint.Checkpoint:
+        """A checkpoint by its name: the list of a directory may be old on another machine than the writer's."""
+        found = checkpoint.read(path)
+        if found is None:
+            raise ConfigError(f"checkpoint {path}, which rank 0 found intact", "no readable manifest", "Share the run directory.")
+        return found
+
+    def _prune(self, version: int) -> None:
+        checkpoint.prune(self._root, version, self._config.trainer.keep_checkpoints)
+        kept = {0, *(each.iteration for each in checkpoint.find(self._root))}
+        for path in self.hf_path(0).parent.glob("iteration-*"):
+            if path not in {self.hf_path(each) for each in kept}:
+                atomic.discard(path)
+        self._discard_warm_starts()
+
+    def _discard_warm_starts(self, except_for: Path | None = None) -> None:
+        for path in self._root.glob(f"{WARM_START}-*"):
+            if path != except_for:
+                atomic.discard(path)
+
+    @cached_property
+    def _reference_digest(self) -> str:
+        return checkpoint.digest_of(self._reference_file())
+
+    def _reference_file(self) -> Path:
+        return self.hf_path(0) / "model.safetensors"

@@ -1,218 +1,229 @@
-"""One iteration of training, and its parts: gradients summed over micro-batches and data ranks, then one optimizer step.
+"""One iteration of training: advantages of the whole batch, then optimizer steps over micro-batches and data ranks.
 
-The loss of a step is the sum over its trained tokens divided by their number over all data ranks, samples without gradient
-included, so neither the layout nor the cut into micro-batches changes it. Metrics come from sums over ranks in the same way.
+Invariant: losses and metrics are sums over the trained tokens of the global batch, with coefficients that come from the whole optimizer
+step, so neither the layout nor the cut into micro-batches changes them. Which samples have a gradient is the algorithm's answer.
 """
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.config.run import AlgorithmConfig
-from polyreme_trainer.algorithms.losses import clipped_surrogate, importance_weights, k3, mismatch_kl
-from polyreme_trainer.megatron.batch import (
-    OVERHEAD_FLOPS,
-    FloatArray,
-    IntArray,
-    MicroBatch,
-    Sequences,
-    freshly_sampled,
-    pad,
-    plan_micro_batches,
-    share,
-    split_steps,
-    with_gradient,
-)
-from polyreme_trainer.megatron.optimizer import Optimizer
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.algorithms.algorithm import Algorithm
+from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
+from polyreme_trainer.algorithms.inputs import LossInputs
+from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
+from polyreme_trainer.algorithms.state import AlgorithmState
+from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.shard import DataShard
 
 PROBE = 16
 """Sequences that measure the mismatch when none has a gradient."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What this rank works on.
+RECORDED_AS = {
+    "policy_loss": "loss/policy",
+    "kl": "loss/kl",
+    "importance_weight": "importance/weight_mean",
+    "importance_weight_max": "importance/weight_max",
+    "truncated_fraction": "importance/truncated_fraction",
+}
+"""Names in the run's metrics, where they differ from the algorithm's."""
 
-    Args:
-        device: where tensors go.
-        data_rank, data_ranks: this rank's part of every step.
-        sum_over_data: adds a tensor up over the data-parallel ranks, in place.
-        micro_batch_tokens: padded tokens of one micro-batch at most.
-        parameters: of the whole model; decides how many tokens the fixed cost of a micro-batch is worth.
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration trains on, and how.
+
+    Attributes:
+        number: of the iteration; the policy that is trained has version `number - 1`.
+        sequences, tokens: the samples as the models read them, and as the algorithm does.
+        steps: the sequences of each optimizer step.
+        state: the algorithm's, from the iteration before.
+        lr, critic_lr: learning rates.
+        trains_actor: False while only the critic warms up.
     """
 
-    device: torch.device
-    data_rank: int
-    data_ranks: int
-    sum_over_data: Callable[[Tensor], None]
-    micro_batch_tokens: int
-    parameters: int
-
-    def micro_batches(self, sequences: Sequences, indices: IntArray) -> Iterator[MicroBatch]:
-        """This rank's share of `indices`, padded."""
-        return self.cut(sequences, share(sequences.lengths, indices, self.data_rank, self.data_ranks))
-
-    def cut(self, sequences: Sequences, mine: IntArray) -> Iterator[MicroBatch]:
-        """All of `mine`, padded."""
-        overhead = OVERHEAD_FLOPS / (6 * self.parameters)
-        for part in plan_micro_batches(sequences.lengths, mine, self.micro_batch_tokens, overhead):
-            yield pad(sequences, part, self.device)
+    number: int
+    sequences: Sequences
+    tokens: TokenBatch
+    steps: list[IntArray]
+    state: AlgorithmState
+    lr: float
+    critic_lr: float = 0.0
+    trains_actor: bool = True
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What an iteration's training did, the same on every rank."""
+    """Metrics of an iteration, by name, the same on every rank; and the algorithm's state after it."""
 
-    policy_loss: float
-    kl: float
-    """k3 to the reference per token; 0 without one."""
-    clip_fraction: float
-    """Of the tokens that were run through the model."""
-    mismatch_kl: float | None
-    """Per token, over the tokens that were run through the model and that its own version sampled; None: there were none."""
-    off_policy_kl: float
-    """KL(behaviour || policy before the step) per token, over all tokens that were run: the mismatch, and staleness."""
-    importance_weight: float | None
-    """Mean over the tokens that were run, after truncation; None: without correction."""
-    truncated_fraction: float | None
-    """Of the tokens that were run: those whose importance weight was cut to the cap."""
-    grad_norm: float
-    """Mean over the optimizer steps, before clipping."""
-    trained_samples: int
-    """Samples with an advantage other than zero. (Under a KL penalty the others have a gradient too, but perhaps none at first.)"""
+    metrics: dict[str, float | None]
+    state: AlgorithmState
 
 
-class PolicyLoss:
-    """The clipped surrogate, plus `kl_coef` times k3, as this micro-batch's part of a step's token mean.
+class Models(Protocol):
+    """The roles of a run, on this rank."""
 
-    With an `importance_cap` the surrogate of each token has its truncated importance weight as a factor. Adds up per-token sums of
-    what it sees in `sums`, float64, in the order of `SUMS`.
+    actor: Role
+    reference: Role | None
+    critic: Role | None
+    shard: DataShard
+
+
+def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
+    """Every optimizer step of one iteration.
+
+    With a single step the policy that is trained is the policy of the old log-probabilities, so they are taken from its own forward
+    pass; with more they are computed first. Sequences without gradient are not run, except that an iteration in which none has one
+    runs a few first, to measure the mismatch. The optimizer steps in any case: its moments decay.
     """
+    sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models)
+    advantages = algorithm.advantages(tokens, batch.state)
+    moving = algorithm.has_gradient(tokens, advantages) if batch.trains_actor else np.zeros(len(sequences), dtype=np.bool_)
+    parts = [step[moving[step]] for step in batch.steps]
+    needed = np.unique(np.concatenate(parts))
+    if len(parts) > 1 and tokens.old is None:
+        tokens = replace(tokens, old=models.actor.infer(sequences, needed))
+    if models.reference is not None and tokens.reference is None:
+        tokens = replace(tokens, reference=models.reference.infer(sequences, needed))
+    losses = Losses(batch, algorithm, tokens, advantages, models.shard)
+    if not len(needed):
+        probe(models.actor, losses)
+    norms, critic_norms = [], []
+    for step, part in zip(batch.steps, parts, strict=True):
+        if batch.trains_actor:
+            norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr))
+        if models.critic is not None:
+            trained = step[sequences.trained[step] > 0]
+            critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
+    measured: dict[str, float | None] = {"mismatch_kl": None, **finish(advantages.metrics), **losses.reduced()}
+    measured |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": batch.lr if batch.trains_actor else 0.0}
+    if models.critic is not None:
+        measured |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": batch.critic_lr}
+    measured["trained_samples"] = int((moving & has_advantage(tokens, advantages)).sum())
+    return Trained({RECORDED_AS.get(name, name): value for name, value in measured.items()}, advantages.state)
 
-    SUMS = ("surrogate", "kl", "clipped", "off_policy", "weights", "truncated", "tokens", "mismatch", "fresh_tokens")
 
-    def __init__(self, algorithm: AlgorithmConfig, device: torch.device, importance_cap: float | None = None) -> None:
-        self._algorithm, self._cap = algorithm, importance_cap
-        self.sums = torch.zeros(len(self.SUMS), dtype=torch.float64, device=device)
-
-    def __call__(self, batch: MicroBatch, logprobs: Tensor, tokens: float) -> Tensor:
-        algorithm, mask = self._algorithm, batch.mask
-        first = logprobs.detach()
-        old = first if batch.old is None else batch.old
-        surrogate = clipped_surrogate(logprobs, old, batch.advantages, algorithm.clip_low, algorithm.clip_high)
-        weights = torch.ones_like(first) if self._cap is None else importance_weights(old, batch.behaviour, self._cap)
-        loss = surrogate = (surrogate * weights * mask).sum()
-        kl = torch.zeros_like(surrogate)
-        if batch.reference is not None:
-            kl = (k3(logprobs, batch.reference) * mask).sum()
-            loss = loss + algorithm.kl_coef * kl
-        with torch.no_grad():
-            ratio = torch.exp(first - old)
-            clipped = (ratio < 1 - algorithm.clip_low) | (ratio > 1 + algorithm.clip_high)
-            distance, fresh = mismatch_kl(old, batch.behaviour), batch.fresh * mask
-            truncated = weights >= (torch.inf if self._cap is None else self._cap)
-            tokenwise = [(x * mask).sum() for x in (clipped, distance, weights, truncated)]
-            self.sums += torch.stack([surrogate, kl, *tokenwise, mask.sum(), (distance * fresh).sum(), fresh.sum()])
-        return loss / tokens
+def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models) -> TokenBatch:
+    """The batch with what the algorithm's advantages are made of: values, reference and policy, where it needs them."""
+    sequences, tokens, needs = batch.sequences, batch.tokens, algorithm.needs
+    every = np.flatnonzero(sequences.trained > 0)
+    if needs.critic:
+        assert models.critic is not None
+        tokens = replace(tokens, values=models.critic.infer(sequences, every))
+    if needs.old:
+        assert models.reference is not None
+        tokens = replace(tokens, old=models.actor.infer(sequences, every), reference=models.reference.infer(sequences, every))
+    return tokens
 
 
-def optimize(
-    model: Policy,
-    optimizer: Optimizer,
-    layout: Layout,
-    sequences: Sequences,
-    indices: IntArray,
-    loss: Callable[[MicroBatch, Tensor], Tensor],
-    temperature: float,
-    lr: float,
-) -> float:
-    """One optimizer step on `indices`, shared out over the data ranks.
+def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
+    """bool [n], whether a sequence has a token with an advantage other than 0."""
+    return np.bincount(tokens.sequence_of, weights=advantages.advantages != 0, minlength=len(tokens)) > 0
 
-    Args:
-        loss: (micro-batch, logprobs [b, w]) -> the scalar to differentiate; over all micro-batches and ranks they add up
-            to the step's loss.
 
-    Returns:
-        The norm of the whole gradient before clipping.
+@torch.no_grad()
+def probe(actor: Role, losses: "Losses") -> None:
+    """Measures the mismatch on a few sequences that the policy sampled itself."""
+    fresh = losses.fresh_sequences()[:PROBE]
+    loss = losses.of_policy(fresh)
+    for batch in actor.shard.micro_batches(losses.sequences, fresh, actor.parameters):
+        loss(batch, actor.forward(batch))
+
+
+class Losses:
+    """The losses of an iteration's micro-batches, and the sums of their metrics."""
+
+    def __init__(
+        self, batch: Iteration, algorithm: Algorithm, tokens: TokenBatch, advantages: Advantages, shard: DataShard
+    ) -> None:
+        self.sequences, self._algorithm, self._tokens, self._advantages = batch.sequences, algorithm, tokens, advantages
+        self._shard = shard
+        self._fresh = tokens.version == batch.number - 1
+        self._policy: list[Metrics] = []
+        self._critic: list[Metrics] = []
+        self._coefficients = 0.0
+
+    def fresh_sequences(self) -> IntArray:
+        """Those whose every sampled token the policy before the step wrote."""
+        sampled = self._tokens.version >= 0
+        stale = np.bincount(self._tokens.sequence_of, weights=sampled & ~self._fresh, minlength=len(self._tokens))
+        return np.flatnonzero((stale == 0) & (self.sequences.trained > 0))
+
+    def of_policy(self, step: IntArray) -> Callable[[MicroBatch, Tensor], Tensor]:
+        """The policy's loss in an optimizer step on the sequences `step`."""
+        weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
+        self._coefficients += float(weight.sum())
+
+        def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+            value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight))
+            self._policy.append(metrics)
+            return value
+
+        return loss
+
+    def of_critic(self, step: IntArray) -> Callable[[MicroBatch, Tensor], Tensor]:
+        """The critic's loss in an optimizer step on the sequences `step`."""
+        weight = self._algorithm.critic_coefficients(self._tokens, step)
+
+        def loss(batch: MicroBatch, values: Tensor) -> Tensor:
+            value, metrics = self._algorithm.critic_loss(self.critic_inputs(batch, values, weight))
+            self._critic.append(metrics)
+            return value
+
+        return loss
+
+    def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray) -> LossInputs:
+        """What the policy's loss sees of a micro-batch."""
+        tokens = self._tokens
+        return LossInputs(
+            logprobs=logprobs,
+            old=logprobs.detach() if tokens.old is None else batch.take(tokens.old),
+            behaviour=batch.take(tokens.behaviour),
+            advantages=batch.take(self._advantages.advantages),
+            weight=batch.take(weight),
+            sequence=batch.sequence,
+            sequences=len(batch.indices),
+            reference=None if tokens.reference is None else batch.take(tokens.reference),
+            fresh=batch.take(self._fresh),
+        )
+
+    def critic_inputs(self, batch: MicroBatch, values: Tensor, weight: FloatArray) -> LossInputs:
+        """What the critic's loss sees of a micro-batch."""
+        tokens, returns = self._tokens, self._advantages.returns
+        assert returns is not None and tokens.values is not None
+        behaviour = batch.take(tokens.behaviour)
+        return LossInputs(
+            logprobs=behaviour,
+            old=behaviour,
+            behaviour=behaviour,
+            advantages=batch.take(self._advantages.advantages),
+            weight=batch.take(weight),
+            sequence=batch.sequence,
+            sequences=len(batch.indices),
+            returns=batch.take(returns),
+            values=batch.take(tokens.values),
+            new_values=values,
+        )
+
+    def reduced(self) -> dict[str, float]:
+        """Every metric over all micro-batches and data ranks. Collective."""
+        policy, critic = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic))
+        if "policy_loss" in policy:  # the coefficients of sequences that were not run count too: their loss is 0
+            policy["policy_loss"] = (policy["policy_loss"][0], self._coefficients)
+        return finish(policy) | {f"critic/{name}": value for name, value in finish(critic).items()}
+
+
+def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:
+    """Metrics of this rank's micro-batches, combined with those of all data ranks. Collective.
+
+    Ranks may have different numbers of micro-batches, also none, so names travel with the numbers.
     """
-    optimizer.zero_grad()
-    for batch in layout.micro_batches(sequences, indices):
-        loss(batch, model.logprobs(batch.ids, batch.targets, temperature)).backward()
-    optimizer.set_lr(lr)
-    return optimizer.step()
-
-
-def train_iteration(
-    policy: Policy,
-    reference: Policy | None,
-    optimizer: Optimizer,
-    layout: Layout,
-    sequences: Sequences,
-    group_size: int,
-    algorithm: AlgorithmConfig,
-    temperature: float,
-    lr: float,
-    seed: tuple[int, int],
-    importance_cap: float | None = None,
-) -> Trained:
-    """Every optimizer step of one iteration: epochs x minibatches of them.
-
-    With a single step the policy that is trained is the policy of the old log-probabilities, so they are taken from its own
-    forward pass; with more they are computed first. Sequences without gradient are not run at all (see `with_gradient`), except
-    that an iteration in which none has one runs a few first, to measure the mismatch. The optimizer steps in any case: its moments decay.
-
-    Args:
-        importance_cap: of the tokens' importance weights; None: no correction for who sampled them.
-    """
-    steps = split_steps(len(sequences) // group_size, group_size, algorithm.minibatches, algorithm.epochs, seed)
-    moving = with_gradient(sequences, algorithm.kl_coef)
-    parts = [np.intersect1d(step, moving) for step in steps]
-    if len(steps) > 1:
-        sequences = replace(sequences, old=_logprobs(policy, layout, sequences, parts, temperature))
-    if reference is not None:
-        sequences = replace(sequences, reference=_logprobs(reference, layout, sequences, parts, temperature))
-    loss = PolicyLoss(algorithm, layout.device, importance_cap)
-    if len(moving) == 0:
-        with torch.no_grad():
-            probed = replace(sequences, old=None)  # those of a sequence that is not trained on were not computed
-            for batch in layout.micro_batches(probed, freshly_sampled(sequences)[:PROBE]):
-                loss(batch, policy.logprobs(batch.ids, batch.targets, temperature), tokens=1.0)
-    norms = []
-    for step, part in zip(steps, parts, strict=True):
-        tokens = max(1.0, float(sequences.tokens[step].sum()))
-        norms.append(optimize(policy, optimizer, layout, sequences, part, partial(loss, tokens=tokens), temperature, lr))
-    layout.sum_over_data(loss.sums)
-    sums = dict(zip(PolicyLoss.SUMS, loss.sums.tolist(), strict=True))
-    run, corrected = max(1.0, sums["tokens"]), importance_cap is not None
-    tokens = max(1.0, algorithm.epochs * float(sequences.tokens.sum()))
-    return Trained(
-        policy_loss=sums["surrogate"] / tokens,
-        kl=sums["kl"] / tokens,
-        clip_fraction=sums["clipped"] / run,
-        mismatch_kl=sums["mismatch"] / sums["fresh_tokens"] if sums["fresh_tokens"] else None,
-        off_policy_kl=sums["off_policy"] / run,
-        importance_weight=sums["weights"] / run if corrected else None,
-        truncated_fraction=sums["truncated"] / run if corrected else None,
-        grad_norm=float(np.mean(norms)),
-        trained_samples=len(with_gradient(sequences, kl_coef=0.0)),
-    )
-
-
-def _logprobs(model: Policy, layout: Layout, sequences: Sequences, parts: list[IntArray], temperature: float) -> list[FloatArray]:
-    """float32 [len - 1] log-probabilities of the sequences that this rank will train on in `parts`; zeros for all others."""
-    result = [np.zeros(length - 1, dtype=np.float32) for length in sequences.lengths]
-    done = np.zeros(len(sequences), dtype=bool)
-    with torch.no_grad():
-        for part in parts:
-            mine = share(sequences.lengths, part, layout.data_rank, layout.data_ranks)
-            for batch in layout.cut(sequences, mine[~done[mine]]):
-                values = model.logprobs(batch.ids, batch.targets, temperature).cpu().numpy()
-                for row, index in enumerate(batch.indices):
-                    result[index] = values[row, : sequences.lengths[index] - 1]
-            done[mine] = True
-    return result
+    mine = combine(parts)
+    return mine if shard.ranks == 1 else combine(json.loads(other) for other in shard.gather(json.dumps(mine).encode()))

@@ -1,6 +1,6 @@
-"""What a run can tell about itself going wrong: pure functions over the last iterations' observations.
+"""Alarms: pure functions over the observations of the last iterations.
 
-An alarm never stops a run; it says in one sentence what is seen, since when, and where to look.
+Invariant: an alarm never stops a run. Its text says in one sentence what holds, since which iteration, and what to check.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,6 +102,15 @@ def growing_mismatch(history: Sequence[Observation], limit: float) -> str | None
     if len(measured) >= 2 * SUSTAINED_FOR and low > GROWTH * max(first) and low > limit / GROWTH:
         return f"growing mismatch: mismatch_kl rose from {max(first):.2g} to at least {low:.2g} (limit {limit:.2g}); {where}"
     return None
+
+
+def recent(history: Sequence[Observation]) -> list[Observation]:
+    """What the alarms can still need: the first measurements of the mismatch, and the last observations."""
+    last = max(CONSTANT_FOR, 2 * SUSTAINED_FOR)
+    if len(history) <= last:
+        return list(history)
+    earlier = [o for o in history[:-last] if o.mismatch_kl is not None]
+    return [*earlier[:SUSTAINED_FOR], *history[-last:]]
 
 
 def check(history: Sequence[Observation], mismatch_limit: float) -> dict[str, str]:

@@ -7,16 +7,17 @@ import numpy as np
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.experience.records import GroupRecord
-from polyreme_trainer.megatron.step import Trained
 from polyreme_trainer.observe.alarms import Observation, is_repetitive
 
 
 def iteration_record(
-    iteration: int, groups: Sequence[GroupRecord], trained: Trained, lr: float, seconds: Mapping[str, float], now: float
+    iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], seconds: Mapping[str, float], now: float
 ) -> dict[str, Any]:
     """The `iteration` record of the run's metrics.
 
     Args:
+        groups: what the iteration trained on.
+        trained: metrics of the training itself.
         seconds: iteration, learner_wait (for a plan), train, write: wall-clock parts of this iteration on rank 0.
         now: Unix time.
     """
@@ -41,21 +42,12 @@ def iteration_record(
         "response/length_mean": float(lengths.mean()),
         "response/length_max": int(lengths.max()),
         "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
-        "loss/policy": trained.policy_loss,
-        "loss/kl": trained.kl,
-        "clip_fraction": trained.clip_fraction,
-        "grad_norm": trained.grad_norm,
-        "lr": lr,
+        **trained,
         "entropy": float(-behaviour.mean()),  # of the sampling policy: the mean of -log p over its own tokens is unbiased
-        "mismatch_kl": trained.mismatch_kl,
-        "off_policy_kl": trained.off_policy_kl,
-        "importance/weight_mean": trained.importance_weight,
-        "importance/truncated_fraction": trained.truncated_fraction,
         "staleness/mean": float(staleness.mean()),
         "staleness/max": int(staleness.max()),
         "staleness/samples": np.bincount(staleness).tolist(),  # how many there are of staleness 0, 1, ...
         "staleness/mixed_fraction": float(np.mean([len(set(written_by)) > 1 for written_by in versions])),
-        "trained_samples": trained.trained_samples,
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/generate": max(group.generate_seconds for group in groups),
         "time/score": max(group.score_seconds for group in groups),
@@ -65,7 +57,9 @@ def iteration_record(
     }
 
 
-def observe(iteration: int, groups: Sequence[GroupRecord], trained: Trained, lr: float, changed_tensors: int) -> Observation:
+def observe(
+    iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int
+) -> Observation:
     """The iteration as the alarms see it."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples]
@@ -73,11 +67,11 @@ def observe(iteration: int, groups: Sequence[GroupRecord], trained: Trained, lr:
         iteration=iteration,
         reward_min=min(scores),
         reward_max=max(scores),
-        trained_samples=trained.trained_samples,
-        learning_rate=lr,
+        trained_samples=trained["trained_samples"],
+        learning_rate=trained["lr"],
         changed_tensors=changed_tensors,
         empty_fraction=float(np.mean([len(sample.token_ids) <= 1 for sample in samples])),
         repetitive_fraction=float(np.mean([is_repetitive(sample.token_ids.tolist()) for sample in samples])),
         length_stop_fraction=float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
-        mismatch_kl=trained.mismatch_kl,
+        mismatch_kl=trained.get("mismatch_kl"),
     )

@@ -1,41 +1,52 @@
-"""Supervised training on the learner's ranks, before the first iteration: cross entropy of responses, phase by phase.
+"""Supervised training on the learner's ranks: cross entropy of responses, phase by phase.
 
-Which rows a step takes and its learning rate are functions of (seed, phase, step), so the warm start of a seed is always the same.
+Invariant: which rows a step takes and its learning rate are functions of (seed, phase, step), so the warm start of a seed is always
+the same, also when it was saved between two steps and continued. No torch here: the engine runs the steps.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig, SftPhase
 from polyreme_trainer.data.prompts import load_examples
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.learner.leader import join, split
-from polyreme_trainer.megatron.batch import IntArray, MicroBatch, Sequences
-from polyreme_trainer.megatron.optimizer import Optimizer
-from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.step import Layout, optimize
+from polyreme_trainer.learner.engine import TrainEngine
+from polyreme_trainer.learner.leader import Ranks, join, split
 
 FLOOR = 0.02
 """Where the cooldown ends, as a part of the phase's rate."""
 REPORT_EVERY = 10
 
+Report = Callable[[dict[str, Any]], bool]
+"""Takes a progress record; returns, the same on every rank, whether the run drains."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Supervised rows: `ids` int32 [length] each; `loss_mask` uint8 [length] each, 1 on the response."""
+
+    ids: Sequence[NDArray[np.int32]]
+    loss_mask: Sequence[NDArray[np.uint8]]
+
 
 def learning_rate(phase: SftPhase, step: int) -> float:
-    """The rate of step 0, 1, ...: linear warm-up, constant, linear cooldown to `FLOOR` of it."""
+    """The rate of step 0, 1, ...: linear warm-up, constant, linear cooldown that ends at `FLOOR` of it."""
     factor = 1.0
     if phase.warmup:
         factor = min(factor, (step + 1) / phase.warmup)
     if phase.cooldown:
-        factor = min(factor, max(FLOOR, (phase.steps - step) / phase.cooldown))
+        left = (phase.steps - 1 - step) / phase.cooldown
+        factor = min(factor, FLOOR + (1 - FLOOR) * left)
     return phase.lr * factor
 
 
-def batches(rows: int, phase: SftPhase, seed: Sequence[int]) -> Iterator[IntArray]:
+def batches(rows: int, phase: SftPhase, seed: Sequence[int]) -> Iterator[NDArray[np.int64]]:
     """Row numbers of each step, int64 [batch_size]: pass after pass over all rows, each in an order drawn from (seed, pass)."""
     waiting = np.empty(0, dtype=np.int64)
     number = 0
@@ -47,7 +58,59 @@ def batches(rows: int, phase: SftPhase, seed: Sequence[int]) -> Iterator[IntArra
         waiting = waiting[phase.batch_size :]
 
 
-async def packed_examples(phase: SftPhase, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
+def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
+    """The phases of `trainer.sft`, each with an optimizer of its own, from where a saved warm start stopped.
+
+    The state is saved after each phase but the last (whose result the caller saves), and when the run drains.
+
+    Returns:
+        Whether all phases are complete; False when the run drains.
+    """
+    phases = config.trainer.sft
+    saved = engine.load_warm_start() if phases else None
+    first, start = (0, 0) if saved is None else (saved["phase"], saved["step"])
+    for number, phase in enumerate(phases[first:], start=first):
+        rows = unpack(ranks.broadcast_from_leader(lambda phase=phase: pack(phase, config, files)))  # type: ignore[misc]
+        if start == 0:
+            engine.begin_phase(phase)
+        step = run_phase(engine, phase, rows, (config.seed, number), start, lambda r, n=number: report(_record(n, phase, r)))
+        if step < phase.steps or number + 1 < len(phases):
+            position = (number, step) if step < phase.steps else (number + 1, 0)
+            engine.save_warm_start(sum(p.steps for p in phases[:number]) + step, {"phase": position[0], "step": position[1]})
+        if step < phase.steps:
+            return False
+        start = 0
+    return True
+
+
+def run_phase(
+    engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[int], start: int, report: Report
+) -> int:
+    """Optimizer steps `start` to the phase's last, each the token mean of the cross entropy of its rows' responses.
+
+    Args:
+        report: gets step, loss, lr and tokens_per_second (padding left out) every few steps and after the last.
+
+    Returns:
+        How many of the phase's steps are done; fewer than all when the run drains.
+    """
+    tokens, since = 0, time.perf_counter()
+    for step, chosen in enumerate(batches(len(rows.ids), phase, seed)):
+        if step < start:
+            continue
+        lr = learning_rate(phase, step)
+        loss = engine.supervised_step([rows.ids[row] for row in chosen], [rows.loss_mask[row] for row in chosen], lr)
+        tokens += sum(len(rows.ids[row]) for row in chosen)
+        if (step + 1) % REPORT_EVERY == 0 or step + 1 == phase.steps:
+            now = time.perf_counter()
+            drains = report({"step": step + 1, "loss": loss(), "lr": lr, "tokens_per_second": tokens / (now - since)})
+            tokens, since = 0, now
+            if drains:
+                return step + 1
+    return phase.steps
+
+
+async def pack(phase: SftPhase, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
     """The phase's rows, tokenised, as bytes for `unpack`. Raises DataError."""
     template = Template(files, config.data)
     examples = await asyncio.to_thread(load_examples, phase.data, config.data, template, config.rollout.max_model_len)
@@ -60,53 +123,12 @@ async def packed_examples(phase: SftPhase, config: RunConfig, files: Mapping[str
     )
 
 
-def unpack(packed: bytes) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """ids, int32 [length] each, and loss masks, uint8 [length] each, of every row."""
+def unpack(packed: bytes) -> Rows:
+    """The rows given to `pack`."""
     lengths, ids, mask = split(packed)
     ends = np.cumsum(np.frombuffer(lengths, np.int64))[:-1]
-    return np.split(np.frombuffer(ids, np.int32), ends), np.split(np.frombuffer(mask, np.uint8), ends)
+    return Rows(np.split(np.frombuffer(ids, np.int32), ends), np.split(np.frombuffer(mask, np.uint8), ends))
 
 
-def select(ids: Sequence[np.ndarray], loss_mask: Sequence[np.ndarray], rows: IntArray) -> Sequences:
-    """The rows as sequences to train on. ids: int32 [length] each; loss_mask: uint8 [length], 1 on the response."""
-    chosen = [ids[row].astype(np.int64) for row in rows]
-    blank = [np.zeros(len(x) - 1, dtype=np.float32) for x in chosen]
-    mask = [loss_mask[row][1:].astype(np.float32) for row in rows]
-    return Sequences(chosen, mask, np.zeros(len(rows), dtype=np.float32), behaviour=blank)
-
-
-def run_phase(
-    policy: Policy,
-    optimizer: Optimizer,
-    layout: Layout,
-    phase: SftPhase,
-    ids: Sequence[np.ndarray],
-    loss_mask: Sequence[np.ndarray],
-    seed: Sequence[int],
-    report: Callable[[dict[str, float]], None],
-) -> None:
-    """One phase: `phase.steps` optimizer steps, each the token mean of the cross entropy of its rows' responses.
-
-    Args:
-        ids, loss_mask: the phase's data, as `select` takes it.
-        report: gets step, loss, lr and tokens_per_second (padding left out) every few steps and after the last; on every rank.
-    """
-    tokens_seen, since = 0, time.perf_counter()
-    for step, rows in enumerate(batches(len(ids), phase, seed)):
-        sequences = select(ids, loss_mask, rows)
-        count = float(sequences.tokens.sum())
-        loss_sum = torch.zeros(1, dtype=torch.float64, device=layout.device)
-
-        def loss(batch: MicroBatch, logprobs: Tensor, count: float = count, loss_sum: Tensor = loss_sum) -> Tensor:
-            value = -(logprobs * batch.mask).sum() / count
-            loss_sum.add_(value.detach())
-            return value
-
-        lr = learning_rate(phase, step)
-        optimize(policy, optimizer, layout, sequences, np.arange(len(rows)), loss, temperature=1.0, lr=lr)
-        tokens_seen += int(sequences.lengths.sum())
-        if (step + 1) % REPORT_EVERY == 0 or step + 1 == phase.steps:
-            layout.sum_over_data(loss_sum)
-            now = time.perf_counter()
-            report({"step": step + 1, "loss": loss_sum.item(), "lr": lr, "tokens_per_second": tokens_seen / (now - since)})
-            tokens_seen, since = 0, now
+def _record(number: int, phase: SftPhase, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": "sft", "phase": number + 1, "steps": phase.steps, **values}

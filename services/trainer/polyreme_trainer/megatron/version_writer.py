@@ -1,10 +1,9 @@
 """The version writer: this host's ranks put their slices of the policy into one slot of the arena.
 
-Data rank 0's tensor ranks write, all others wait at the barrier; rank 0 owns the arena and seals the version. A sealed version
-is complete: every byte was written between the slot's `begin` and its `complete`.
+Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. Data rank 0's tensor
+ranks write, all others wait at the barrier; rank 0 owns the arena and seals the version.
 """
 
-import time
 from collections.abc import Mapping
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
-from polyreme.weights.manifest import Manifest, plan_manifest, tensor_views
+from polyreme.weights.manifest import plan_manifest, tensor_views
+from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.hf_mapping import hf_aliases
 from polyreme_trainer.megatron.policy import Policy, tensor_specs
@@ -35,24 +35,17 @@ class VersionWriter:
         self._policy, self._ranks, self._run_id, self._writes = policy, ranks, run_id, writes
         self._plan = plan_manifest(tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch))
         self._dtypes = {tensor.name: _WORDS.get(tensor.dtype) for tensor in self._plan.tensors if not tensor.alias_of}
-        self.last: Manifest | None = None
-        """The newest version, sealed; on rank 0."""
 
         async def create() -> bytes:
             self.arena = Arena.create(run_id, self._plan.nbytes)
             return str(self.arena.path).encode()
 
-        path = ranks.ask(create).decode()
+        path = ranks.broadcast_from_leader(create).decode()
         if writes and not ranks.leads:
             self.arena = Arena.open(path, writable=True)
 
-    def write(self, slot: int, version: int, term: int) -> tuple[Manifest | None, int, float]:
-        """Puts the policy into `slot` as `version`. Collective.
-
-        Returns:
-            On rank 0 the sealed manifest and the slot's generation word (elsewhere None and 0), and the seconds it took.
-        """
-        began = time.perf_counter()
+    def write(self, slot: int, version: int, term: int) -> Written:
+        """Puts the policy into `slot` as `version`. Collective."""
         if self._ranks.leads:
             self.arena.begin(slot)
         dist.barrier()
@@ -61,11 +54,9 @@ class VersionWriter:
             self._policy.device.synchronize()
         dist.barrier()
         if not self._ranks.leads:
-            return None, 0, time.perf_counter() - began
+            return Written(None, slot, 0)
         sealed = seal(self._plan.stamped(self._run_id, term, version), self.arena.slot_view(slot))
-        generation = self.arena.complete(slot, version, term)
-        self.last = sealed
-        return sealed, generation, time.perf_counter() - began
+        return Written(sealed, slot, self.arena.complete(slot, version, term))
 
     def tensors(self, slot: int) -> Mapping[str, Tensor]:
         """The slot's tensors by Hugging Face name, without aliases; they share the arena's memory."""
@@ -79,9 +70,3 @@ class VersionWriter:
         """Gives the arena up; rank 0 removes it."""
         if self._writes or self._ranks.leads:
             self.arena.close()
-
-
-def changed_tensors(before: Manifest | None, after: Manifest) -> int:
-    """How many tensors of `after` have other bytes than in `before`; all of them when there is no version before."""
-    old = {} if before is None else {tensor.name: tensor.digest for tensor in before.tensors}
-    return sum(old.get(tensor.name) != tensor.digest for tensor in after.tensors if not tensor.alias_of)

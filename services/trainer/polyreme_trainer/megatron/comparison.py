@@ -1,0 +1,72 @@
+"""The numbers behind the start gates: learner, Hugging Face model and replica answers compared with one another.
+
+Invariant: memory stays bounded by one answer's logits at a time, because logits of whole prompts at a real vocabulary take gigabytes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyreme_trainer.algorithms.losses import mismatch_kl
+from polyreme_trainer.learner.gates import Answer, Gate, Limits
+
+
+def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
+    """Random tokens, int64 [4, length]."""
+    return torch.from_numpy(np.random.default_rng([seed, 0x9A7E]).integers(0, vocab, (4, length)))
+
+
+def load_hf(path: Path, dtype: str) -> torch.nn.Module:
+    """The Hugging Face model of a directory, on the CPU, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    return model.requires_grad_(False).eval()
+
+
+def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Limits) -> Gate:
+    """Learner's logits [b, s, vocab] of `ids` [b, s] against the Hugging Face model's."""
+    with torch.no_grad():
+        difference = (model(input_ids=ids).logits.float() - learner.cpu()).abs().max()
+    return Gate(
+        "largest logit difference between learner and Hugging Face model",
+        float(difference),
+        limits.logits,
+        "Report it with the model's config.json: the trainer computes another function than transformers does.",
+    )
+
+
+def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: Limits) -> Gate:
+    """A replica's greedy answers under the Hugging Face model of the same weights.
+
+    One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. Near ties, which
+    rounding decides, are within the limit.
+    """
+    gaps = []
+    for answer in answers:
+        ids, response = torch.from_numpy(np.concatenate([answer.prompt, answer.response])), torch.from_numpy(answer.response.copy())
+        with torch.no_grad():
+            logits = model(input_ids=ids[None, :-1], logits_to_keep=len(response)).logits[0].float()
+        gaps.append((logits.amax(-1) - logits.gather(1, response[:, None])[:, 0]).max())
+    return Gate(
+        "log-probability by which the Hugging Face model prefers another token than a replica's greedy one",
+        float(torch.stack(gaps).max()),
+        limits.greedy,
+        "The replica serves other weights than were pushed, or its engine computes them wrongly; do not train with it.",
+    )
+
+
+def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: Limits) -> Gate:
+    """Learner's log-probabilities of the sampled tokens, float32 [k], answer by answer, against the replica's own."""
+    behaviour = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
+    return Gate(
+        "mismatch_kl per token between learner and replica",
+        float(mismatch_kl(learner.cpu(), behaviour).mean()),
+        limits.mismatch_kl,
+        "Check that trainer and replica use the same dtype and temperature, and that the replica's logprobs are processed_logprobs.",
+    )

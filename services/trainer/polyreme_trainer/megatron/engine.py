@@ -1,0 +1,195 @@
+"""The megatron engine: one rank's models on megatron-core, as the control loop uses them.
+
+Invariant: whatever this engine gives back is the same on every rank, or is rank 0's alone where the protocol says so.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from polyreme.config.run import RunConfig, SftPhase
+from polyreme.weights.arena import Arena
+from polyreme_trainer.algorithms.state import AlgorithmState
+from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.megatron import checkpoint, comparison
+from polyreme_trainer.megatron.batch import MicroBatch, collect, split_steps, supervised
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.optimizer import Adam, learning_rate
+from polyreme_trainer.megatron.policy import Policy, build_policy, check_same_weights
+from polyreme_trainer.megatron.roles import Forward, Role
+from polyreme_trainer.megatron.saves import Saves
+from polyreme_trainer.megatron.shard import data_shard
+from polyreme_trainer.megatron.step import Iteration, train_iteration
+from polyreme_trainer.megatron.version_writer import VersionWriter
+
+
+class MegatronEngine:
+    """One rank's roles, checkpoints and arena.
+
+    Args:
+        config, files: of the run: its configuration and the model's small files.
+        run_id: names the arena.
+        ranks, device: this rank's place. Needs `init_parallel`.
+    """
+
+    def __init__(self, config: RunConfig, files: Mapping[str, bytes], run_id: str, ranks: Ranks, device: Device) -> None:
+        self.config, self.files, self.ranks, self.device = config, files, ranks, device
+        self.shard = data_shard(config.trainer.micro_batch_tokens, device)
+        policy = build_policy(config, device)
+        if config.trainer.parallel.nodes > 1:
+            check_same_weights(policy)
+        settings = config.trainer.optimizer
+        self.adam = Adam(settings.beta1, settings.beta2, settings.eps, settings.weight_decay, settings.clip_grad)
+        self.actor = Role("actor", policy, self.logprobs_of(policy), self.shard)
+        self.actor.make_optimizer(self.adam)
+        self.reference: Role | None = None
+        self.critic: Role | None = None
+        self.state = AlgorithmState()
+        """What the algorithm carries from one iteration to the next."""
+        self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
+        self.saves = Saves(config, files, ranks)
+        self.limits = LIMITS[config.model.dtype]
+        self.hf: torch.nn.Module | None = None
+        """The Hugging Face model of the last comparison, until replicas were compared with it. On rank 0."""
+
+    @property
+    def policy(self) -> Policy:
+        """The actor's model."""
+        return self.actor.model
+
+    @property
+    def trained(self) -> list[Role]:
+        """The roles that a checkpoint holds."""
+        return [self.actor]
+
+    @property
+    def arena(self) -> Arena:
+        return self.writer.arena
+
+    @property
+    def newest_save(self) -> int | None:
+        return self.saves.newest
+
+    def hf_path(self, version: int) -> Path:
+        return self.saves.hf_path(version)
+
+    def logprobs_of(self, policy: Policy) -> Forward:
+        """A policy's log-probabilities of a micro-batch's trained tokens, at the temperature of sampling."""
+        return lambda batch: policy.logprobs(batch.ids, batch.targets, self.config.rollout.temperature)
+
+    def load(self) -> int | None:
+        loaded = self.saves.load(self.trained)
+        if loaded is None:
+            return None
+        version, facts = loaded
+        self.state = AlgorithmState.from_json(facts["algorithm"])
+        if self.config.algorithm.kl_coef > 0:
+            self.make_reference(self.saves.check_reference(facts))
+        return version
+
+    def begin_phase(self, phase: SftPhase) -> None:
+        self.actor.make_optimizer(Adam(beta2=phase.beta2, weight_decay=phase.weight_decay))
+
+    def supervised_step(
+        self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], lr: float
+    ) -> Callable[[], float]:
+        sequences = supervised(ids, loss_mask)
+        count = float(max(1, sequences.trained.sum()))
+        total = torch.zeros(1, dtype=torch.float64, device=self.shard.device)
+
+        def cross_entropy(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+            value = -logprobs.sum() / count
+            total.add_(value.detach())
+            return value
+
+        self.actor.update(sequences, np.arange(len(sequences)), cross_entropy, lr)
+        return lambda: self.shard.sum(total).item()
+
+    def begin_iterations(self) -> None:
+        self.actor.make_optimizer(self.adam)
+
+    def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
+        self.saves.save_warm_start(step, self.trained, facts)
+
+    def load_warm_start(self) -> Mapping[str, Any] | None:
+        found = self.saves.find_warm_start()
+        if found is None:
+            return None
+        if found.facts["step"]:  # between two steps of a phase
+            self.begin_phase(self.config.trainer.sft[found.facts["phase"]])
+        checkpoint.load(found, self.trained)
+        return found.facts
+
+    def make_reference(self, path: Path) -> None:
+        """The reference role, with the weights of a Hugging Face directory."""
+        policy = Policy(self.policy.arch, self.policy.dtype, self.device, trainable=False)
+        policy.load_hf(path)
+        self.reference = Role("reference", policy, self.logprobs_of(policy), self.shard)
+
+    def train(self, batch: PlannedBatch) -> Metrics:
+        config = self.config
+        sequences, tokens = collect(batch.groups, self.part_weights)
+        seed = (config.seed, batch.iteration)
+        steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
+        lr = learning_rate(config.trainer.optimizer, batch.iteration, config.iterations)
+        trained = train_iteration(Iteration(batch.iteration, sequences, tokens, steps, self.state, lr), self.algorithm, self)
+        self.state = trained.state
+        self.device.synchronize()
+        return trained.metrics
+
+    def write(self, slot: int, version: int, term: int) -> Written:
+        return self.writer.write(slot, version, term)
+
+    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
+        tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
+        saved = self.saves.save(version, self.trained, {**facts, "algorithm": self.state.to_json()}, tensors)
+        if version == 0 and self.config.algorithm.kl_coef > 0:
+            self.make_reference(self.saves.hf_path(0))
+        return saved
+
+    def compare_hf(self, path: Path) -> Sequence[Gate]:
+        length = min(32, self.policy.arch.max_position)
+        ids = comparison.probe_ids(self.policy.arch.vocab, length, self.config.seed)
+        logits = self.policy.logits(ids.to(self.device.torch))
+        outcomes: list[Gate] = []
+
+        async def compare() -> None:
+            self.hf = await asyncio.to_thread(comparison.load_hf, path, self.config.model.dtype)
+            outcomes.append(await asyncio.to_thread(comparison.logits_gate, logits, self.hf, ids, self.limits))
+
+        self.ranks.on_leader(compare)
+        return outcomes
+
+    compares_answers = True
+
+    def compare_answers(self, greedy: Sequence[Answer], sampled: Sequence[Answer]) -> Sequence[Gate]:
+        logprobs = self.answer_logprobs(sampled)
+        outcomes: list[Gate] = []
+
+        async def compare() -> None:
+            assert self.hf is not None
+            outcomes.append(await asyncio.to_thread(comparison.greedy_gate, self.hf, greedy, self.limits))
+            outcomes.append(comparison.replica_gate(logprobs, sampled, self.limits))
+            self.hf = None
+
+        self.ranks.on_leader(compare)
+        return outcomes
+
+    @torch.no_grad()
+    def answer_logprobs(self, answers: Sequence[Answer]) -> torch.Tensor:
+        """The actor's log-probabilities of the responses' tokens, fp32 [k], answer by answer. Collective."""
+        ids, targets = (torch.from_numpy(part).to(self.device.torch) for part in stack(answers))
+        rows = max(1, self.config.trainer.micro_batch_tokens // ids.shape[1])
+        forward = partial(self.policy.logprobs, temperature=self.config.rollout.temperature)
+        return torch.cat([forward(*pair) for pair in zip(ids.split(rows), targets.split(rows), strict=True)])
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,75 @@
+"""This rank's share of every batch: which sequences it works on, cut into padded micro-batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyreme_trainer.megatron.batch import (
+    OVERHEAD_FLOPS,
+    IntArray,
+    MicroBatch,
+    Sequences,
+    pad,
+    plan_micro_batches,
+    share,
+)
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.mcore import parallel_state
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """This rank among the data-parallel ranks.
+
+    Args:
+        device: where tensors go.
+        micro_batch_tokens: padded tokens of one micro-batch at most.
+        rank, ranks: this rank's part of every step.
+        group: of the data-parallel ranks; None when there is one.
+    """
+
+    device: torch.device
+    micro_batch_tokens: int
+    rank: int = 0
+    ranks: int = 1
+    group: dist.ProcessGroup | None = None
+
+    def micro_batches(self, sequences: Sequences, indices: IntArray, parameters: int) -> Iterator[MicroBatch]:
+        """This rank's share of `indices`, padded.
+
+        Args:
+            parameters: of the whole model; decides how many tokens the fixed cost of a micro-batch is worth.
+        """
+        mine = share(sequences.lengths, indices, self.rank, self.ranks)
+        for part in plan_micro_batches(sequences.lengths, mine, self.micro_batch_tokens, OVERHEAD_FLOPS / (6 * parameters)):
+            yield pad(sequences, part, self.device)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """`tensor`, summed over the data-parallel ranks in place."""
+        if self.ranks > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all data-parallel ranks."""
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.ranks)]
+        dist.all_gather(sizes, torch.tensor([len(payload)], device=self.device), group=self.group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(self.device)
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=self.group)
+        return [part.cpu().numpy().tobytes()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+
+
+def data_shard(micro_batch_tokens: int, device: Device) -> DataShard:
+    """This process's. Needs `init_parallel`."""
+    return DataShard(
+        device.torch,
+        micro_batch_tokens,
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_group(),
+    )

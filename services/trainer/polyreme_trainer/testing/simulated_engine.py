@@ -1,0 +1,149 @@
+"""A training engine that learns nothing, for tests and scale runs of everything around it, without torch.
+
+Invariant: a version's bytes are digests of all plans and payloads up to it, in order, so they prove what was trained, how often, and in
+which order, and a replay must arrive at the same bytes. Only the training is simulated: the control loop, log, arena, publisher and
+the order of their steps are those of `polyreme train`.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyreme.config.run import RunConfig, SftPhase
+from polyreme.weights.arena import Arena
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
+from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.gates import Answer, Gate
+from polyreme_trainer.megatron.atomic import discard, new_directory
+
+LAYOUT = plan_manifest([TensorSpec("weight", "U8", (64,))])
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What `version` iterations make: SHA-256 chains over their plans, and over the groups' bytes."""
+
+    version: int = 0
+    plans: bytes = bytes(32)
+    payloads: bytes = bytes(32)
+
+    def trained_on(self, batch: PlannedBatch) -> "Weights":
+        """The weights after the batch's iteration."""
+        groups = hashlib.sha256(self.payloads)
+        for payload in batch.payloads:
+            groups.update(hashlib.sha256(payload).digest())
+        return Weights(batch.iteration, after_plan(self.plans, batch.iteration, batch.indices), groups.digest())
+
+
+def after_plan(before: bytes, iteration: int, indices: Sequence[int]) -> bytes:
+    """The chain over plans, one further."""
+    return hashlib.sha256(before + f"{iteration}: {tuple(indices)}".encode()).digest()
+
+
+class SimulatedEngine:
+    """The weights of one learner of one rank.
+
+    Args:
+        config: of the run.
+        run_id: names the arena.
+        train_seconds: what an iteration's training takes.
+        weight_bytes: of a version: its digests, then zeros.
+    """
+
+    def __init__(self, config: RunConfig, run_id: str, train_seconds: float, weight_bytes: int) -> None:
+        self._config, self._run_id, self._train_seconds = config, run_id, train_seconds
+        self._weights = Weights()
+        self._checkpoints = config.run_dir / "checkpoints"
+        self._layout = plan_manifest([TensorSpec("weight", "U8", (weight_bytes,))])
+        self._arena = Arena.create(run_id, weight_bytes)
+        self.newest_save: int | None = None
+
+    @property
+    def arena(self) -> Arena:
+        return self._arena
+
+    def load(self) -> int | None:
+        found = newest(self._checkpoints)
+        if found is None:
+            return None
+        self._weights, self.newest_save = found, found.version
+        return found.version
+
+    def begin_phase(self, phase: SftPhase) -> None:
+        pass
+
+    def supervised_step(
+        self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], lr: float
+    ) -> Callable[[], float]:
+        time.sleep(self._train_seconds)
+        return lambda: 0.0
+
+    def begin_iterations(self) -> None:
+        pass
+
+    def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
+        with new_directory(self._checkpoints / f"warm-start-{step:06d}") as folder:
+            (folder / "facts.json").write_text(json.dumps(dict(facts)))
+
+    def load_warm_start(self) -> Mapping[str, Any] | None:
+        found = sorted(self._checkpoints.glob("warm-start-*/facts.json"))
+        return json.loads(found[-1].read_text()) if found else None
+
+    def train(self, batch: PlannedBatch) -> Metrics:
+        time.sleep(self._train_seconds)
+        self._weights = self._weights.trained_on(batch)
+        samples = sum(len(group.samples) for group in batch.groups)
+        weights = (self._weights.plans + self._weights.payloads).hex()
+        return {"weights": weights, "trained_samples": samples, "lr": self._config.trainer.optimizer.lr}
+
+    def write(self, slot: int, version: int, term: int) -> Written:
+        self._arena.begin(slot)
+        view = self._arena.slot_view(slot)
+        digests = self._weights.plans + self._weights.payloads
+        tensor_views(LAYOUT, view)["weight"][:] = np.frombuffer(digests, np.uint8)
+        sealed = seal(self._layout.stamped(self._run_id, term, version), view)
+        return Written(sealed, slot, self._arena.complete(slot, version, term))
+
+    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
+        path = self.hf_path(version)
+        with new_directory(path) as folder:
+            weights = self._weights
+            state = {"version": version, "plans": weights.plans.hex(), "payloads": weights.payloads.hex()}
+            (folder / "state.json").write_text(json.dumps(state))
+        there = sorted(self._checkpoints.glob("iteration-*"))
+        kept = there[-self._config.trainer.keep_checkpoints :]
+        for old in there[: -len(kept)]:
+            discard(old)
+        self.newest_save = version
+        return Saved(path, path, int(kept[0].name.removeprefix("iteration-")))
+
+    def hf_path(self, version: int) -> Path:
+        return self._checkpoints / f"iteration-{version:06d}"
+
+    def compare_hf(self, path: Path) -> Sequence[Gate]:
+        return []
+
+    def compare_answers(self, greedy: Sequence[Answer], sampled: Sequence[Answer]) -> Sequence[Gate]:
+        return []
+
+    compares_answers = False
+
+    def close(self) -> None:
+        self._arena.close()
+
+
+def newest(checkpoints: Path) -> Weights | None:
+    """What the newest checkpoint holds; None: there is none."""
+    found = sorted(checkpoints.glob("iteration-*/state.json"))
+    if not found:
+        return None
+    state = json.loads(found[-1].read_text())
+    return Weights(state["version"], bytes.fromhex(state["plans"]), bytes.fromhex(state["payloads"]))
