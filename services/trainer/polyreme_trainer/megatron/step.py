@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.config.run import AlgorithmConfig
+from polyreme.config.algorithm import AlgorithmConfig
 from polyreme_trainer.algorithms.losses import clipped_surrogate, importance_weights, k3, mismatch_kl
 from polyreme_trainer.megatron.batch import (
     OVERHEAD_FLOPS,

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.config.run import RunConfig, SftPhase
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import SftPhase
 from polyreme_trainer.data.prompts import load_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.leader import join, split
