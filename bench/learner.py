@@ -82,7 +82,8 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     import numpy as np
     import torch
 
-    from polyreme.config.run import AlgorithmConfig, ParallelConfig
+    from polyreme.config.algorithm import AlgorithmConfig
+    from polyreme.config.trainer import ParallelConfig
     from polyreme_trainer.megatron.batch import Sequences
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device

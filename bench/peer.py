@@ -29,8 +29,8 @@ TARGET = {"demo_throughput_vs_trl": 1.5, "demo_time_to_80_vs_trl": 0.8, "short_t
 AT_MOST = {"demo_time_to_80_vs_trl", "service_tax"}
 SAMPLES = 32 * 8
 WARM_UP = 10  # iterations that do not count in a throughput
-ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.threads=2")
-FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.data=2", "rollout.threads=1")
+ONE_PROCESS = ("trainer.parallel.tensor=1", "trainer.parallel.threads=2", "rollout.vllm.threads=2")
+FASTEST = ("trainer.parallel.tensor=1", "trainer.parallel.data=2", "rollout.vllm.threads=1")
 SHORT_TURNS = 3
 GATE = 0.8
 SIDE = ROOT / "bench" / "peer_side"

@@ -144,7 +144,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = demo_model(Path(folder) / "model")
-        config = rollout_config(model, max_model_len=160, max_num_seqs=256, kv_cache_mib=256)
+        config = rollout_config(model, max_model_len=160, max_num_seqs=256, vllm={"kv_cache_mib": 256})
         engine = start(config, with_tokenizer(model, Path(folder) / "files"))
         try:
             with EmbeddedServer.start(Path(folder) / "redis") as server:

@@ -1,14 +1,15 @@
-"""What a run will do, computed from its configuration alone and printed before anything is trained."""
+"""The summary of a run, computed from its configuration alone and printed before training starts."""
 
-from polyreme.config.run import OptimizerConfig, RunConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import OptimizerConfig
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
-"""Of a response token in the log: id, logprob, mask, and up to four bytes of text."""
+"""Bytes of a response token in the log: id, logprob, mask, and up to four bytes of text."""
 _GROUP_OVERHEAD_BYTES = 1024
 
 
-def plan_lines(config: RunConfig) -> list[str]:
-    """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold."""
+def summary_lines(config: RunConfig) -> list[str]:
+    """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold; then warnings."""
     trainer = config.trainer
     spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
     lines = [
@@ -31,7 +32,19 @@ def plan_lines(config: RunConfig) -> list[str]:
             number - 1,
             f"warm start {number}   {phase.steps} steps x {phase.batch_size} sequences of {phase.data.name}, learning rate {phase.lr:g}",
         )
-    return lines
+    return lines + [f"warning        {text}" for text in _warnings(config)]
+
+
+def _warnings(config: RunConfig) -> list[str]:
+    """What is set and has no effect."""
+    intervals = {"trainer.save_interval": config.trainer.save_interval}
+    if config.data.eval:
+        intervals["eval_interval"] = config.eval_interval
+    return [
+        f"{key} = {interval} is longer than the run: only after iteration {config.iterations}"
+        for key, interval in intervals.items()
+        if interval > config.iterations
+    ]
 
 
 def learning_rate(optimizer: OptimizerConfig, iterations: int) -> str:
@@ -43,8 +56,8 @@ def learning_rate(optimizer: OptimizerConfig, iterations: int) -> str:
 
 
 def redis_bytes(config: RunConfig) -> int:
-    """Most bytes of groups in the log at once: those of every iteration since the oldest checkpoint that is kept, and those
-    that are being generated."""
+    """Upper bound of the bytes of groups in the log: of every iteration since the oldest checkpoint on disk, and of those that are
+    being generated."""
     group = (
         _GROUP_OVERHEAD_BYTES
         + config.data.max_prompt_tokens * 8

@@ -29,7 +29,7 @@ from polyreme.cli.run_directory import (
     open_run,
     owned,
 )
-from polyreme.cli.summary import plan_lines
+from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StoreError
@@ -77,7 +77,7 @@ class _Console(Console):
 
 
 async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
-    for line in plan_lines(config):
+    for line in summary_lines(config):
         console.print(line, soft_wrap=True)
     async with _store(config, redis_url, existing) as (redis, url, own):
         run = await open_run(redis, config, existing, EMBEDDED if own else url)

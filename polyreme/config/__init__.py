@@ -1,1 +1,1 @@
-"""The schema of a run, and how a run's YAML is read."""
+"""The schema of a run, one file per section, and how a run's YAML is read."""

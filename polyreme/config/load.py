@@ -1,30 +1,22 @@
-"""From a YAML file and dotted overrides to a checked configuration; nothing else configures a run.
+"""From a YAML file and dotted overrides to a checked configuration. Nothing else configures a run.
 
-An error names what was expected, unknown keys with the nearest known one. Paths are resolved against the YAML file's folder, so
-that a run does not depend on where it was started.
+Invariant: a path is resolved against the YAML file's folder, or the working directory for an override, so a run does not depend on
+where it was started. An error names what was expected, and the nearest known key for an unknown one.
 """
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from polyreme.config.run import RewardConfig, RunConfig
+from polyreme.config.reward import RewardConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.section import Section, holds_path, known_keys, subsection
 from polyreme.errors import ConfigError
-
-_PATHS = (
-    *("output_dir", "model.path", "data.train", "data.eval"),
-    *("reward.security.certificate", "reward.security.key", "reward.security.ca"),
-    *("security.certificate", "security.key", "security.ca"),
-)
-_LISTED_PATHS = (
-    ("trainer", "sft", ("data",)),
-    ("reward", "rewards", ("file", "model", "security.ca", "security.certificate", "security.key")),
-)
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -36,9 +28,9 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         ConfigError: the file is missing or is not YAML, a key is unknown (the nearest is named), a value does not fit.
     """
     tree = _read_tree(path)
-    _resolve_paths(tree, path.resolve().parent)
+    _resolve_paths(tree, RunConfig, path.resolve().parent)
     for override in overrides:
-        _resolve_paths(tree := _override(tree, override), Path.cwd())
+        _resolve_paths(tree := _override(tree, override), RunConfig, Path.cwd())
     return parse_config(tree, str(path))
 
 
@@ -47,30 +39,13 @@ def load_reward_config(path: Path) -> RewardConfig:
     tree = _read_tree(path)
     if set(tree) != {"reward"}:
         return load_config(path).reward
-    _resolve_paths(tree, path.resolve().parent)
+    if isinstance(tree["reward"], dict):
+        _resolve_paths(tree["reward"], RewardConfig, path.resolve().parent)
     try:
         return RewardConfig.model_validate(tree["reward"])
     except ValidationError as error:
         problems = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
-        raise ConfigError(f"a valid reward section in {path}", "; ".join(map(_explain, problems)), "Mend these keys.") from None
-
-
-def _read_tree(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(
-            "a run configuration", f"no file {path}", "Give the path of a YAML file, such as one under examples/."
-        ) from None
-    except OSError as error:
-        raise ConfigError(
-            "a run configuration", f"{path}: {error.strerror}", "Give the path of a YAML file, such as one under examples/."
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"YAML in {path}", str(error).replace("\n", " "), "Mend the file.") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"a mapping of keys in {path}", type(tree).__name__, "Start from a file under examples/.")
-    return tree
+        raise ConfigError(f"a valid reward section in {path}", "; ".join(map(_explain, problems)), "Fix these keys.") from None
 
 
 def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
@@ -79,8 +54,23 @@ def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(
-            f"a valid configuration in {source}", "; ".join(_explain(e) for e in error.errors()), "Mend these keys."
+            f"a valid configuration in {source}", "; ".join(_explain(e) for e in error.errors()), "Fix these keys."
         ) from None
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    advice = "Give the path of a YAML file, such as one under examples/."
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError("a run configuration", f"no file {path}", advice) from None
+    except OSError as error:
+        raise ConfigError("a run configuration", f"{path}: {error.strerror}", advice) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"YAML in {path}", str(error).replace("\n", " "), "Fix the file.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"a mapping of keys in {path}", type(tree).__name__, "Start from a file under examples/.")
+    return tree
 
 
 def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
@@ -99,49 +89,40 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {}) if isinstance(node, dict) else node[int(parent)]
         node[last if isinstance(node, dict) else int(last)] = value
-    except (IndexError, TypeError, ValueError):  # no such row, no number for one, or a value that has no parts
+    except (IndexError, TypeError, ValueError):  # no such row, no number for one, or a value without parts
         raise ConfigError(
             f"a place for {key}", f"{node!r:.80} on the way to it", "Name a key of the schema, or replace the whole: a.b=[...]."
         ) from None
     return tree
 
 
-def _resolve_paths(tree: dict[str, Any], base: Path) -> None:
-    """Makes the tree's relative paths absolute, in place."""
-    places: list[tuple[Any, ...]] = [(tree, *dotted.split(".")) for dotted in _PATHS]
-    for section, rows, keys in _LISTED_PATHS:
-        listed = (tree.get(section) or {}).get(rows) if isinstance(tree.get(section), dict) else None
-        places += [(row, *key.split(".")) for row in listed or [] if isinstance(row, dict) for key in keys]
-    tree.setdefault("output_dir", "runs")
-    for node, *parents, last in places:
-        for parent in parents:
-            node = node.get(parent) if isinstance(node, dict) else None
-        if isinstance(node, dict) and isinstance(node.get(last), str):
-            node[last] = str((base / Path(node[last]).expanduser()).resolve())
-
-
-def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of the schema."""
-    for name, field in model.model_fields.items():
-        yield prefix + name
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from known_keys(kind, f"{prefix}{name}.")
+def _resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> None:
+    """Makes the tree's relative paths absolute, in place. It is not validated yet: what does not fit the schema stays as it is."""
+    for name, field in section.model_fields.items():
+        if holds_path(field) and isinstance(field.default, Path):
+            tree.setdefault(name, str(field.default))
+        value, inner = tree.get(name), subsection(field)
+        if inner is not None:
+            for node in value if isinstance(value, list) else [value]:
+                if isinstance(node, dict):
+                    _resolve_paths(node, inner, base)
+        elif holds_path(field) and isinstance(value, str):
+            tree[name] = str((base / Path(value).expanduser()).resolve())
 
 
 def _explain(error: Any) -> str:
     dotted = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        plain = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
-        names = list(known_keys())
-        near = (
-            difflib.get_close_matches(plain, names, n=1)
-            or [
-                name
-                for name in names
-                if difflib.get_close_matches(plain.rsplit(".", 1)[-1], [name.rsplit(".", 1)[-1]], cutoff=0.75)
-            ][:1]
-        )
-        return f"unknown key {dotted}" + (f" (did you mean {near[0]}?)" if near else "")
+        near = _nearest(".".join(str(part) for part in error["loc"] if not isinstance(part, int)))
+        return f"unknown key {dotted}" + (f" (did you mean {near}?)" if near else "")
     found = "" if error["type"] == "missing" else f", found {error['input']!r:.80}"
     return f"{dotted or 'run'}: {error['msg'].removeprefix('Value error, ')}{found if dotted else ''}"
+
+
+def _nearest(key: str) -> str | None:
+    """The known key most like `key` as a whole, else one whose last part is; the right key in the wrong section counts, too."""
+    names = list(known_keys(RunConfig))
+    if near := difflib.get_close_matches(key, names, n=1):
+        return near[0]
+    last = key.rpartition(".")[2]
+    return next((name for name in names if difflib.get_close_matches(last, [name.rpartition(".")[2]], cutoff=0.75)), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from polyreme.config.run import EndpointSecurity, SecurityConfig
+from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError
 
 PROBES = ("/health", "/ready")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polyreme.config.load import load_reward_config
-from polyreme.config.run import RewardSpec
+from polyreme.config.reward import RewardSpec
 from polyreme.errors import ConfigError
 from support.certificates import Issued, issue
 from support.raw_http import RawServer, raw_server, reply

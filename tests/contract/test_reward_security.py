@@ -15,7 +15,8 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.config.load import load_reward_config
-from polyreme.config.run import RewardConfig, SecurityConfig
+from polyreme.config.reward import RewardConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
 from polyreme.net import rpc

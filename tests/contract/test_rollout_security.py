@@ -13,7 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2, weights_pb2_grpc
-from polyreme.config.run import RunConfig, SecurityConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc

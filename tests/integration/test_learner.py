@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from polyreme.config.run import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
+from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.model import ModelConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import ParallelConfig
 from polyreme.experience.records import GroupRecord
 from support import learning
 from support.configs import run_config

@@ -21,7 +21,10 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from polyreme.config.run import AlgorithmConfig, ModelConfig, ParallelConfig, RunConfig
+from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.model import ModelConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import ParallelConfig
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
 from support.configs import run_config

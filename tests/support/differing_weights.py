@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from polyreme.config.run import ModelConfig, ParallelConfig
+from polyreme.config.model import ModelConfig
+from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.device import Device

@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_STOP
-from polyreme.config.run import AlgorithmConfig, RunConfig, SftPhase
+from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import SftPhase
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.grpo import group_advantages
 from polyreme_trainer.learner.leader import Ranks

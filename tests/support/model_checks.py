@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polyreme.config.run import ParallelConfig
+from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.megatron import checkpoint, hf_mapping
 from polyreme_trainer.megatron.build import init_parallel

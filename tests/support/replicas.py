@@ -36,7 +36,7 @@ def rollout_config(model: Path, dtype: str = "float32", **rollout: Any) -> RunCo
             "group_size": 2,
             "model": {"path": str(model), "dtype": dtype},
             "data": {"train": "/none", "max_prompt_tokens": 8},
-            "rollout": {"max_new_tokens": 8, "max_model_len": 128, "kv_cache_mib": 64, "max_num_seqs": 64} | rollout,
+            "rollout": {"max_new_tokens": 8, "max_model_len": 128, "vllm": {"kv_cache_mib": 64}, "max_num_seqs": 64} | rollout,
             "reward": {"rewards": [{"name": "exact"}]},
             "trainer": {"optimizer": {"lr": 1.0}},
         },

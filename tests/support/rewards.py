@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from polyreme.api.v1 import reward_pb2_grpc
-from polyreme.config.run import RewardConfig
+from polyreme.config.reward import RewardConfig
 from polyreme.net import rpc
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item

@@ -147,7 +147,7 @@ def _real_task(folder: Path, iterations: int) -> Path:
     tree = yaml.safe_load(path.read_text())
     tree |= {"name": "storm", "iterations": iterations, "groups_per_iteration": 4, "max_staleness": 1, "reward": reward}
     tree["data"].pop("eval")
-    tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 240.0, "chunk_timeout": 10.0, "kv_cache_mib": 32}
+    tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 240.0, "chunk_timeout": 10.0, "vllm": {"kv_cache_mib": 32}}
     tree["trainer"] |= {"save_interval": 2, "max_restarts": 1000}
     tree["trainer"]["sft"][0]["steps"] = 20
     path.write_text(yaml.safe_dump(tree))

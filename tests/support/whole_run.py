@@ -53,7 +53,12 @@ def make_task(folder: Path, lead: str = "") -> Path:
         "eval_samples": 40,
         "model": {"path": "model"},
         "data": {"train": "train.jsonl", "eval": "eval.jsonl", "max_prompt_tokens": 16},
-        "rollout": {"max_new_tokens": 4 + len(lead), "max_model_len": 32 + len(lead), "max_num_seqs": 64, "kv_cache_mib": 64},
+        "rollout": {
+            "max_new_tokens": 4 + len(lead),
+            "max_model_len": 32 + len(lead),
+            "max_num_seqs": 64,
+            "vllm": {"kv_cache_mib": 64},
+        },
         "reward": {"rewards": [{"name": "exact"}]},
         "trainer": {
             "parallel": {"tensor": 2},

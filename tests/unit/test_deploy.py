@@ -138,7 +138,7 @@ def test_secrets_are_fresh_and_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_certificates_are_what_the_services_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyreme.config.run import SecurityConfig
+    from polyreme.config.security import SecurityConfig
     from polyreme.net import tls
 
     folder = tmp_path / "tls"

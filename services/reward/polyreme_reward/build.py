@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from polyreme.config.run import RewardConfig, RewardSpec
+from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.errors import ConfigError
 from polyreme_reward.inline import InlineReward
 from polyreme_reward.items import Reward

@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from polyreme import API_VERSION
-from polyreme.config.run import RewardConfig
+from polyreme.config.reward import RewardConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc

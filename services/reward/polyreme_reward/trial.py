@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from polyreme.config.dataset_rows import label_text, lines_of
-from polyreme.config.run import RewardConfig
+from polyreme.config.reward import RewardConfig
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status

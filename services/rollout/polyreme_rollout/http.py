@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
 from polyreme_rollout.metrics import Metrics

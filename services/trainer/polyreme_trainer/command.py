@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from polyreme.cli.run_directory import RunFile, check_inputs, claim, next_attempt, open_run, owned
-from polyreme.cli.summary import plan_lines
+from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
@@ -81,7 +81,7 @@ async def _train(
     try:
         if run_id is None:
             run = await open_run(redis, config, existing, redis_url)
-            for line in plan_lines(config):
+            for line in summary_lines(config):
                 _log.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from polyreme.cli import view
 from polyreme.cli.progress import Progress
-from polyreme.cli.summary import plan_lines, redis_bytes
-from polyreme.config.run import ParallelConfig
+from polyreme.cli.summary import redis_bytes, summary_lines
+from polyreme.config.trainer import ParallelConfig
 from support.configs import run_config
 
 
@@ -148,7 +148,7 @@ def test_a_sparkline_is_flat_at_nothing_and_full_at_one() -> None:
 def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
     config = run_config(tmp_path, iterations=24, eval_interval=8)
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": tmp_path / "eval.jsonl"})})
-    text = "\n".join(plan_lines(config))
+    text = "\n".join(summary_lines(config))
     assert "24 of 4 prompts x 2 samples = 192 samples" in text
     assert "500 held-out prompts before iteration 1 and after iteration 8, 16, 24" in text
     assert "saves          after iteration 24" in text
@@ -156,9 +156,9 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
     assert "asynchrony" not in text
     assert "trainer        tensor 1 x data 1 on cpu, float32" in text
     trainer = config.trainer.model_copy(update={"parallel": ParallelConfig(tensor=2, data=4, nodes=2)})
-    assert "tensor 2 x data 4 over 2 machines on cpu" in "\n".join(plan_lines(config.model_copy(update={"trainer": trainer})))
+    assert "tensor 2 x data 4 over 2 machines on cpu" in "\n".join(summary_lines(config.model_copy(update={"trainer": trainer})))
     assert "up to 2 iterations behind, with importance weights up to 2" in "\n".join(
-        plan_lines(config.model_copy(update={"max_staleness": 2}))
+        summary_lines(config.model_copy(update={"max_staleness": 2}))
     )
 
 

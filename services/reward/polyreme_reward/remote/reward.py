@@ -13,7 +13,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from polyreme.config.run import EndpointSecurity
+from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed

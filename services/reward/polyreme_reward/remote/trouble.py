@@ -2,7 +2,7 @@
 
 import ssl
 
-from polyreme.config.run import EndpointSecurity
+from polyreme.config.security import EndpointSecurity
 
 
 def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tuple[str, bool]:

@@ -67,7 +67,7 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
     if on_cpu:
         arguments |= {
             "enforce_eager": True,
-            "kv_cache_memory_bytes": rollout.kv_cache_mib << 20,
+            "kv_cache_memory_bytes": rollout.vllm.kv_cache_mib << 20,
             # A sampler with a seed cannot take back a draw on CPU, which half-read prompts need: they crash the engine.
             "enable_chunked_prefill": False,
         }
@@ -75,11 +75,11 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
             # The worker in the core's process: no shared-memory hop per step, and nobody spins on it.
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     else:
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        arguments["gpu_memory_utilization"] = rollout.vllm.gpu_memory_utilization
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would import everything again, for seconds
-        torch.set_num_threads(rollout.threads)  # forked processes inherit it, also when torch was imported before
+        torch.set_num_threads(rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
     with _leashed():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
     return VllmEngine(llm, SamplingParams, model_dir)
@@ -241,7 +241,7 @@ def _prepare_environment(config: RunConfig) -> None:
     if config.device == "cpu":
         os.environ.update(
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # other processes of the run share these cores
-            OMP_NUM_THREADS=str(config.rollout.threads),
+            OMP_NUM_THREADS=str(config.rollout.vllm.threads),
             OMP_WAIT_POLICY="PASSIVE",
             TORCHDYNAMO_DISABLE="1",  # the sampler would be compiled, again for new batch sizes, for seconds in mid-generation
         )

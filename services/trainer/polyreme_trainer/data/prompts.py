@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from polyreme.config.data import DataConfig
 from polyreme.config.dataset_rows import label_text, lines_of
-from polyreme.config.run import DataConfig
 from polyreme.errors import DataError
 from polyreme_trainer.data.template import PromptSource, Template
 

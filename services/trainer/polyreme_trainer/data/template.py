@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerFast
 
-from polyreme.config.run import DataConfig
+from polyreme.config.data import DataConfig
 from polyreme.errors import ConfigError, DataError
 
 PromptSource = str | tuple[dict[str, Any], ...]  # a text, or chat messages

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import GateError
 from polyreme.net import rpc
 from polyreme_trainer.learner.leader import join, split

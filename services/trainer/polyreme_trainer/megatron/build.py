@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.config.run import ParallelConfig
+from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.cpu.attention import Attention

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.config.run import OptimizerConfig
+from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.megatron import mcore
 from polyreme_trainer.megatron.mcore import parallel_state

@@ -21,7 +21,8 @@ from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
 from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
-from polyreme.config.run import RunConfig, SecurityConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.run import Run, RunState
 from polyreme.net import tls as secure

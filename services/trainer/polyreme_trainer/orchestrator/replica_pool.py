@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run

@@ -18,7 +18,7 @@ import grpc
 import xxhash
 
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
-from polyreme.config.run import RewardConfig
+from polyreme.config.reward import RewardConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
 from polyreme.experience.run import Run

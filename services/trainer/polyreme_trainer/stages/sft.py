@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.config.run import RunConfig, SftPhase
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import SftPhase
 from polyreme_trainer.data.prompts import load_examples
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.engine import TrainEngine

@@ -13,7 +13,7 @@ import grpc
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import StaleTermError
 from polyreme.experience.leases import Lease
 from polyreme.net import rpc

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from polyreme import API_VERSION
 from polyreme.api.v1 import weights_pb2 as pb
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog

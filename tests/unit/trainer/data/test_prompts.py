@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
-from polyreme.config.run import DataConfig
+from polyreme.config.data import DataConfig
 from polyreme.errors import ConfigError, DataError
 from polyreme_trainer.data.prompts import load_examples, load_prompts, read_rows
 from polyreme_trainer.data.template import Template

@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from polyreme.config.run import ParallelConfig, RunConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polyreme.config.run import AlgorithmConfig
+from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.megatron.batch import collect
 from polyreme_trainer.megatron.step import Layout, train_iteration

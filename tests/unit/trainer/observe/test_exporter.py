@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from polyreme.cli.progress import Progress
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run, RunState
 from polyreme_trainer.observe.exporter import export, snapshot

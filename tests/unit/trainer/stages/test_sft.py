@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyreme.config.run import SftPhase
+from polyreme.config.trainer import SftPhase
 from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, select
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from polyreme.config.run import OptimizerConfig
+from polyreme.config.trainer import OptimizerConfig
 from polyreme_trainer.megatron.cpu.functional import rms_norm, rotary, swiglu
 from polyreme_trainer.megatron.cpu.linear import linear
 from polyreme_trainer.megatron.logprobs import token_logprobs

@@ -1,0 +1,73 @@
+"""What every section of the configuration is built from.
+
+Invariant: a fact about a field stands on the field. Its type says how it is read (a `Path` is resolved against the YAML file's
+folder), the mark `Operational` that it leaves the trained weights as they are.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+Value = TypeVar("Value")
+
+
+class _OperationalMark:
+    """The mark behind `Operational`."""
+
+
+Operational = Annotated[Value, _OperationalMark()]
+"""`Operational[int]`: an int that does not decide the trained weights, so a run may resume with another value."""
+
+
+class Section(BaseModel):
+    """One mapping of the YAML file. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def subsection(field: FieldInfo) -> type[Section] | None:
+    """The section that a field holds, also optionally or as a list; None for a field with a plain value."""
+    return next((kind for kind in _kinds(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def holds_path(field: FieldInfo) -> bool:
+    """Whether a field's value is a path."""
+    return any(kind is Path for kind in _kinds(field.annotation))
+
+
+def is_operational(field: FieldInfo) -> bool:
+    """Whether a field leaves the trained weights as they are."""
+    return any(isinstance(mark, _OperationalMark) for mark in field.metadata)
+
+
+def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a section, its subsections' included."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if inner := subsection(field):
+            yield from known_keys(inner, f"{prefix}{name}.")
+
+
+def without_operational(section: Section) -> dict[str, Any]:
+    """The section as plain values that JSON can hold, without its operational fields."""
+    plain = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        if is_operational(field):
+            del plain[name]
+        elif subsection(field):
+            value = getattr(section, name)
+            if isinstance(value, Section):
+                plain[name] = without_operational(value)
+            elif value is not None:
+                plain[name] = [without_operational(each) for each in value]
+    return plain
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """A type and, for unions and lists, what they are made of."""
+    yield annotation
+    for inner in getattr(annotation, "__args__", ()):
+        yield from _kinds(inner)
