@@ -20,7 +20,7 @@ from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme_rollout.testing.simulated_engine import Failures
 from polyreme_trainer.learner import gates, run_client
-from polyreme_trainer.learner.run_client import Answers, Desk, DrainError
+from polyreme_trainer.learner.run_client import Answers, DrainError, RunClient
 from polyreme_trainer.weight_sync import replica_sync
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.simulated import ROWS, Replica, config_tree, make_run, simulated_replica
@@ -33,16 +33,16 @@ SILENT = Failures(silent_after=0)
 class Start:
     """A learner that has published version 0, and the replicas of its run."""
 
-    desk: Desk
+    client: RunClient
     publisher: Publisher
     config: RunConfig
     replicas: AsyncExitStack
 
     async def replica(self, name: str, **engine: Any) -> Replica:
-        return await self.replicas.enter_async_context(simulated_replica(self.desk.run, name, **engine))
+        return await self.replicas.enter_async_context(simulated_replica(self.client.run, name, **engine))
 
     def compare(self) -> "asyncio.Task[tuple[Answers, Answers]]":
-        return asyncio.create_task(self.desk.replica_answers(self.publisher, 0, self.config))
+        return asyncio.create_task(self.client.replica_answers(self.publisher, 0, self.config))
 
     async def notice(self) -> str:
         """The first, once it is there."""
@@ -52,7 +52,7 @@ class Start:
         return texts[0]
 
     async def notices(self) -> list[str]:
-        records = [record for _, record in await self.desk.run.records("0", 0)]
+        records = [record for _, record in await self.client.run.records("0", 0)]
         return [record["text"] for record in records if record["kind"] == "notice" and "compared" in record["text"]]
 
 
@@ -77,7 +77,7 @@ async def start(
         generation = arena.complete(slot, 0, term.counter)
         await experience.begin(0)
         publisher.publish(seal(LAYOUT.stamped(run_id, term.counter, 0), arena.slot_view(slot)), slot, generation)
-        yield Start(Desk(run, experience, term), publisher, config, replicas)
+        yield Start(RunClient(run, experience, term), publisher, config, replicas)
         publisher.close()
     arena.close()
 
@@ -186,7 +186,7 @@ async def test_a_run_that_drains_waits_for_no_replica(start: Start) -> None:
     await start.replica("mute", failures=SILENT)
     comparing = start.compare()
     await start.notice()
-    await start.desk.run.set_state(RunState.RUNNING)
-    await start.desk.run.set_state(RunState.DRAINING)
+    await start.client.run.set_state(RunState.RUNNING)
+    await start.client.run.set_state(RunState.DRAINING)
     with pytest.raises(DrainError):
         await asyncio.wait_for(comparing, 10)

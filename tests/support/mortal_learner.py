@@ -26,7 +26,9 @@ from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.megatron import atomic, checkpoint, saves
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
+from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.megatron.optimizer import Optimizer
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.weight_sync.publisher import Publisher
@@ -117,11 +119,11 @@ def arm(moment: str, occurrence: int) -> None:
 class AloneLearner(Learner):
     """A learner without replicas: nobody to agree with, and nobody to wait for at the end."""
 
-    def gate_replicas(self, version: int, hf: Any) -> None:
+    def compare_replicas(self) -> None:
         pass
 
-    async def finish(self, version: int) -> None:
-        await self.desk.run.emit({"kind": "done_learning"})
+    async def finish(self) -> None:
+        await self.client.run.emit({"kind": "done_learning"})
 
 
 def live(life: dict[str, Any], rank: int, world: int) -> None:
@@ -153,8 +155,9 @@ def live(life: dict[str, Any], rank: int, world: int) -> None:
     device = Device("cpu")
     device.seed(config.seed)
     init_parallel(config.trainer.parallel, device)
-    ranks = Ranks(rank, world, device.torch)
-    AloneLearner(config, files, life["redis_url"], life["run_id"], ranks, device).run()
+    ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
+    engine = MegatronEngine(config, files, life["run_id"], ranks, device)
+    AloneLearner(config, files, engine, life["redis_url"], life["run_id"], ranks).run()
     ranks.close()
     close_parallel()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
-from polyreme_trainer.testing.simulated_learner import after_plan, newest
+from polyreme_trainer.testing.simulated_engine import after_plan, newest
 from support.driver import Storm
 from support.faults import PHASES
 
@@ -39,7 +39,7 @@ async def weights_verdict(storm: Storm, iterations: int) -> list[str]:
     log, chain = ExperienceLog(storm.run), bytes(32)
     for iteration in range(1, iterations + 1):
         plan = await log.find_plan(iteration)
-        chain = after_plan(chain, plan) if plan else b""
+        chain = after_plan(chain, iteration, plan.indices) if plan else b""
     last = newest(storm.folder / "run" / "checkpoints")
     if last is None or (last.version, last.plans) != (iterations, chain):
         return [f"the last checkpoint was not trained on plans 1 to {iterations}, each once and in order: {last}"]

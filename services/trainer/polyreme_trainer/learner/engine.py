@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.config.run import SftPhase
+from polyreme.config.trainer import SftPhase
 from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from polyreme.config.run import RunConfig, SftPhase
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import SftPhase
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written

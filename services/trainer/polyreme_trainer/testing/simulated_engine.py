@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme.config.run import RunConfig, SftPhase
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import SftPhase
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,12 +15,11 @@ from polyreme_trainer.megatron.batch import (
     IGNORE,
     Sequences,
     collect,
-    freshly_sampled,
     pad,
     plan_micro_batches,
     share,
     split_steps,
-    with_gradient,
+    supervised,
 )
 
 lengths_of = st.lists(st.integers(2, 60), min_size=0, max_size=40).map(lambda x: np.array(x, dtype=np.int64))
@@ -64,7 +64,8 @@ def test_the_shares_of_the_ranks_are_a_balanced_partition(lengths: np.ndarray, r
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
 def test_steps_take_whole_groups_once_per_epoch(groups: int, samples: int, steps: int, epochs: int, seed: int) -> None:
-    parts = split_steps(groups, samples, steps, epochs, (seed, 1))
+    group = np.repeat(np.arange(groups), samples)
+    parts = split_steps(group, steps, epochs, (seed, 1))
     assert len(parts) == epochs * min(steps, groups)
     per_epoch = len(parts) // epochs
     for epoch in range(epochs):
@@ -72,12 +73,12 @@ def test_steps_take_whole_groups_once_per_epoch(groups: int, samples: int, steps
         assert sorted(taken.tolist()) == list(range(groups * samples))
     for part in parts:
         assert (np.bincount(part // samples, minlength=groups) % samples == 0).all()
-    again = split_steps(groups, samples, steps, epochs, (seed, 1))
+    again = split_steps(group, steps, epochs, (seed, 1))
     assert all((a == b).all() for a, b in zip(parts, again, strict=True))
 
 
 def test_one_step_keeps_the_order_of_the_log() -> None:
-    assert split_steps(3, 2, 1, 1, (0, 1))[0].tolist() == list(range(6))
+    assert split_steps(np.array([0, 0, 1, 1, 2, 2]), 1, 1, (0, 1))[0].tolist() == list(range(6))
 
 
 def group(index: int, prompt: list[int], responses: list[list[int]], first_masked: bool = False) -> GroupRecord:
@@ -110,41 +111,50 @@ def group(index: int, prompt: list[int], responses: list[list[int]], first_maske
 
 
 def test_padding_puts_every_token_over_its_prediction() -> None:
-    groups = [group(0, [5, 6, 7], [[8, 9], [8]]), group(1, [3], [[4, 4, 4, 4], [2, 1]])]
-    sequences = collect(groups, np.array([[1.0, -1.0], [0.0, 0.0]], dtype=np.float32), 0)
+    sequences, tokens = collect([group(0, [5, 6, 7], [[8, 9], [8]]), group(1, [3], [[4, 4, 4, 4], [2, 1]])])
     assert sequences.lengths.tolist() == [5, 4, 5, 3]
-    assert sequences.tokens.tolist() == [2, 1, 4, 2]
+    assert sequences.trained.tolist() == [2, 1, 4, 2]
     batch = pad(sequences, np.array([0, 3]), torch.device("cpu"))
     assert batch.ids.tolist() == [[5, 6, 7, 8], [3, 2, 0, 0]]
     assert batch.targets.tolist() == [[IGNORE, IGNORE, 8, 9], [2, 1, IGNORE, IGNORE]]
-    assert batch.mask.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
-    torch.testing.assert_close(batch.behaviour, torch.tensor([[0, 0, -0.1, -0.2], [-0.1, -0.2, 0, 0]]))
-    assert batch.advantages.tolist() == [[1.0], [0.0]]
-    assert batch.old is None
-    assert batch.reference is None
+    assert batch.sequence.tolist() == [0, 0, 1, 1]
+    torch.testing.assert_close(batch.take(tokens.behaviour), torch.tensor([-0.1, -0.2, -0.1, -0.2]))
+    assert batch.take(tokens.ids).tolist() == [8, 9, 2, 1]
 
 
-def test_a_sample_is_fresh_when_the_trained_version_wrote_all_of_it() -> None:
-    made = group(0, [5, 6], [[8, 9], [8, 1], [7]])
+lengths_and_masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+@given(lengths_and_masks, st.randoms(use_true_random=False))
+def test_a_micro_batch_takes_the_trained_tokens_in_the_order_of_its_targets(masks: list[list[bool]], random: Random) -> None:
+    ids = [np.arange(100 * row, 100 * row + len(mask) + 1) for row, mask in enumerate(masks)]
+    sequences = Sequences(ids, np.concatenate([np.array(mask, dtype=np.float32) for mask in masks]))
+    following = np.concatenate([x[1:] for x in ids])
+    chosen = np.array(random.sample(range(len(ids)), random.randint(1, len(ids))))
+    batch = pad(sequences, chosen, torch.device("cpu"))
+    trained = batch.targets != IGNORE
+    assert batch.take(following).tolist() == batch.targets[trained].tolist()
+    assert batch.sequence.tolist() == trained.nonzero()[:, 0].tolist()
+
+
+def test_versions_and_groups_are_per_token_and_per_sequence() -> None:
+    made = group(4, [5, 6], [[8, 9], [8, 1], [7]])
     spans = [[(3, 0, 2)], [(2, 0, 1), (3, 1, 2)], [(2, 0, 1)]]
     made = replace(made, samples=[replace(sample, spans=span) for sample, span in zip(made.samples, spans, strict=True)])
-    sequences = collect([made], np.zeros((1, 3), dtype=np.float32), version=3)
-    assert freshly_sampled(sequences).tolist() == [0]
-    assert pad(sequences, np.array([1, 0]), torch.device("cpu")).fresh.tolist() == [[0.0], [1.0]]
+    _, tokens = collect([made, made])
+    assert tokens.version.tolist() == [-1, 3, 3, -1, 2, 3, -1, 2] * 2
+    assert tokens.group.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_masked_tokens_do_not_count() -> None:
-    sequences = collect([group(0, [5, 6], [[8, 9, 1], [8, 1]], first_masked=True)], np.zeros((1, 2), dtype=np.float32), 0)
-    assert sequences.tokens.tolist() == [2, 1]
-    assert [m.tolist() for m in sequences.mask] == [[0, 0, 1, 1], [0, 0, 1]]
+    sequences, tokens = collect([group(0, [5, 6], [[8, 9, 1], [8, 1]], first_masked=True)])
+    assert sequences.trained.tolist() == [2, 1]
+    assert tokens.mask.tolist() == [0, 0, 1, 1, 0, 0, 1]
 
 
-def test_samples_without_advantage_are_left_out_only_without_kl() -> None:
-    sequences = Sequences(
-        ids=[np.arange(3)] * 3,
-        mask=[np.ones(2, dtype=np.float32), np.ones(2, dtype=np.float32), np.zeros(2, dtype=np.float32)],
-        advantages=np.array([1.0, 0.0, 1.0], dtype=np.float32),
-        behaviour=[np.zeros(2, dtype=np.float32)] * 3,
-    )
-    assert with_gradient(sequences, kl_coef=0.0).tolist() == [0]
-    assert with_gradient(sequences, kl_coef=0.1).tolist() == [0, 1]
+def test_only_the_response_of_a_supervised_row_is_trained_on() -> None:
+    ids = [np.array([5, 1], dtype=np.int32), np.array([5, 6, 7, 1], dtype=np.int32)]
+    sequences = supervised(ids, [np.array([0, 1], dtype=np.uint8), np.array([0, 0, 1, 1], dtype=np.uint8)])
+    assert [x.tolist() for x in sequences.ids] == [[5, 1], [5, 6, 7, 1]]
+    assert sequences.mask.tolist() == [1, 0, 1, 1]
+    assert sequences.trained.tolist() == [1, 2]

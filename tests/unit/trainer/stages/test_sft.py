@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polyreme.config.trainer import SftPhase
-from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate, select
+from polyreme_trainer.stages.sft import FLOOR, batches, learning_rate
 
 
 def phase(**changes: object) -> SftPhase:
@@ -18,7 +18,8 @@ def test_the_rate_warms_up_holds_and_cools_down() -> None:
     rates = [learning_rate(phase(), step) / 2e-3 for step in range(100)]
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10)
     assert rates[10:80] == pytest.approx([1.0] * 70)
-    np.testing.assert_allclose(rates[80:], np.maximum(FLOOR, np.arange(20, 0, -1) / 20))
+    np.testing.assert_allclose(rates[80:], FLOOR + (1 - FLOOR) * np.arange(19, -1, -1) / 20)
+    assert rates[-1] == pytest.approx(FLOOR)
 
 
 def test_without_ramps_the_rate_is_constant() -> None:
@@ -39,12 +40,3 @@ def test_passes_over_the_rows_are_complete_shuffled_and_repeatable() -> None:
 def test_fewer_rows_than_a_batch_repeat_within_it() -> None:
     (rows,) = batches(3, phase(steps=1, batch_size=7), seed=(0, 0))
     assert np.bincount(rows, minlength=3).tolist() in ([3, 2, 2], [2, 3, 2], [2, 2, 3])
-
-
-def test_only_the_response_is_trained_on() -> None:
-    ids = [np.array([5, 6, 7, 1], dtype=np.int32), np.array([5, 1], dtype=np.int32)]
-    mask = [np.array([0, 0, 1, 1], dtype=np.uint8), np.array([0, 1], dtype=np.uint8)]
-    sequences = select(ids, mask, np.array([1, 0]))
-    assert [x.tolist() for x in sequences.ids] == [[5, 1], [5, 6, 7, 1]]
-    assert [x.tolist() for x in sequences.mask] == [[1], [0, 1, 1]]
-    assert sequences.tokens.tolist() == [1, 2]
