@@ -12,6 +12,10 @@ PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
+# What fails for one fails for all: `make test SEED=default` shuffles the tests anew.
+SEED ?= 1
+PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
+
 .PHONY: secrets certs wheels demo test test-light test-real test-slow bench lint proto env
 
 ## demo: train the example model (about five minutes on two cores)
@@ -25,15 +29,18 @@ test: test-light test-real
 # Most of these tests wait rather than compute, so there are more of them at a time than cores.
 ## test-light: what starts neither vLLM nor learner ranks (under three minutes on two cores)
 test-light: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
 
 ## test-real: what starts vLLM or learner ranks; one after the other
 test-real: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow and real" $(ARGS)
+	$(PYTEST) -m "not slow and real" $(ARGS)
 
-## test-slow: the rest: storms of a thousand faults, machines as network namespaces, whole runs (an hour, and root for some)
+## test-slow: the rest: storms of a thousand faults, machines as network namespaces, whole runs (an hour, and root for some),
+## random seeds where the others are fixed, and the light suite on a machine that has hardly any time for it
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -m "hypothesis and not slow and not real" --hypothesis-profile=fuzz -n 4 --dist worksteal $(ARGS)
+	PYTEST=$(BIN)/pytest tests/any_machine.sh
 
 ## bench: every benchmark; the last line of each is one JSON object
 bench: $(VENV)/.dev

@@ -5,11 +5,17 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
 from polyreme.experience.run import Run
 from polyreme.experience.store import EmbeddedServer, connect
 from support.configs import run_config
+
+# No verdict depends on the speed of the machine, and every run finds the same. `make test-slow` takes the profile with random seeds.
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fuzz", deadline=None, max_examples=500, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import requests
 
+from polyreme_reward.remote import endpoints
 from support.raw_http import raw_server, reply
 from support.rewards import EXACT, item, scoring, serving, summary
+from support.waiting import until
 
 GOOD = b'{"error_code":0,"error_msg":"Success","score":[1.0,0.0]}'
 
@@ -76,13 +78,17 @@ async def test_a_batch_beyond_the_queue_is_an_error_that_no_retry_mends() -> Non
 
 
 async def test_a_full_queue_is_a_429_in_their_form(tmp_path: Path) -> None:
-    plugin = tmp_path / "slow.py"
-    plugin.write_text("import time\ndef reward(response):\n    time.sleep(0.5)\n    return 1.0\n")
+    plugin, asked, gate = (tmp_path / name for name in ("gated.py", "asked", "gate"))
+    plugin.write_text(
+        f"import pathlib, time\ndef reward(response):\n    pathlib.Path({str(asked)!r}).touch()\n"
+        f"    while not pathlib.Path({str(gate)!r}).exists():\n        time.sleep(0.01)\n    return 1.0\n"
+    )
     async with serving({"file": str(plugin)}, queue=1) as (_, _, addresses):
         data = {"src": ["p"], "tgt": [""], "response": ["r"]}
         first = asyncio.ensure_future(ask(addresses, data))
-        await asyncio.sleep(0.2)
+        await until(asked.exists)
         refused = await ask(addresses, data)
+        gate.touch()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.content == (b'{"error_code":429,"error_msg":"1 items are being scored and at most 1 may be","score":null}')
         assert (await first).json()["score"] == [1.0]
@@ -139,7 +145,8 @@ async def test_what_their_server_cannot_answer_is_a_status(answer: bytes, status
     async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
 
-    async with raw_server(handler) as server, scoring(endpoint(server), item_timeout=1.0) as scorer:
+    within = 1.0 if status == "TIMEOUT" else 60.0
+    async with raw_server(handler) as server, scoring(endpoint(server), item_timeout=within) as scorer:
         (scored,) = await scorer.score([item("r")])
         assert scored.status.name == status
         assert said in scored.message
@@ -183,15 +190,17 @@ async def test_a_reset_connection_is_tried_again() -> None:
         assert summary(await scorer.score([item("r")])) == [("OK", 1.0)]
 
 
-@pytest.mark.parametrize(("pause", "expected"), [(0.001, ("OK", 1.0)), (0.5, ("TIMEOUT", 0.0))])
-async def test_an_answer_that_trickles_in_counts_only_when_it_ends_in_time(pause: float, expected: tuple[str, float]) -> None:
+@pytest.mark.parametrize(("pause", "within", "expected"), [(0.001, 60.0, ("OK", 1.0)), (0.5, 1.0, ("TIMEOUT", 0.0))])
+async def test_an_answer_that_trickles_in_counts_only_when_it_ends_in_time(
+    pause: float, within: float, expected: tuple[str, float]
+) -> None:
     async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
         for byte in reply(b'{"error_code":0,"error_msg":"","score":[1]}'):
             writer.write(bytes([byte]))
             await writer.drain()
             await asyncio.sleep(pause)
 
-    async with raw_server(handler) as server, scoring(endpoint(server), item_timeout=2.0) as scorer:
+    async with raw_server(handler) as server, scoring(endpoint(server), item_timeout=within) as scorer:
         assert summary(await scorer.score([item("r")])) == [expected]
 
 
@@ -208,7 +217,8 @@ async def test_one_item_that_breaks_a_batch_does_not_take_it_along() -> None:
         assert summary(answers) == [("OK", 1.0), ("ERROR", 0.0), ("OK", 1.0)]
 
 
-async def test_a_server_that_is_not_there_is_an_error_and_then_left_alone() -> None:
+async def test_a_server_that_is_not_there_is_an_error_and_then_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_FIRST_PAUSE", 30.0)
     async with raw_server(lambda body, writer: asyncio.sleep(0)) as server:
         gone = endpoint(server)
     async with scoring(gone) as scorer:

@@ -51,7 +51,7 @@ def shown(ours: Issued, **fields: object) -> dict[str, object]:
 async def ask(url: str, security: dict[str, object] | None, **options: Any) -> tuple[str, str]:
     """Status and message of one item."""
     reward = {"name": "far", "url": url, "protocol": "paddlenlp", "security": security, "options": options}
-    async with scoring(reward, item_timeout=5.0) as scorer:
+    async with scoring(reward, item_timeout=60.0) as scorer:
         (answer,) = await scorer.score([item("r")])
         assert TOKEN not in answer.message and TOKEN not in scorer.rewards[0].version + scorer.rewards[0].description
         return answer.status.name, answer.message

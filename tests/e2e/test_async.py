@@ -9,7 +9,7 @@ import pytest
 
 from support.whole_run import Up, make_task
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(2400)]
 
 LEAD = "0123456789" * 6 + "#"
 """Of every answer: long enough that weights are swapped under some. What stands behind the # counts."""

@@ -23,7 +23,7 @@ from polyreme.net.ports import free_port
 from support.processes import runs
 from support.whole_run import Up, make_task
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(1800)
 
 COMMAND = (sys.executable, "-m", "polyreme")
 OTHER_API = (
@@ -74,7 +74,7 @@ def start(*argv: str, command: tuple[str, ...] = COMMAND, cwd: Path | None = Non
     )
 
 
-def told(process: "subprocess.Popen[str]", code: int, *pieces: str, seconds: float = 60.0) -> str:
+def told(process: "subprocess.Popen[str]", code: int, *pieces: str, seconds: float = 300.0) -> str:
     """What a command said that ended with `code` and one error, which has these pieces in it."""
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -138,7 +138,7 @@ def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:
             told(process, 3, "maxmemory-policy allkeys-lru (must be noeviction)", "`config set maxmemory-policy noeviction`")
     finally:
         redis.terminate()
-        redis.wait(10)
+        redis.wait(60)
     output = told(nobody, 3, "connection refused (nothing listens there)", "redis-server --appendonly yes")
     assert output.count("connection refused") == 2  # once when it begins to wait, once at the end
 
@@ -148,12 +148,12 @@ def test_servers_of_another_version_are_named(task: Path, tmp_path: Path) -> Non
     with EmbeddedServer.start(tmp_path / "redis") as server:
         reward = start("reward", "--redis", server.url, command=OTHER_API)
         try:
-            overrides = ("name=skew", f"output_dir={tmp_path}", "data.max_prompt_tokens=4", "reward.start_timeout=8")
+            overrides = ("name=skew", f"output_dir={tmp_path}", "data.max_prompt_tokens=4", "reward.start_timeout=20")
             train = start("train", str(task), *overrides, "--redis", server.url)
-            told(train, 7, "reward.start_timeout = 8 s", "(API 2, ours is 1). Install the same Polyreme version everywhere.")
+            told(train, 7, "reward.start_timeout = 20 s", "(API 2, ours is 1). Install the same Polyreme version everywhere.")
         finally:
             reward.send_signal(signal.SIGTERM)
-            reward.communicate(timeout=20)
+            reward.communicate(timeout=60)
     records = (tmp_path / "skew" / "metrics.jsonl").read_text()
     assert "filtered as too long" in records
     assert "is not used: expected API 1, found 2. Install the same Polyreme version everywhere." in records
@@ -168,7 +168,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatc
     changes = [f"reward.rewards=[{{file: '{rewards}', function: raises}}]"]
     changes += ["trainer.sft=[]", "max_attempts=1", "reward.attempts=1", "eval_samples=4"]
     up = Up(task, "name=raises", "max_failed_fraction=0", "data.max_prompt_tokens=4", *changes)
-    assert up.wait(150) == 7
+    assert up.wait() == 7
     one_error(up.output, "KeyError: 'no such label' (rewards.py:7)", "Mend the cause, then go on with --resume.")
     assert "filtered as too long" in up.output
     assert not up.leftovers()
@@ -177,7 +177,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatc
 @pytest.mark.real
 def test_a_prompt_that_is_too_long_may_be_an_error(task: Path) -> None:
     up = Up(task, "name=overlong", "data.max_prompt_tokens=4", "data.overlong=error")
-    assert up.wait(60) == 7
+    assert up.wait() == 7
     one_error(up.output, "at most data.max_prompt_tokens = 4 tokens in", "train.jsonl:", "or set data.overlong: filter.")
     assert not up.leftovers()
 
@@ -187,16 +187,16 @@ def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
     up = Up(task, "name=dying", "trainer.max_restarts=1")
     second = None
     for count in (1, 2):
-        up.until(lambda: bool(stores(up)), 60)
+        up.until(lambda: bool(stores(up)))
         if count == 1:
             second = start("up", str(task), "name=dying")
             told(second, 2, "another process that runs it", "choose another name=")
         stores(up)[0].kill()
         if count == 1:
-            up.until(lambda: (up.run_dir / "redis" / "redis.log").read_text().count("Ready to accept connections") == 2, 30)
+            up.until(lambda: (up.run_dir / "redis" / "redis.log").read_text().count("Ready to accept connections") == 2)
             assert "Redis has ended; restart 1 of 1" in up.output
-            time.sleep(1.0)  # now `up` has seen that it answers
-    assert up.wait(60) == 3
+            time.sleep(5.0)  # now `up` has seen that it answers
+    assert up.wait() == 3
     one_error(up.output, "the run's own Redis to keep running; found it ended 2 times", "redis.log", "--resume")
     assert not up.leftovers()
 
@@ -225,9 +225,9 @@ def test_ctrl_c_before_there_is_anything_to_save(task: Path, moment: str) -> Non
         "before the trainer listens": lambda: "starting" in up.output,
         "while the trainer loads": lambda: loads(up),
     }
-    up.until(seen[moment], 60)
+    up.until(seen[moment])
     up.signal(signal.SIGINT)
-    assert up.wait(60) in (0, 128 + signal.SIGINT), up.output  # 0: the trainer listened already
+    assert up.wait() in (0, 128 + signal.SIGINT), up.output  # 0: the trainer listened already
     assert "Traceback" not in up.output and "error" not in up.output
     if (up.run_dir / "run.json").exists():
         assert not up.leftovers()

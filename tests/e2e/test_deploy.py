@@ -33,7 +33,7 @@ def documented(address: str) -> tuple[dict[str, str], list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 async def test_the_remote_command_adds_a_machine_to_a_run(net: Network, tmp_path: Path) -> None:
     first, second = net.add(), net.add()
     task = make_task(tmp_path)

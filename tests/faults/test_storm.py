@@ -19,6 +19,7 @@ from support.faults import PHASES, Fault, schedule
 from support.nursery import Nursery
 from support.storms import MODULES, REAL_REPLICAS, real_storm, simulated_storm, start_supervisor
 from support.verdicts import records, table, verdict, weights_verdict
+from support.waiting import until
 
 DIRECT = ("redis", "orchestrator", "learner", "rollout", "reward")
 TRAIN_SECONDS = 0.03
@@ -42,7 +43,7 @@ async def endure(nursery: Nursery, folder: Path, seed: int, count: int, supervis
             await s.end("orchestrator")
             await s.end("learner")
             await start_supervisor(s, TRAIN_SECONDS)
-        wrong = await verdict(s, await s.wait(180.0), iterations) + await weights_verdict(s, iterations)
+        wrong = await verdict(s, await s.wait(900.0), iterations) + await weights_verdict(s, iterations)
         assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
     return s
 
@@ -61,9 +62,10 @@ async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervis
         print(table(storms))
 
 
-@pytest.mark.parametrize("number", range(2))
-async def test_faults_in_every_phase(tmp_path: Path, number: int) -> None:
-    await endure_all(tmp_path, seed_of(random.randrange(1 << 31)), 15, 15, supervised=False)
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(None, marks=pytest.mark.slow, id="random")])
+async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
+    own = random.SystemRandom().randrange(1 << 31) if seed is None else seed
+    await endure_all(tmp_path, seed_of(own), 15, 15, supervised=False)
 
 
 async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> None:
@@ -71,17 +73,19 @@ async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> 
     nursery = await Nursery.open(MODULES)
     try:
         async with simulated_storm(nursery, tmp_path / "run", 0, iterations=10_000, supervised=False, rare=0) as s:
-            await s.running(60.0)
-            replicas = {lease.id for lease in await Registry(s.run).wait_for("rollout", 3, 30.0)}
+            await s.running(600.0)
+            replicas = {lease.id for lease in await Registry(s.run).wait_for("rollout", 3, 60)}
             await s.rage([Fault("chunk", "after", 0.03, "rollout-0", "stop", 12.0, 0.0)])
             before = s.appends
             await asyncio.sleep(9.0)
             assert s.appends > before + 10  # while it still holds its lease, and the calls on it are far from their deadline
             await s.calm()
             newest = await ExperienceLog(s.run).version()
-            async with asyncio.timeout(30):
-                while replicas != {r["replica"] for r in await records(s.run, "commit") if r["version"] > newest}:  # noqa: ASYNC110
-                    await asyncio.sleep(0.2)
+
+            async def all_serve() -> bool:
+                return replicas == {r["replica"] for r in await records(s.run, "commit") if r["version"] > newest}
+
+            await until(all_serve)
             assert not s.problems
             assert (await ExperienceLog(s.run).audit()).clean
     finally:
@@ -89,7 +93,7 @@ async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(2400)
 async def test_servers_that_leave_take_no_group_along(tmp_path: Path) -> None:
     """Many answers take long, and no other process dies whose successor would take up what was lost."""
     faults = [Fault("score", "after", 0.5, victim, action, away, gap) for victim, action, away, gap in (
@@ -101,10 +105,10 @@ async def test_servers_that_leave_take_no_group_along(tmp_path: Path) -> None:
         async with simulated_storm(
             nursery, tmp_path / "run", 0, iterations=40, supervised=True, max_staleness=1, rare=30
         ) as s:  # fmt: skip
-            await s.running(60.0)
+            await s.running(600.0)
             assert await s.rage(faults) == len(faults)
             await s.calm()
-            wrong = await verdict(s, await s.wait(120.0), 40) + await weights_verdict(s, 40)
+            wrong = await verdict(s, await s.wait(900.0), 40) + await weights_verdict(s, 40)
             assert not wrong, "\n".join([*wrong, *s.notes])
             print(table([s]))
     finally:
@@ -112,7 +116,7 @@ async def test_servers_that_leave_take_no_group_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(2400)
 async def test_redis_stands_still_for_20_seconds_and_is_killed(tmp_path: Path) -> None:
     faults = [Fault(phase, "after", 0.01, "redis", action, away, 1.0) for phase, action, away in (
         ("generate", "stop", 20.0), ("train", "kill", 0.5), ("append", "stop", 20.0), ("plan", "kill", 3.0),
@@ -120,10 +124,10 @@ async def test_redis_stands_still_for_20_seconds_and_is_killed(tmp_path: Path) -
     nursery = await Nursery.open(MODULES)
     try:
         async with simulated_storm(nursery, tmp_path / "run", 0, iterations=30, supervised=True) as s:
-            await s.running(60.0)
+            await s.running(600.0)
             await s.rage(faults)
             await s.calm()
-            wrong = await verdict(s, await s.wait(120.0), 30) + await weights_verdict(s, 30)
+            wrong = await verdict(s, await s.wait(900.0), 30) + await weights_verdict(s, 30)
             assert not wrong, "\n".join([*wrong, *s.notes])
             assert not await records(s.run, "alarm")
     finally:
@@ -131,21 +135,21 @@ async def test_redis_stands_still_for_20_seconds_and_is_killed(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("default", range(6))
 async def test_a_storm_of_faults(tmp_path: Path, default: int) -> None:
     await endure_all(tmp_path, seed_of(default), 150, 150, supervised=False, max_staleness=(0, 1, 4)[default % 3])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("staleness", [0, 2])
 async def test_a_storm_of_faults_around_a_supervisor(tmp_path: Path, staleness: int) -> None:
     await endure_all(tmp_path, seed_of(100 + staleness), 60, 60, supervised=True, max_staleness=staleness)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
     """Groups take seconds, so that takeovers go on from drafts."""
     await endure_all(tmp_path, seed_of(200), 60, 60, supervised=False, pace=0.6, step_seconds=0.1, max_staleness=1)
@@ -153,7 +157,7 @@ async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.real
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(5400)
 async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
     """Two vLLM, megatron-core on two tensor ranks, asynchrony, and all the rest. A killed learner must train to the same numbers again."""
     seed, iterations = seed_of(300), 900
@@ -164,10 +168,10 @@ async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
     nursery = await Nursery.open(MODULES)
     try:
         async with real_storm(nursery, tmp_path / "real", seed, iterations) as s:
-            await s.running(300.0)
+            await s.running(600.0)
             done = await s.rage(faults)
             await s.calm()
-            wrong = await verdict(s, await s.wait(600.0), iterations)
+            wrong = await verdict(s, await s.wait(900.0), iterations)
             print(table([s]))
             assert not wrong, "\n".join([f"seed {seed}", *wrong, *s.notes])
             assert done >= 30

@@ -128,4 +128,4 @@ def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Pat
 
 
 def test_ranks_outwait_a_deadline_and_share_a_failure() -> None:
-    run_ranks(learning.rank_0_waits_then_fails, 2, "4")
+    run_ranks(learning.rank_0_waits_then_fails, 2, "7")

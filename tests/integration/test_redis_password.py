@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from polyreme.experience.store import EmbeddedServer
 from support.processes import runs
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
+from support.waiting import wait_until
 
 SECRET = "open-sesame"
 
@@ -52,7 +52,7 @@ def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, c
             words = [word for child in children for word in child.cmdline()]
         finally:
             up.send_signal(signal.SIGKILL)
-    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert not psutil.wait_procs(children, timeout=60)[1]
     assert guarded.url in words
     assert not [word for word in words if SECRET in word]
     record = read_run_file(config.run_dir)
@@ -66,14 +66,15 @@ def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, c
 
 def started(up: psutil.Process, services: tuple[str, ...], output: Path) -> list[psutil.Process]:
     """The processes of these services, once all have begun to be what they are."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+    found: list[psutil.Process] = []
+
+    def all_there() -> bool:
         assert runs(up), output.read_text()
-        found = [child for child in up.children() if set(child.cmdline()) & set(services)]
-        if len(found) == len(services):
-            return found
-        time.sleep(0.05)
-    raise AssertionError(output.read_text())
+        found[:] = [child for child in up.children() if set(child.cmdline()) & set(services)]
+        return len(found) == len(services)
+
+    wait_until(all_there)
+    return found
 
 
 def test_a_record_of_an_earlier_release_that_has_it_is_used_and_it_is_not_shown(

@@ -1,5 +1,6 @@
 """The built-in rewards that need worker processes: programs on tests, and mathematics."""
 
+import asyncio
 import json
 import os
 import tempfile
@@ -67,10 +68,11 @@ def leftovers() -> tuple[set[int], set[str]]:
 
 async def test_programs_are_judged_and_leave_nothing() -> None:
     before = leftovers()
-    reward = {"name": "code", "options": {"timeout": 1.0, "memory_mib": 128}}
-    async with scoring(reward, item_timeout=10.0, workers=2) as scorer:
-        answers = await scorer.score([*GOOD, *BAD, *GOOD])
-        assert summary(answers) == [("OK", 1.0)] * len(GOOD) + [("OK", 0.0)] * len(BAD) + [("OK", 1.0)] * len(GOOD)
+    patient, hasty = ({"name": "code", "options": {"timeout": timeout, "memory_mib": 128}} for timeout in (60, 1.0))
+    async with scoring(patient, item_timeout=600.0) as good, scoring(hasty, item_timeout=600.0, workers=2) as bad:
+        right, wrong = await asyncio.gather(good.score(GOOD), bad.score(BAD))
+        assert summary(right) == [("OK", 1.0)] * len(GOOD)
+        assert summary(wrong) == [("OK", 0.0)] * len(BAD)
     children, folders = leftovers()
     assert (children - before[0], folders - before[1]) == (set(), set())
 

@@ -21,8 +21,15 @@ from polyreme_reward.server import serve
 from support.configs import run_config
 from support.processes import runs
 from support.rewards import reward_config
+from support.waiting import until
 
-SLOW = "import time\ndef reward(response):\n    time.sleep(float(response))\n    return 1.0\n"
+SLOW = """
+import pathlib, time
+def reward(response):
+    pathlib.Path({asked!r}).touch()
+    time.sleep(float(response))
+    return 1.0
+"""
 
 
 @asynccontextmanager
@@ -42,13 +49,13 @@ async def command(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
 async def reward_run(redis: Redis, run_id: str, tmp_path: Path) -> Run:
     """A run whose rewards are the demo's rule and a plugin that takes its time."""
     plugin = tmp_path / "slow.py"
-    plugin.write_text(SLOW)
+    plugin.write_text(SLOW.format(asked=str(tmp_path / "asked")))
     rewards = reward_config({"name": "numeric"}, {"file": str(plugin)})
     return await Run.create(redis, run_id, run_config(tmp_path, reward=rewards), {"config.json": b"{}", "tokenizer.json": b"{}"})
 
 
 async def lease(run: Run) -> Lease:
-    (found,) = await Registry(run).wait_for("reward", 1, 30)
+    (found,) = await Registry(run).wait_for("reward", 1, 60)
     return found
 
 
@@ -56,7 +63,7 @@ def request(response: str) -> reward_pb2.ScoreRequest:
     return reward_pb2.ScoreRequest(run_id="r", items=[reward_pb2.ScoreItem(prompt="p", response=response, label="1")])
 
 
-async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, reward_run: Run) -> None:
+async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, reward_run: Run, tmp_path: Path) -> None:
     async with command("--redis", redis_url, "--run", reward_run.run_id) as process:
         found = await lease(reward_run)
         assert (found.kind, found.api) == ("reward", 1)
@@ -65,11 +72,11 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
         assert len(children) == 2, "the keeper and one worker"
         async with rpc.connect(found.address) as channel:
             score = reward_pb2_grpc.RewardServiceStub(channel).Score
-            call = asyncio.ensure_future(score(request("1"), timeout=20))
-            await asyncio.sleep(0.3)
+            call = asyncio.ensure_future(score(request("1"), timeout=60))
+            await until((tmp_path / "asked").exists)
             process.terminate()
             assert (await call).results[0].score == 2.0, "what was under way is answered"
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
         assert await Registry(reward_run).leases("reward") == []
         assert not [child for child in children if runs(child)]
 
@@ -91,7 +98,7 @@ async def test_a_killed_server_leaves_no_process_behind(redis_url: str, reward_r
         await lease(reward_run)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=5)
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=60)
         assert (len(gone), alive) == (2, [])
 
 

@@ -32,7 +32,7 @@ from support.nursery import Born, Nursery
 from support.processes import runs
 from support.proxy import Proxy, bad_network
 
-STALL = 120.0
+STALL = 300.0
 """Seconds without a new sample after which the run counts as stuck."""
 
 
@@ -365,10 +365,10 @@ class Storm:
         await asyncio.sleep(seconds)
         old.signal(signal.SIGCONT)
         try:
-            await asyncio.wait_for(old.over.wait(), 90.0)
+            await asyncio.wait_for(old.over.wait(), 300.0)
         except TimeoutError:
             old.signal(signal.SIGKILL)
-            self.problems.append(f"{part.name} went on for 90 s after it was taken over")
+            self.problems.append(f"{part.name} went on for 300 s after it was taken over")
         else:
             part.ends[f"usurped: {old.status}"] += 1
             if old.status not in (StaleTermError.exit_code, -signal.SIGKILL, 0):

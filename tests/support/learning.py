@@ -1,6 +1,7 @@
 """Programs for the ranks of test_learner: iterations of the learner's own step on made-up groups. Same lines on every rank."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -157,7 +158,11 @@ def rank_0_waits_then_fails(seconds: str) -> None:
     from polyreme_trainer.learner.leader import LeaderError
 
     module.HEARTBEAT_SECONDS = 0.2
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=1.5))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # The store waits for all ranks: their starts are apart by more than the deadline on a slow machine.
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(*place, size, rank == 0, timeout=timedelta(seconds=300))
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4))
     ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
 
     async def slow() -> bytes:

@@ -71,7 +71,7 @@ class Nursery:
         assert self._process.stdin is not None
         async with self._lock:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            pid = await asyncio.wait_for(self._asked.get(), 30)
+            pid = await asyncio.wait_for(self._asked.get(), 60)
         return self._born[pid]
 
     async def close(self) -> None:

@@ -1,7 +1,6 @@
 """A publisher at work: a run with a learner that writes random weights, and replicas that receive them."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -43,7 +42,7 @@ class World:
     async def step(self) -> dict[str, np.ndarray]:
         """Writes and publishes the next version, as the learner does; gives its tensors."""
         self.version += 1
-        slot = await self.publisher.acquire_slot(10)
+        slot = await self.publisher.acquire_slot(60)
         self.arena.begin(slot)
         views = tensor_views(LAYOUT, self.arena.slot_view(slot))
         views["embed"][:] = self.rng.normal(size=(7, 4))
@@ -69,7 +68,7 @@ class World:
 
     async def notice(self, *words: str) -> str:
         """The first notice with all these words, once it is there."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for text in await self.notices():
                     if all(word in text for word in words):
@@ -78,12 +77,6 @@ class World:
 
     async def notices(self) -> list[str]:
         return [record["text"] for _, record in await self.run.records("0", 0) if record["kind"] == "notice"]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - it reads what other loops and servers write
-            await asyncio.sleep(0.01)
 
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:

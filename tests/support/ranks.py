@@ -16,7 +16,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def run_ranks(function: Callable[..., None], world_size: int, *args: str, timeout: float = 120.0) -> None:
+def run_ranks(function: Callable[..., None], world_size: int, *args: str, timeout: float = 600.0) -> None:
     """Calls the module-level `function(*args)` in `world_size` processes under torchrun's environment contract.
 
     `args` are strings: results go through files. The ranks form one process group of their own, which is gone when this returns.

@@ -23,7 +23,7 @@ from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from support.tiny_tokenizer import model_files as tokenizer_files
 
-CALL_SECONDS = 60.0
+CALL_SECONDS = 120.0
 
 
 def rollout_config(model: Path, dtype: str = "float32", **rollout: Any) -> RunConfig:
@@ -173,7 +173,7 @@ async def replica(redis_url: str, run_id: str, model: Path, log: Path, config: R
     child = Child.spawn("rollout", command, log_path=log)
     try:
         try:
-            [lease] = await Registry(run).wait_for("rollout", 1, 120, alive=lambda: child.poll() is None)
+            [lease] = await Registry(run).wait_for("rollout", 1, 300, alive=lambda: child.poll() is None)
         except Exception:
             print(child.log_tail(60))
             raise
@@ -182,5 +182,5 @@ async def replica(redis_url: str, run_id: str, model: Path, log: Path, config: R
                 child, lease, run, rollout_pb2_grpc.RolloutServiceStub(channel), weights_pb2_grpc.WeightsServiceStub(channel)
             )
     finally:
-        await child.stop(30)
+        await child.stop(60)
         await redis.aclose()

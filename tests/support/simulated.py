@@ -51,8 +51,8 @@ def config_tree(folder: Path, rows: Sequence[dict[str, Any]], **sections: Any) -
         "group_size": 3,
         "model": {"path": str(folder)},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
-        "rollout": {"max_new_tokens": 96, "max_model_len": 128, "start_timeout": 10.0, "chunk_timeout": 5.0},
-        "reward": {"rewards": [{"name": "exact"}], "start_timeout": 10.0, "attempts": 2},
+        "rollout": {"max_new_tokens": 96, "max_model_len": 128, "start_timeout": 600.0, "chunk_timeout": 60.0},
+        "reward": {"rewards": [{"name": "exact"}], "start_timeout": 600.0, "attempts": 2},
         "trainer": {"optimizer": {"lr": 1e-3}},
     }
     for key, value in sections.items():

@@ -84,7 +84,7 @@ def _telling_reward(folder: Path, rare: int = 0) -> dict[str, Any]:
     """Writes the reward into a new folder, and gives its configuration. One answer of `rare` takes it two seconds; 0: none."""
     folder.mkdir(parents=True)
     (folder / "telling.py").write_text(REWARD.format(path=str(folder / "wire"), rare=rare))
-    return {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 60.0}
+    return {"rewards": [{"file": str(folder / "telling.py")}], "start_timeout": 600.0}
 
 
 async def _linked(storm: Storm, name: str) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ async def simulated_storm(
     """
     sections = {
         "iterations": iterations,
-        "rollout": {"start_timeout": 90.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
+        "rollout": {"start_timeout": 600.0, "chunk_timeout": 5.0, "max_new_tokens": 64},
         "reward": _telling_reward(folder, rare),
         "trainer": {"save_interval": 3, "max_restarts": 1000},
         **sections,
@@ -147,7 +147,7 @@ def _real_task(folder: Path, iterations: int) -> Path:
     tree = yaml.safe_load(path.read_text())
     tree |= {"name": "storm", "iterations": iterations, "groups_per_iteration": 4, "max_staleness": 1, "reward": reward}
     tree["data"].pop("eval")
-    tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 240.0, "chunk_timeout": 10.0, "vllm": {"kv_cache_mib": 32}}
+    tree["rollout"] |= {"replicas": REAL_REPLICAS, "start_timeout": 600.0, "chunk_timeout": 10.0, "vllm": {"kv_cache_mib": 32}}
     tree["trainer"] |= {"save_interval": 2, "max_restarts": 1000}
     tree["trainer"]["sft"][0]["steps"] = 20
     path.write_text(yaml.safe_dump(tree))

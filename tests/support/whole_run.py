@@ -94,7 +94,7 @@ class Up:
     def output(self) -> str:
         return self._output.read_text(errors="replace")
 
-    def wait(self, seconds: float = 240.0) -> int:
+    def wait(self, seconds: float = 900.0) -> int:
         """The exit status. On time-out the process is killed and the test fails with what it said."""
         try:
             return self.process.wait(seconds)
@@ -102,7 +102,7 @@ class Up:
             self.kill()
             raise AssertionError(f"not done within {seconds} s:\n{self.output}") from None
 
-    def until(self, condition: Callable[[], bool], seconds: float = 180.0) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 600.0) -> None:
         """Waits for something to be seen while the run goes on."""
         deadline = time.monotonic() + seconds
         while not condition():

@@ -118,7 +118,7 @@ def test_compose_takes_the_file_and_starts_nothing_without_secrets(tmp_path: Pat
     refused = config("--env-file", ".env.example", "config")
     assert refused.returncode != 0 and "make secrets" in refused.stderr
     secrets = tmp_path / "env"
-    subprocess.run([ROOT / "deploy" / "secrets.sh", secrets], check=True, timeout=10)
+    subprocess.run([ROOT / "deploy" / "secrets.sh", secrets], check=True, timeout=60)
     assert secrets.stat().st_mode & 0o077 == 0
     resolved = config("--env-file", str(secrets), "config")
     assert resolved.returncode == 0, resolved.stderr
@@ -127,7 +127,7 @@ def test_compose_takes_the_file_and_starts_nothing_without_secrets(tmp_path: Pat
 
 def test_secrets_are_fresh_and_never_overwritten(tmp_path: Path) -> None:
     def write(name: str) -> dict[str, str]:
-        subprocess.run([ROOT / "deploy" / "secrets.sh", tmp_path / name], check=True, timeout=10)
+        subprocess.run([ROOT / "deploy" / "secrets.sh", tmp_path / name], check=True, timeout=60)
         lines = (tmp_path / name).read_text().splitlines()
         return {key: value for key, _, value in (line.partition("=") for line in lines) if key in SECRETS}
 
@@ -142,13 +142,13 @@ def test_certificates_are_what_the_services_take(tmp_path: Path, monkeypatch: py
     from polyreme.net import tls
 
     folder = tmp_path / "tls"
-    subprocess.run([ROOT / "deploy" / "certs.sh", folder, "DNS:elsewhere"], check=True, timeout=30, capture_output=True)
+    subprocess.run([ROOT / "deploy" / "certs.sh", folder, "DNS:elsewhere"], check=True, timeout=60, capture_output=True)
     files = {"certificate": folder / "certificate.pem", "key": folder / "key.pem", "ca": folder / "ca.pem"}
     config = SecurityConfig(**files, mutual=True, server_name="polyreme")
     assert tls.server_credentials(config) is not None
-    subprocess.run(["openssl", "verify", "-CAfile", files["ca"], files["certificate"]], check=True, timeout=10)
+    subprocess.run(["openssl", "verify", "-CAfile", files["ca"], files["certificate"]], check=True, timeout=60)
     authority = files["ca"].read_bytes()
-    subprocess.run([ROOT / "deploy" / "certs.sh", folder], check=True, timeout=30, capture_output=True)
+    subprocess.run([ROOT / "deploy" / "certs.sh", folder], check=True, timeout=60, capture_output=True)
     assert files["ca"].read_bytes() == authority, "a CA is kept"
 
 

@@ -10,6 +10,7 @@ from polyreme.experience.ledger import ExperienceLog, Role
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer, connect
 from support.configs import run_config
+from support.waiting import until
 
 
 def lease(name: str, **facts: object) -> Lease:
@@ -27,9 +28,21 @@ async def test_a_lease_lives_as_long_as_its_block(run: Run) -> None:
 async def test_renewal_outlives_the_ttl_and_death_does_not(run: Run) -> None:
     registry = Registry(run)
     await registry.register(lease("dead"), ttl=0.3)  # registered, and never renewed
-    async with await registry.register(lease("alive"), ttl=0.3):
-        await asyncio.sleep(0.7)
-        assert await registry.leases("rollout") == [lease("alive")]
+    lives = await run.redis.pttl(run.key("lease:rollout:dead"))
+
+    async def renewed() -> bool:
+        """Whether it has longer to live than when last asked."""
+        nonlocal lives
+        before, lives = lives, await run.redis.pttl(run.key("lease:rollout:alive"))
+        return bool(before < lives)
+
+    async def alone() -> bool:
+        return await registry.leases("rollout") == [lease("alive")]
+
+    async with await registry.register(lease("alive"), ttl=1.5):
+        assert await renewed()  # its ttl is longer
+        await until(renewed)
+        await until(alone)
     assert await run.redis.smembers(run.key("leases:rollout")) == set()
 
 
@@ -39,8 +52,7 @@ async def test_renewals_learn_the_learners_term(run: Run) -> None:
         assert keeper.learner_term == 0
         await ExperienceLog(run).take(Role.LEARNER)
         await ExperienceLog(run).take(Role.LEARNER)
-        await asyncio.sleep(0.3)
-        assert keeper.learner_term == 2
+        await until(lambda: keeper.learner_term == 2)
 
 
 async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
@@ -49,17 +61,19 @@ async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
         async with await connect(server.url) as redis:
             run = await Run.create(redis, "failing-over", run_config(tmp_path), {})
 
-            async def lives(wanted: bool) -> None:
-                while bool(await redis.exists(run.key("lease:rollout:a"))) != wanted:  # noqa: ASYNC110 (expiry gives no event)
-                    await asyncio.sleep(0.02)
+            async def there() -> bool:
+                return bool(await redis.exists(run.key("lease:rollout:a")))
+
+            async def gone() -> bool:
+                return not await there()
 
             async with await Registry(run).register(lease("a"), ttl=0.3):
                 redis.patience = 0.1
                 await redis.config_set("min-replicas-to-write", "1")
-                await lives(False)
-                await asyncio.sleep(0.2)
+                await until(gone)
+                await asyncio.sleep(0.2)  # for some renewals that are refused
                 await redis.config_set("min-replicas-to-write", "0")
-                await asyncio.wait_for(lives(True), 20)
+                await until(there)
 
 
 async def test_facts_can_change(run: Run) -> None:
@@ -70,20 +84,22 @@ async def test_facts_can_change(run: Run) -> None:
 
 
 async def test_a_slow_renewal_does_not_bring_old_facts_back(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, call, slow = Registry(run), run.scripts.call, asyncio.Event()
+    registry, call, slow, updating = Registry(run), run.scripts.call, asyncio.Event(), asyncio.Event()
     keeper = await registry.register(lease("a", version=1))
 
     async def slowly(*args: object, **options: object) -> object:
         if not slow.is_set():
             slow.set()
-            await asyncio.sleep(0.2)
+            await updating.wait()
+            await asyncio.sleep(0)  # for the other write, were it not to wait for this one
         return await call(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run.scripts, "call", slowly)
     renewal = asyncio.create_task(keeper.renew())
     await slow.wait()
-    await keeper.update({"version": 2})
-    await renewal
+    update = asyncio.create_task(keeper.update({"version": 2}))
+    updating.set()
+    await asyncio.gather(update, renewal)
     assert await registry.leases("rollout") == [lease("a", version=2)]
 
 
@@ -96,17 +112,23 @@ async def test_a_lease_of_a_later_release_can_be_read(run: Run) -> None:
         assert [(found.id, found.api) for found in await registry.leases("rollout")] == [("a", 2)]
 
 
-async def test_waiting_ends_when_enough_have_come(run: Run) -> None:
-    registry = Registry(run)
+async def test_waiting_ends_when_enough_have_come(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, watch, watching, woken = Registry(run), run.watch, asyncio.Event(), []
+
+    async def watched(after: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
+        watching.set()
+        last, signals = await watch(after, block_ms)
+        woken.extend(signals)
+        return last, signals
 
     async def come_later() -> None:
-        await asyncio.sleep(0.1)
+        await watching.wait()
         await registry.register(lease("a"))
 
+    monkeypatch.setattr(run, "watch", watched)
     task = asyncio.create_task(come_later())
-    start = asyncio.get_running_loop().time()
-    assert await registry.wait_for("rollout", 1, timeout=10) == [lease("a")]
-    assert asyncio.get_running_loop().time() - start < 0.9  # woken by the event, not by the heartbeat
+    assert await registry.wait_for("rollout", 1, timeout=60) == [lease("a")]
+    assert woken, "by the event, not by the heartbeat"
     await task
 
 
@@ -120,7 +142,7 @@ async def test_waiting_says_who_is_there(run: Run) -> None:
 async def test_waiting_ends_with_its_source_and_with_the_run(run: Run) -> None:
     registry = Registry(run)
     with pytest.raises(UnavailableError, match="has ended"):
-        await registry.wait_for("rollout", 1, timeout=10, alive=lambda: False)
+        await registry.wait_for("rollout", 1, timeout=60, alive=lambda: False)
     await run.set_state(RunState.FAILED, "no reward server")
     with pytest.raises(RunFailedError, match="no reward server"):
-        await registry.wait_for("rollout", 1, timeout=10)
+        await registry.wait_for("rollout", 1, timeout=60)

@@ -134,13 +134,14 @@ async def test_stragglers_expire_only_when_a_plan_waits_for_them(opened: Opener)
 async def test_a_new_orchestrator_gets_the_full_time(opened: Opener) -> None:
     orchestrator, learner = await opened(groups_per_iteration=1)
     await orchestrator.admit()
-    await asyncio.sleep(0.3)
+    await orchestrator.run.redis.hset(orchestrator.run.key("ledger"), 0, "admitted 1 0 1000")  # long ago
+    assert await orchestrator.in_flight() == [Admission(0, 1, 0)]
     successor = ExperienceLog(orchestrator.run)
     await successor.take(Role.ORCHESTRATOR)
-    assert await learner.plan(1, 0.25) is None
+    assert await learner.plan(1, 600) is None
     assert await successor.in_flight() == [Admission(0, 1, 0)]  # to be gone on with, under the same attempt
     await append(successor, Admission(0, 1, 0))
-    assert await learner.plan(1, 0.25) == Plan(1, (0,))
+    assert await learner.plan(1, 600) == Plan(1, (0,))
 
 
 async def test_a_replaced_process_changes_nothing(opened: Opener) -> None:
@@ -264,16 +265,24 @@ async def test_a_fork_begins_an_empty_log_at_its_checkpoint(opened: Opener) -> N
     assert (await learner.audit()).clean
 
 
-async def test_waiting_for_a_plan_wakes_up_at_once_and_ends_with_the_run(opened: Opener) -> None:
+async def test_waiting_for_a_plan_wakes_up_at_once_and_ends_with_the_run(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     orchestrator, learner = await opened(groups_per_iteration=1)
     await orchestrator.run.set_state(RunState.RUNNING)
-    waiting = asyncio.create_task(learner.wait_plan(1, 60))
-    await asyncio.sleep(0.1)
+    watch, watching, woken = learner.run.watch, asyncio.Event(), []
+
+    async def watched(after: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
+        watching.set()
+        last, signals = await watch(after, block_ms)
+        woken.extend(signals)
+        return last, signals
+
+    monkeypatch.setattr(learner.run, "watch", watched)
     (admission,) = await orchestrator.admit()
-    start = asyncio.get_running_loop().time()
+    waiting = asyncio.create_task(learner.wait_plan(1, 60))
+    await watching.wait()
     await append(orchestrator, admission)
     assert await waiting == Plan(1, (0,))
-    assert asyncio.get_running_loop().time() - start < 0.9  # by the signal, not by the heartbeat
+    assert woken, "by the signal, not by the heartbeat"
     await learner.set_version(1)
     waiting = asyncio.create_task(learner.wait_plan(2, 60))
     await asyncio.sleep(0.1)

@@ -153,7 +153,7 @@ def test_exit_removes_the_arena(run_id: str) -> None:
     owner = python(
         "import sys; from polyreme.weights.arena import Arena; a = Arena.create(sys.argv[1], 100); print(a.path)", run_id
     )
-    output, _ = owner.communicate(timeout=30)
+    output, _ = owner.communicate(timeout=60)
     assert owner.returncode == 0
     assert not Path(output.strip()).exists()
 
@@ -172,7 +172,7 @@ def test_a_killed_owners_arena_is_removed_by_the_next(run_id: str) -> None:
     assert remove_stale(run_id) == []
     assert path.exists()
     os.kill(owner.pid, signal.SIGKILL)
-    owner.communicate(timeout=30)
+    owner.communicate(timeout=60)
     assert path.exists()
     arena = Arena.create(run_id, 200)
     assert [p.name for p in SHARED_MEMORY.glob(f"polyreme-{run_id}-*")] == [path.name]
@@ -226,7 +226,7 @@ def test_a_child_of_the_owner_removes_nothing(run_id: str) -> None:
         print(arena.path.exists())
     """
     owner = python(code, run_id)
-    output, _ = owner.communicate(timeout=30)
+    output, _ = owner.communicate(timeout=60)
     assert output == "True\n"
 
 

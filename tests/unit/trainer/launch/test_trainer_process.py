@@ -18,6 +18,7 @@ from polyreme.process.supervisor import ChildFailedError, Program, Unit
 from polyreme_trainer.launch import trainer_process
 from polyreme_trainer.launch.trainer_process import MeetingPlace, Trainer, trainer_units
 from support.processes import runs
+from support.waiting import until
 
 UNTIL_DRAINED = """
 import os, redis, time
@@ -25,7 +26,7 @@ client = redis.Redis.from_url(os.environ["POLYREME_REDIS"])
 while client.hget(os.environ["META"], "state") != b"draining":
     time.sleep(0.02)
 """
-FOREVER = "import time\ntime.sleep(60)"
+FOREVER = "import time\ntime.sleep(600)"
 
 
 @pytest.fixture
@@ -36,17 +37,24 @@ async def config(run: Run) -> RunConfig:
 
 
 def trainer(config: RunConfig, run: Run, redis_url: str, *scripts: str) -> Trainer:
-    """A trainer whose children run `scripts`."""
+    """A trainer whose children run `scripts`; each says first that it has started."""
     env = {"POLYREME_REDIS": redis_url, "META": run.key("meta")}
+    says = f"open({str(config.run_dir)!r} + '/started', 'a').write('x')\n"
     units = [
         Unit(
             f"child-{place}",
-            lambda place=place, script=script: [Program(f"child-{place}", (sys.executable, "-c", script), env)],
+            lambda place=place, script=script: [Program(f"child-{place}", (sys.executable, "-c", says + script), env)],
             config.run_dir,
         )
         for place, script in enumerate(scripts)
     ]
     return Trainer(config, run, units)
+
+
+async def started(config: RunConfig, count: int = 1) -> None:
+    """Until so many children have started; by then the trainer hears signals."""
+    path = config.run_dir / "started"
+    await until(lambda: path.exists() and len(path.read_text()) == count)
 
 
 async def test_the_run_is_done_when_every_child_ended_well(run: Run, config: RunConfig, redis_url: str) -> None:
@@ -73,41 +81,42 @@ async def test_records_that_cannot_be_written_are_told_and_written_later(
     in_the_way = config.run_dir / "metrics.jsonl"
     in_the_way.mkdir()
     await run.emit({"kind": "done_learning"})
-    task = asyncio.create_task(trainer(config, run, redis_url, "import time\ntime.sleep(3)").run())
+    script = f"import os, time\nwhile os.path.isdir({str(in_the_way)!r}): time.sleep(0.02)"
+    task = asyncio.create_task(trainer(config, run, redis_url, script).run())
 
     async def told() -> str | None:
         notices = [record["text"] for _, record in await run.records("0", 0) if record["kind"] == "notice"]
         return notices[0] if notices else None
 
-    assert "records are not being written" in str(await run.until(told, within=10))
+    assert "records are not being written" in str(await run.until(told, within=60))
     in_the_way.rmdir()
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, 60)
     assert "done_learning" in in_the_way.read_text()
 
 
 async def test_a_run_that_another_process_declares_failed_ends_here(run: Run, config: RunConfig, redis_url: str) -> None:
     task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
-    await asyncio.sleep(0.2)
+    await started(config)
     await run.set_state(RunState.FAILED, "no replica is left")
     with pytest.raises(RunFailedError, match="no replica is left"):
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
     assert await run.state() == (RunState.FAILED, "no replica is left")
 
 
 async def test_a_stop_drains_and_is_a_good_end(run: Run, config: RunConfig, redis_url: str) -> None:
     task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED, UNTIL_DRAINED).run())
-    await asyncio.sleep(0.3)
+    await started(config, 2)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, 60)
     assert (await run.state())[0] is RunState.DONE
 
 
 async def test_a_drain_takes_its_time_however_soon_attempts_expire(run: Run, config: RunConfig, redis_url: str) -> None:
     impatient = config.model_copy(update={"trainer": config.trainer.model_copy(update={"straggler_timeout": 0.1})})
     task = asyncio.create_task(trainer(impatient, run, redis_url, UNTIL_DRAINED + "time.sleep(1)").run())
-    await asyncio.sleep(0.3)
+    await started(config)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, 60)
     assert (await run.state())[0] is RunState.DONE
 
 
@@ -116,10 +125,10 @@ async def test_a_stop_is_over_before_who_asked_for_it_kills(
 ) -> None:
     monkeypatch.setattr(trainer_process, "DRAIN_SECONDS", 0.3)
     task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
-    await asyncio.sleep(0.3)
+    await started(config)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(ChildFailedError, match="SIGTERM"):
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
     assert (await run.state())[0] is RunState.FAILED
 
 
@@ -154,9 +163,7 @@ async def test_only_the_death_of_up_ends_its_trainer_without_a_drain(
     pid = int(told)
     try:
         os.kill(pid, signal.SIGTERM)
-        async with asyncio.timeout(30):
-            while runs(pid):  # noqa: ASYNC110 (a stranger's process gives no event)
-                await asyncio.sleep(0.05)
+        await until(lambda: not runs(pid))
     finally:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -184,12 +191,12 @@ async def test_the_stop_of_a_trainer_that_was_taken_over_is_not_its_successor_s(
     run: Run, config: RunConfig, redis: Redis, redis_url: str
 ) -> None:
     task = asyncio.create_task(trainer(config, run, redis_url, FOREVER).run())
-    await asyncio.sleep(0.3)
+    await started(config)
     successor = await Run.resume(redis, run.run_id, config, {})
     await successor.set_state(RunState.RUNNING)
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(StaleTermError):
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
     assert await successor.state() == (RunState.RUNNING, "")
 
 

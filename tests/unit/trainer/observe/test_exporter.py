@@ -1,6 +1,5 @@
 """The trainer's HTTP port: a real run in a real Redis, asked by a real client."""
 
-import asyncio
 from pathlib import Path
 
 import httpx
@@ -11,6 +10,7 @@ from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run, RunState
 from polyreme_trainer.observe.exporter import export, snapshot
+from support.waiting import until
 
 ITERATION = {
     "kind": "iteration",
@@ -51,11 +51,14 @@ async def test_probes_are_open_and_metrics_need_the_token(run: Run, monkeypatch:
         await run.emit(ITERATION)
         await run.emit({"kind": "commit", "replica": "r1", "version": 3})
         header = {"authorization": "Bearer right"}
-        for _ in range(100):
+        text = ""
+
+        async def shown() -> bool:
+            nonlocal text
             text = (await client.get(f"{url}/metrics", headers=header)).text
-            if "polyreme_train_replica_version{" in text:
-                break
-            await asyncio.sleep(0.05)
+            return "polyreme_train_replica_version{" in text
+
+        await until(shown)
         assert "polyreme_train_reward_mean 0.5" in text
         assert 'polyreme_train_state{state="running"} 1.0' in text
         assert 'polyreme_train_replica_version{replica="r1"} 3.0' in text

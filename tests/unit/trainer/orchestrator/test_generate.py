@@ -20,6 +20,7 @@ from polyreme_trainer.orchestrator.generate import GenerateError, Generation, ge
 from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, Drafts, merged
 from polyreme_trainer.orchestrator.replica_pool import Claim, Fleet
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
+from support.waiting import until
 
 PROMPT = np.array([7, 8, 9], dtype=np.int32)
 STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH
@@ -33,7 +34,7 @@ async def world(redis, run_id, tmp_path):
 
         class World:
             def __init__(self):
-                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=1.0, room=12)
+                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=600.0, room=12)
 
             async def start(self, *engines: dict[str, Any]):
                 self.replicas = [
@@ -52,7 +53,10 @@ async def world(redis, run_id, tmp_path):
                 return Generation(**{**defaults, **fields})
 
             async def generate(self, **fields):
-                return await generate(self.fleet, self.wanted(**fields), silence=2.0, patience=5.0)
+                return await generate(self.fleet, self.wanted(**fields), silence=60.0, patience=600.0)
+
+            async def a_chunk_came(self):
+                await until(lambda: any(claim._chunk_at for claim in self.fleet._claims))
 
         yield World()
 
@@ -114,18 +118,21 @@ async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(wor
 
 
 async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
-    slow = {"step_seconds": 0.02, "lengths": Lengths(1e9)}
+    slow = {"step_seconds": 1.0, "lengths": Lengths(1e9)}
     busy, late = await world.start(slow, slow)
     await world.learner.log.run.redis.delete(world.run.key("commits"))
     world.fleet._targets["r1"].version = None
     generating = [asyncio.create_task(world.generate(count=12)) for _ in range(2)]
     await busy.asked.wait()
-    await asyncio.sleep(0.1)
+    await until(lambda: bool(world.fleet._waiting))
     assert not late.calls
     await world.learner.push(late)
     await world.fleet.refresh()
-    await asyncio.wait_for(late.asked.wait(), 0.5)
-    await asyncio.gather(*generating)
+    await asyncio.wait_for(late.asked.wait(), 60)
+    assert not any(task.done() for task in generating), "it had no end to wait for"
+    for task in generating:
+        task.cancel()
+    await asyncio.gather(*generating, return_exceptions=True)
 
 
 async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_leaves_nothing(world):
@@ -139,7 +146,7 @@ async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_le
 
     async with world.fleet.claim(100, 12, 0):
         tasks = [asyncio.create_task(one(*wanted)) for wanted in ((0, "first"), (-1, "older"), (0, "cancelled"), (0, "last"))]
-        await asyncio.sleep(0.01)
+        await until(lambda: sum(map(len, world.fleet._waiting.values())) == 4)
         assert not names
         tasks[2].cancel()
         await asyncio.sleep(0)
@@ -176,16 +183,15 @@ async def test_greedy_continuation_equals_an_uninterrupted_answer(world):
 
 
 async def test_a_vanished_replica_is_continued_at_once(world):
-    slow = {"step_seconds": 0.01, "lengths": Lengths(1e9)}
-    gone, other = await world.start(slow, slow)
+    profile = {"lengths": Lengths(1e9)}
+    gone, other = await world.start({**profile, "failures": Failures(silent_after=64)}, profile)
     generating = asyncio.create_task(world.generate(count=1))
-    await gone.asked.wait()
-    await asyncio.sleep(0.5)
+    await world.a_chunk_came()
     await gone.vanish()
     await world.fleet.refresh()
     (draft,) = await generating
     assert draft.length == 96 and len(other.calls) == 1
-    assert len(other.calls[0].slots[0].prefix_ids) >= 4 * 16
+    assert len(other.calls[0].slots[0].prefix_ids) >= 4 * 16  # bytes of an int32 each
 
 
 async def test_a_silent_replica_is_left_when_its_lease_ends(world):
@@ -196,7 +202,7 @@ async def test_a_silent_replica_is_left_when_its_lease_ends(world):
     await silent.asked.wait()
     await silent.lose_lease()
     await world.fleet.refresh()
-    (draft,) = await asyncio.wait_for(generating, 5.0)
+    (draft,) = await asyncio.wait_for(generating, 60)
     assert draft.length == 96 and len(other.calls) == 1
 
 
@@ -207,17 +213,17 @@ async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(
         busy = [await full.enter_async_context(world.fleet.claim(1, 12, 0)) for _ in range(2)]
         assert [claim.target.id for claim in busy] == [gone.id, other.id]
         generating = asyncio.create_task(world.generate(count=1))
-        await asyncio.sleep(0.05)  # it waits for room
+        await until(lambda: bool(world.fleet._waiting))  # for room
         busy[0].end(time.monotonic())  # and has a claim now, but has not been woken
         await world.fleet._remove(gone.id)
-    assert len(await asyncio.wait_for(generating, 5.0)) == 1
+    assert len(await asyncio.wait_for(generating, 60)) == 1
     assert not gone.calls and len(other.calls) == 1
 
 
 async def test_a_silent_replica_is_left_at_the_idle_deadline(world):
     profile = {"lengths": Lengths(1e9)}
     await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
-    (draft,) = await generate(world.fleet, world.wanted(count=1), silence=0.3, patience=5.0)
+    (draft,) = await generate(world.fleet, world.wanted(count=1), silence=0.3, patience=600.0)
     assert draft.length == 96
 
 
@@ -242,14 +248,14 @@ async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropp
         await world.fleet.refresh()
 
     await serve(1)
-    generating = asyncio.create_task(generate(world.fleet, world.wanted(min_version=1, count=2), silence=5.0, patience=5.0))
-    await replica.asked.wait()
-    await asyncio.sleep(0.3)
+    generating = asyncio.create_task(generate(world.fleet, world.wanted(min_version=1, count=2), silence=60.0, patience=600.0))
+    await world.a_chunk_came()
+    await replica.engine.pause()  # until it has the other version
     await world.learner.log.take(Role.LEARNER)
     await serve(0)
-    await asyncio.sleep(0.3)
+    await until(lambda: bool(world.fleet._waiting))  # for a replica that serves version 1
     await serve(1)
-    for draft in await asyncio.wait_for(generating, 10.0):
+    for draft in await asyncio.wait_for(generating, 60):
         assert draft.length == 96 and draft.spans == [(1, 0, 96)]
     assert len(replica.calls) >= 2 and any(slot.prefix_ids for slot in replica.calls[-1].slots)
 
@@ -276,6 +282,7 @@ async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
 
 async def test_no_replica_says_what_is_there(world):
     await world.start({})
+    world.fleet._patience = 1.0
     await world.learner.log.run.redis.hset(world.run.key("meta"), "version", 3)
     await world.fleet.refresh()
     with pytest.raises(UnavailableError, match=r"serves version 3 within rollout.start_timeout = 1 s; found r0 \(version 0\)"):
@@ -283,6 +290,7 @@ async def test_no_replica_says_what_is_there(world):
 
 
 async def test_all_replicas_broken_fails_the_run(world):
+    world.fleet._patience = 1.0
     dead, *_ = await world.start({"failures": Failures(die_after=0)})
     with pytest.raises((UnavailableError, GenerateError), match="r0"):
         await world.generate()

@@ -21,6 +21,7 @@ from polyreme_trainer.orchestrator.prompt_order import row_of, slot_seed
 from polyreme_trainer.orchestrator.schedule import pending
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import CHAT_TEMPLATE
+from support.waiting import until
 
 FAST = {"lengths": Lengths(20, spread=0.5)}
 PLUGIN = """
@@ -51,7 +52,7 @@ def world(redis, run_id, tmp_path, redis_url):
             for i, kind in enumerate(replicas or [FAST]):
                 world.replicas.append(await life.enter_async_context(simulated_replica(run, f"r{i}", **kind)))
             if reward_server:
-                await life.enter_async_context(serve(config.reward.model_copy(update={"start_timeout": 30.0}), run=run))
+                await life.enter_async_context(serve(config.reward.model_copy(update={"start_timeout": 600.0}), run=run))
             world.learner = await life.enter_async_context(idle_learner(run, world.replicas))
             world.policies = {0: world.replicas[0].engine.policy}
             await run.set_state(RunState.RUNNING)
@@ -136,7 +137,7 @@ async def test_what_cannot_be_prepared_fails_the_run_with_its_reason(world, sect
 
 
 async def test_no_replica_in_time(world):
-    async with world({"api": 7}, rollout={"start_timeout": 0.3}, reward={"start_timeout": 30.0}) as w:
+    async with world({"api": 7}, rollout={"start_timeout": 0.3}) as w:
         with pytest.raises(
             UnavailableError, match=r"1 rollout server within rollout.start_timeout = 0.3 s; found 0: r0 \(API 7, ours is 1\)"
         ):
@@ -238,7 +239,7 @@ async def test_takeover(world):
 
 async def test_a_successor_goes_on_with_the_replicas_that_are_left(world):
     """A run starts when all that it wants are there; once it runs, one of them is enough."""
-    async with world(iterations=1, rollout={"replicas": 2, "start_timeout": 5.0}) as w:
+    async with world(iterations=1, rollout={"replicas": 2}) as w:
         await asyncio.gather(orchestrate(w.run), w.train())
         assert (await w.log.audit()).clean
 
@@ -258,12 +259,12 @@ async def test_a_zombie_ends_without_touching_the_run(world):
 async def test_an_expired_attempt_is_replaced(world):
     """A replica that goes silent holds a group; the learner's plan lets the attempt expire, and the next one runs elsewhere."""
     silent = {"lengths": Lengths(1e9), "failures": Failures(silent_after=16)}
-    async with world(silent, FAST, iterations=1, rollout={"chunk_timeout": 60.0}) as w:
+    async with world(silent, FAST, iterations=1) as w:
         working = asyncio.create_task(orchestrate(w.run))
         await w.replicas[0].asked.wait()
         plan = None
         while plan is None:
-            plan = await w.learner.log.plan(1, 0.5)
+            plan = await w.learner.log.plan(1, 2.0)
             await asyncio.sleep(0.1)
         await w.train()
         await working
@@ -275,11 +276,10 @@ async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
     slow = {"step_seconds": 0.004, "lengths": Lengths(60)}
     async with world(slow, iterations=1) as w:
         working = asyncio.create_task(orchestrate(w.run))
-        while len(w.replicas[0].calls) < 4:  # noqa: ASYNC110 - the replica has an event for its first call only
-            await asyncio.sleep(0.01)
+        await until(lambda: len(w.replicas[0].calls) == 4)  # the replica has an event for its first call only
         groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._bring_in"]
         groups[0].cancel()  # a task group does not mind
-        await asyncio.wait_for(asyncio.gather(working, w.train()), 30.0)
+        await asyncio.wait_for(asyncio.gather(working, w.train()), 60)
         assert (await w.log.audit()).clean
         assert {group.attempt for group in w.learner.trained[1]} == {1}
         calls = [call.request_id.rpartition("-")[0] for call in w.replicas[0].calls]
@@ -287,28 +287,32 @@ async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
 
 
 async def test_an_evaluation_and_groups_survive_the_drain_of_their_reward_server(world, tmp_path):
-    """Each answer takes long enough that the next server is there before the last one of the old has come."""
-    marks = tmp_path / "marks"
+    """Answers come once the next server is there: of version 0's evaluation, the group, and version 1's evaluation."""
+    marks, gates = tmp_path / "marks", [tmp_path / "first", tmp_path / "second"]
     marks.touch()
-    (tmp_path / "slow.py").write_text(
-        f"import time\n\ndef reward(response, **rest):\n    print(file=open({str(marks)!r}, 'a'))\n    time.sleep(0.4)\n    return 1.0\n"
+    (tmp_path / "gated.py").write_text(
+        f"import pathlib, time\nfirst, second = {str(gates[0])!r}, {str(gates[1])!r}\n\n"
+        "def reward(response, **rest):\n"
+        f"    marks = open({str(marks)!r}, 'a+')\n    print(file=marks, flush=True)\n    marks.seek(0)\n"
+        "    gate = pathlib.Path(first if len(marks.read()) <= 4 else second)\n"
+        "    while not gate.exists():\n        time.sleep(0.01)\n    return 1.0\n"
     )
-    rewards = {"rewards": [{"file": str(tmp_path / "slow.py")}], "item_timeout": 5.0, "start_timeout": 30.0}
+    rewards = {"rewards": [{"file": str(tmp_path / "gated.py")}], "item_timeout": 60.0}
     async with world(
         reward_server=False, reward=rewards, eval_rows=ROWS[:4], eval_samples=4, iterations=1, groups_per_iteration=1
     ) as w, AsyncExitStack() as last:  # fmt: skip
         working, draining, servers = asyncio.create_task(orchestrate(w.run)), [], AsyncExitStack()
         await servers.enter_async_context(serve(w.config.reward, run=w.run))
         training = asyncio.create_task(w.train())
-        for asked in (1, 5):  # while the evaluation of version 0 is scored, while a group is
-            while len(marks.read_text()) < asked:
-                assert not working.done()
-                await asyncio.sleep(0.02)
+        for asked, gate in zip((1, 5), gates, strict=True):
+            await until(lambda asked=asked: len(marks.read_text()) >= asked or working.done())
+            assert not working.done()
             draining.append(asyncio.create_task(servers.aclose()))
             servers = AsyncExitStack()
             await servers.enter_async_context(serve(w.config.reward, run=w.run))
+            gate.touch()
         last.push_async_callback(servers.aclose)
-        await asyncio.wait_for(asyncio.gather(working, training, *draining), 30.0)
+        await asyncio.wait_for(asyncio.gather(working, training, *draining), 60)
         assert (await w.log.audit()).clean
         assert [record["version"] for record in await w.records("eval")] == [0, 1]
         assert not await w.records("eval_failed")
@@ -322,37 +326,40 @@ async def test_a_reward_outage_pauses_admission_and_burns_nothing(world):
         await w.train(1)
         await first.aclose()
         training = asyncio.create_task(w.train())
-        await asyncio.sleep(1.0)
+
+        async def told():
+            return any("no sample gets a score" in record["text"] for record in await w.records("notice"))
+
+        await until(told)
         assert not working.done() and len(await w.log.in_flight()) <= 4
         async with serve(w.config.reward, run=w.run):
             await asyncio.gather(working, training)
         audit = await w.log.audit()
         assert audit.clean and audit.counts["failed"] == 0
         assert {group.attempt for groups in w.learner.trained.values() for group in groups} == {1}
-        assert any("no sample gets a score" in record["text"] for record in await w.records("notice"))
 
 
 async def test_drain(world):
-    slow = {"step_seconds": 0.05, "lengths": Lengths(1e9)}
+    slow = {"step_seconds": 1.0, "lengths": Lengths(1e9)}
     async with world(slow) as w:
         working = asyncio.create_task(orchestrate(w.run))
         await w.replicas[0].asked.wait()
         await w.run.set_state(RunState.DRAINING, "a signal")
-        await asyncio.wait_for(working, 5.0)
+        await asyncio.wait_for(working, 60)
         assert await w.log.in_flight()
 
 
 async def test_a_signal_ends_the_process_whose_run_goes_on_as_one_to_start_again(world):
-    slow = {"step_seconds": 0.05, "lengths": Lengths(1e9)}
+    slow = {"step_seconds": 1.0, "lengths": Lengths(1e9)}
     async with world(slow) as w:
         child = Child.spawn(
             "orchestrator",
             [sys.executable, "-m", "polyreme_trainer.orchestrator"],
             {**os.environ, "POLYREME_REDIS": w.redis_url, "POLYREME_RUN": w.run.run_id},
         )
-        await asyncio.wait_for(w.replicas[0].asked.wait(), 30.0)
+        await asyncio.wait_for(w.replicas[0].asked.wait(), 60)
         child.signal(signal.SIGTERM)
-        assert await asyncio.wait_for(child.wait(), 10.0) == 128 + signal.SIGTERM
+        assert await asyncio.wait_for(child.wait(), 60) == 128 + signal.SIGTERM
         assert (await w.run.state())[0] is RunState.RUNNING and await w.log.in_flight()
 
 

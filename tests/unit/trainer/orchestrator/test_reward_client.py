@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from contextlib import AsyncExitStack
 
 import pytest
@@ -14,6 +13,7 @@ from polyreme_reward.server import serve
 from polyreme_trainer.orchestrator.reward_client import Health, Question, Rewards, ScoreError
 from support.proxy import bad_network
 from support.simulated import ROWS, config_tree, make_run
+from support.waiting import until
 
 PLUGIN = """
 import json, pathlib, time
@@ -26,7 +26,8 @@ def reward(response, metadata, **rest):
         time.sleep(3600)
     if mode == "slow":
         bump(metadata["marks"])
-        time.sleep(metadata["seconds"])
+        while not pathlib.Path(metadata["until"]).exists():
+            time.sleep(0.01)
     return float("nan") if mode == "nan" else float(response)
 
 def bump(path):
@@ -51,7 +52,12 @@ def start(redis, run_id, tmp_path):
 
     async def start(**changes):
         (tmp_path / "plugin.py").write_text(PLUGIN)
-        section = {"rewards": [{"file": str(tmp_path / "plugin.py")}], "item_timeout": 0.5, "attempts": 2, "start_timeout": 30.0}
+        section = {
+            "rewards": [{"file": str(tmp_path / "plugin.py")}],
+            "item_timeout": 60.0,
+            "attempts": 2,
+            "start_timeout": 600.0,
+        }
         run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, reward={**section, **changes}))
         return run, (await run.config()).reward
 
@@ -89,7 +95,7 @@ async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start)
     async with serve(config, run=run):
         rewards = Rewards(run, config)
         await rewards.refresh()
-        for mode, why in (("raise", "no score today"), ("nan", "finite"), ("hang", "timeout")):
+        for mode, why in (("raise", "no score today"), ("nan", "finite")):
             with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 tries: .*{why}"):
                 await rewards.score([question(mode + "0", "3"), question(mode + "1", "4", mode)])
             assert not rewards.paused
@@ -99,19 +105,30 @@ async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start)
         await rewards.close()
 
 
+async def test_a_hang_is_a_failure(start):
+    run, config = await start(item_timeout=0.5)
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples have no score after 2 tries: .*timeout"):
+            await rewards.score([question(0, mode="hang")])
+        assert not rewards.paused
+        await rewards.close()
+
+
 async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = Rewards(run, config.model_copy(update={"start_timeout": 1.5}))
+        rewards = Rewards(run, config)
         await rewards.refresh()
-        begin = time.monotonic()
         groups = [asyncio.create_task(rewards.score([question(2 * g + i, mode="raise") for i in range(2)])) for g in range(2)]
-        await asyncio.sleep(1.2)
-        assert rewards.paused
+        await until(lambda: rewards.paused and rewards.health.announced)
+        assert not any(group.done() for group in groups)
+        rewards.health.grace = 0.0  # it has passed
         for group in groups:
             with pytest.raises(ScoreError, match=r"2 of 2 samples .*no score today"):
                 await group
-        assert time.monotonic() - begin > 1.5 and not rewards.paused
+        assert not rewards.paused
         notices = [record["text"] for _, record in await run.records("0", 0)]
         assert len(notices) == 1 and "no sample gets a score" in notices[0] and "no score today" in notices[0]
         assert (await rewards.score([question(9, "5")]))[0].score == 5.0
@@ -125,11 +142,10 @@ async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
     run, config = await start(rewards=[{"name": "exact"}])
     rewards = Rewards(run, config)
     scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))
-    await asyncio.sleep(0.3)
-    assert rewards.paused
+    await until(lambda: rewards.paused)
     async with serve(config, run=run):
         await rewards.refresh()
-        async with asyncio.timeout(20):  # and not after the pause between two tries
+        async with asyncio.timeout(60):  # and not after the pause between two tries
             assert [result.score for result in await scoring] == [1.0]
         assert not rewards.paused
     await rewards.close()
@@ -142,7 +158,7 @@ async def test_a_server_that_goes_and_comes_back(start):
         await rewards.refresh()
         await rewards.score([asked])
     scoring = asyncio.create_task(rewards.score([asked]))  # the lease is gone, and nobody has told us yet
-    await asyncio.sleep(0.3)
+    await until(lambda: rewards.health.down_since is not None)
     async with serve(config, run=run):
         await rewards.refresh()
         assert (await scoring)[0].score == 1.0
@@ -151,23 +167,23 @@ async def test_a_server_that_goes_and_comes_back(start):
 
 @pytest.mark.parametrize("another", [False, True], ids=["alone", "beside another"])
 async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_path, another):
-    run, config = await start(item_timeout=5.0)
-    marks = tmp_path / "marks"
+    run, config = await start()
+    marks, scored = tmp_path / "marks", tmp_path / "scored"
     marks.touch()
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         await first.enter_async_context(serve(config, run=run))
         rewards = Rewards(run, config)
         await rewards.refresh()
-        scoring = asyncio.create_task(rewards.score([question(0, "3", "slow", marks=str(marks), seconds=1.5)]))
-        while not marks.read_text():  # noqa: ASYNC110 (another process writes it)
-            await asyncio.sleep(0.01)
+        scoring = asyncio.create_task(rewards.score([question(0, "3", "slow", marks=str(marks), until=str(scored))]))
+        await until(lambda: marks.read_text() != "")
         if another:
             await second.enter_async_context(serve(config, run=run))
         draining = asyncio.create_task(first.aclose())
         while len(await Registry(run).leases("reward")) > another:  # noqa: ASYNC110 (a lease is polled for)
             await asyncio.sleep(0.01)
-        async with asyncio.timeout(0.5):  # whoever looks at the leases is not held
-            await rewards.refresh()
+        await rewards.refresh()
+        assert not scoring.done(), "reading the leases does not wait for the answer"
+        scored.touch()
         assert [result.score for result in await scoring] == [3.0]
         assert marks.read_text() == "x" and rewards.health.down_since is None
         await draining
@@ -177,28 +193,27 @@ async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_pa
 @pytest.mark.parametrize("late", [False, True], ids=["at another", "when it is back"])
 async def test_what_a_server_that_left_never_answers_is_asked_again(start, late):
     """It stands still for longer than its lease lives: of its call there is nothing but the channel's end."""
-    run, config = await start(rewards=[{"name": "exact"}], item_timeout=0.2)
+    run, config = await start(rewards=[{"name": "exact"}])
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way, AsyncExitStack() as others:
         lease = Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)
-        rewards = Rewards(run, config)
+        rewards = Rewards(run, config.model_copy(update={"item_timeout": 0.2}))
         async with await Registry(run).register(lease):
             await rewards.refresh()
             await rewards.score([asked])
             way.hold()
             scoring = asyncio.create_task(rewards.score([asked]))
-            await asyncio.sleep(0.1)
+            await until(lambda: any(server.outstanding for server in rewards._servers.values()))
         if not late:
             await others.enter_async_context(serve(config, run=run))
         await rewards.refresh()
-        await asyncio.wait({scoring}, timeout=0.3)
         assert not scoring.done(), "it may still answer"
         if late:
-            await asyncio.sleep(1.2)
+            await until(lambda: not rewards._leaving)
             way.heal()
             await others.enter_async_context(await Registry(run).register(lease))
             await rewards.refresh()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert (await scoring)[0].score == 1.0
         await rewards.close()
 
@@ -208,16 +223,17 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way:
         rewards = Rewards(run, config)
+        rewards._grace = 3600.0
         async with await Registry(run).register(Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)):
             await rewards.refresh()
         way.hold()
         scoring = asyncio.create_task(rewards.score([asked]))
-        await asyncio.sleep(0.1)
+        await until(lambda: any(server.outstanding for server in rewards._servers.values()))
         await rewards.refresh()
         scoring.cancel()  # by whoever asked, and so it ends for good
         with pytest.raises(asyncio.CancelledError):
             await scoring
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             await rewards.close()
 
 

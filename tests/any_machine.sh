@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Runs tests where everything is slow: RUNS times beside BUSY busy loops, then once on a single core. Every run must pass.
+#
+# Arguments go to pytest; without any it is the light suite. The whole suite: tests/any_machine.sh -m "not slow"
+set -euo pipefail
+cd "$(dirname "$0")/.."
+runs=${RUNS:-3} busy=${BUSY:-4} pytest=${PYTEST:-.venv/bin/pytest}
+(($#)) || set -- -m "not slow and not real" -n 4 --dist worksteal
+
+loops=()
+quiet() {
+    ((${#loops[@]} == 0)) || kill "${loops[@]}"
+    loops=()
+}
+trap quiet EXIT
+trap 'exit 130' INT TERM
+
+failed=()
+for _ in $(seq "$busy"); do
+    timeout 6h bash -c 'while :; do :; done' & # ends by itself, should this script be killed
+    loops+=($!)
+done
+for run in $(seq "$runs"); do
+    echo "== beside $busy busy loops, $run of $runs"
+    "$pytest" --randomly-seed="$run" "$@" || failed+=("beside busy loops, --randomly-seed=$run")
+done
+quiet
+echo "== on one core"
+taskset -c 0 "$pytest" --randomly-seed=0 "$@" || failed+=("on one core, --randomly-seed=0")
+
+if ((${#failed[@]})); then
+    printf 'FAILED: %s\n' "${failed[@]}"
+    exit 1
+fi
