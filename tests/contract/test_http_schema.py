@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from polyreme.api.v1 import reward_pb2
 from polyreme.net import rpc
 from polyreme_reward.http_api import make_app
-from polyreme_reward.inline import InlineReward
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.rules import make_rule
+from polyreme_reward.rules.reward import RuleReward
 from polyreme_reward.scorer import Scorer
 from support.rewards import EXACT, serving
 
@@ -20,7 +20,7 @@ schemathesis = pytest.importorskip("schemathesis")
 
 def application():
     metrics = Metrics()
-    rewards = [InlineReward(name, 1.0, "v", "", make_rule(name, {})) for name in ("exact", "length")]
+    rewards = [RuleReward(name, 1.0, "v", "", make_rule(name, {})) for name in ("exact", "length")]
     return make_app(Scorer(rewards, 1024, metrics), metrics, ["<eos>"], [True])
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.errors import ConfigError
-from polyreme_reward.inline import InlineReward
 from polyreme_reward.items import Reward
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
+from polyreme_reward.rules.reward import RuleReward
 
 _ENTRY_POINTS = "polyreme.rewards"
 
@@ -42,11 +42,12 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
                 stack.push_async_callback(model.close)
                 await model.start()
                 rewards.append(model)
-            elif _is_builtin(spec) and (builtin := BUILTINS.get(str(spec.name))) is not None and builtin.inline:
+            elif _is_builtin(spec) and (builtin := BUILTINS.get(str(spec.name))) is not None and builtin.in_process:
                 name = str(spec.name)
                 rule = make_rule(name, spec.options)
                 version = builtin_version(name, spec.options)
-                rewards.append(InlineReward(name, spec.weight, version, builtin.description, rule))
+                rewards.append(local := RuleReward(name, spec.weight, version, builtin.description, rule))
+                stack.push_async_callback(local.close)
             else:
                 rewards.append(None)
                 pooled.append((position, _source(spec)))

@@ -47,9 +47,9 @@ def _test(words: list[str], config: Path | None) -> None:
         raise ConfigError("polyreme reward test FILE.jsonl --config FILE", " ".join(words), "Write it like this.")
     from rich.console import Console
 
-    from polyreme_reward.trial import try_rewards
+    from polyreme_reward.reward_test import test_rewards
 
-    if asyncio.run(try_rewards(load_reward_config(config), Path(words[1]), Console())):
+    if asyncio.run(test_rewards(load_reward_config(config), Path(words[1]), Console())):
         raise typer.Exit(1)
 
 

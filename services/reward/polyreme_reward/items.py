@@ -12,11 +12,12 @@ class Item(NamedTuple):
 
     Args:
         key: names this exact question for retries; empty: never remembered.
-        prompt: as text, template included.
+        prompt: the prompt as plain text, as it stands in the row: of chat messages, the last one by the user.
         response: as text without special tokens.
         response_raw: as text with special tokens; may be empty when only the clean text is known.
         label: the reference answer; may be empty.
         metadata_json: a JSON object with the row's other columns, or empty.
+        templated_prompt: the text that the model saw, chat template and special tokens included; empty when only `prompt` is known.
     """
 
     key: str
@@ -25,6 +26,7 @@ class Item(NamedTuple):
     response_raw: str = ""
     label: str = ""
     metadata_json: str = ""
+    templated_prompt: str = ""
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -38,6 +40,11 @@ class Item(NamedTuple):
         if not isinstance(found, dict):
             raise RewardError(f"expected metadata_json to be a JSON object; found a {type(found).__name__}")
         return found
+
+    @property
+    def seen(self) -> str:
+        """The prompt as the model saw it where that is known, else as plain text."""
+        return self.templated_prompt or self.prompt
 
     @property
     def raw(self) -> str:

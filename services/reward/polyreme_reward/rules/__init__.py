@@ -1,4 +1,7 @@
-"""The built-in rewards by name. Invariant: an `inline` rule takes time linear in its texts and calls nothing that can wait."""
+"""The built-in rewards by name.
+
+Invariant: a rule that runs in the service's process takes time linear in its texts and never waits.
+"""
 
 import difflib
 import hashlib
@@ -13,7 +16,8 @@ from pydantic import ValidationError, validate_call
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item
-from polyreme_reward.rules.answers import choice, exact, numeric
+from polyreme_reward.rules.answers import exact, numeric
+from polyreme_reward.rules.choice import choice
 from polyreme_reward.rules.code import code
 from polyreme_reward.rules.math import math
 from polyreme_reward.rules.puzzles import knights_and_knaves
@@ -24,11 +28,11 @@ Rule = Callable[[Item], object]
 
 @dataclass(frozen=True)
 class Builtin:
-    """A rule's factory (its keyword arguments are the reward's `options`) and where the rule may run."""
+    """A rule's factory, whose keyword arguments are the reward's `options`, and whether the rule runs in the service's process."""
 
     factory: Callable[..., Rule]
-    inline: bool
-    preload: tuple[str, ...] = ()  # modules that its workers share
+    in_process: bool
+    preload: tuple[str, ...] = ()  # modules that all its workers share
 
     @property
     def description(self) -> str:
@@ -36,16 +40,16 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "exact": Builtin(exact, inline=True),
-    "numeric": Builtin(numeric, inline=True),
-    "choice": Builtin(choice, inline=True),
-    "math": Builtin(math, inline=False, preload=("math_verify",)),
-    "code": Builtin(code, inline=False),
-    "think_format": Builtin(think_format, inline=True),
-    "knights_and_knaves": Builtin(knights_and_knaves, inline=True),
-    "length": Builtin(length, inline=True),
-    "overlong": Builtin(overlong, inline=True),
-    "repetition": Builtin(repetition, inline=True),
+    "exact": Builtin(exact, in_process=True),
+    "numeric": Builtin(numeric, in_process=True),
+    "choice": Builtin(choice, in_process=True),
+    "math": Builtin(math, in_process=False, preload=("math_verify",)),
+    "code": Builtin(code, in_process=False),
+    "think_format": Builtin(think_format, in_process=True),
+    "knights_and_knaves": Builtin(knights_and_knaves, in_process=True),
+    "length": Builtin(length, in_process=True),
+    "overlong": Builtin(overlong, in_process=True),
+    "repetition": Builtin(repetition, in_process=True),
 }
 
 
@@ -66,7 +70,7 @@ def make_rule(name: str, options: Mapping[str, Any]) -> Rule:
     except ValidationError as error:
         known = ", ".join(inspect.signature(builtin.factory).parameters) or "none"
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"options of the reward {name} ({known})", problems, "Mend reward.rewards.") from None
+        raise ConfigError(f"options of the reward {name} ({known})", problems, "Fix reward.rewards.") from None
 
 
 def builtin_version(name: str, options: Mapping[str, Any]) -> str:

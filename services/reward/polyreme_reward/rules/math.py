@@ -1,50 +1,169 @@
-"""Mathematical equality by math-verify. Runs in worker processes only: sympy may take any time, and the worker has a deadline."""
+r"""Mathematical equality. Runs in worker processes only: sympy may take any time, and the worker has a deadline.
 
-import logging
+Invariant: numbers and words are compared by this package, exactly; only formulas go to math-verify. A label that cannot be read, or
+that does not equal itself, is an error.
+"""
+
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
-from polyreme_reward.rules.answers import between, required_label
+from polyreme_reward.rules import quantity
+from polyreme_reward.rules.quantity import Quantity, plain, undelimited
+from polyreme_reward.rules.response import answer_text, marked, required_label, without_denied
+from polyreme_reward.rules.units import Unit, simple, unit
 
-_COUNTED = re.compile(
-    r"\s*-?\$?[0-9][0-9.,]*\s+(?!(?:arc)?(?:sin|cos|tan|sec|csc|cot)|(?:log|exp|sqrt|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi|psi"
-    r"|and|over|plus|minus|times|mod|choose)\b)(?:[A-Za-z]{3,}|[a-z]{1,2}/[hs]\b)[A-Za-z/ .]*"
+_TAIL = 20_000
+_ONE_LINE = 200  # characters of a response that may be an answer as a whole
+_WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
+_SHORT_WORDS = frozenset(["yes", "no", "on", "off", "odd", "up", "down", "in", "out", "one", "two", "ten", "red", "blue"])
+_MISSING = frozenset(("none", "null", "nan", "n/a", "na", "unknown", "todo", "tbd"))
+_RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
+_UNIT = re.compile(
+    r"(?:\\(?:text|mathrm|mbox)\s*\{(?P<text>[^{}]+)\}|(?<=[\s}])(?P<plain>[a-zA-Z]{2,}))(?P<power>\s*\^\s*\{?[23]\}?)?\s*$"
 )
-"""A number of something, which as LaTeX would be a product of letters."""
+_FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?! )[^$\n]+(?<! )\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Words:
+    """An answer in words, or a ratio: compared as text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """A sympy object, and the unit behind it; None: not stated."""
+
+    object: Any
+    unit: Unit | None
+
+
+_Read = Quantity | _Words | _Formula
 
 
 def math(after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
-    """1 if the response's answer equals the label as mathematics, by math-verify; else 0. A boxed answer goes first.
+    r"""1 if the response's answer equals the label as mathematics, by math-verify; else 0.
 
-    A label that cannot be parsed is an error; a response without an answer that can be parsed scores 0.
+    The answer is what the last \boxed{...} holds; without one, what follows the last "####" or "answer is"; without that, the last
+    formula or number. A later correction ("no, 42") replaces it, and text in <think>...</think> is no answer. A label that cannot be
+    judged is an error: none at all, prose, a date, a range. A response without an answer that can be read scores 0.
 
     Args:
         after: look only behind the first occurrence of this text in the response; a response without it scores 0.
         before: look only before the first occurrence of this text after that; a response without it scores 0.
     """
     try:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # type: ignore[import-untyped]
+        import math_verify  # type: ignore[import-untyped]  # noqa: F401
     except ImportError:
         raise ConfigError("the package math-verify", "none", "Install it: pip install 'polyreme-reward[math]'.") from None
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, for every call, that its own timeouts are off
-    of_label = [LatexExtractionConfig(), ExprExtractionConfig()]
-    of_response = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-
-    def expected(label: str) -> list[object]:
-        delimited = any(mark in label.replace(r"\$", "") for mark in ("$", r"\boxed", r"\(", r"\["))
-        wrapped = f"${label}$"  # to the parser only what stands in dollars is LaTeX
-        for text in [label] if delimited else [label, wrapped] if _COUNTED.fullmatch(label) else [wrapped, label]:
-            if gold := parse(text, of_label, parsing_timeout=None):
-                return list(gold)
-        raise RewardError(f"expected a mathematical expression as label; found {label[:200]!r}")
 
     def score(item: Item) -> float:
-        gold = expected(required_label(item))
-        answer = between(item.response, after, before)
-        if answer is None:
-            return 0.0
-        return float(verify(gold, parse(answer, of_response, parsing_timeout=None), timeout_seconds=None))
+        gold = _gold(required_label(item))
+        text = answer_text(item, after, before)
+        answer = None if text is None else _answer(text[-_TAIL:], gold)
+        return float(answer is not None and _equal(gold, answer))
 
     return score
+
+
+@lru_cache(maxsize=64)
+def _gold(label: str) -> _Read:
+    """What the label states. Raises RewardError when that cannot be judged."""
+    from polyreme_reward.rules import formula
+
+    named = marked(label, words=True)
+    text = label if named is None else named
+    shown = plain(text)
+    gold = None if shown.casefold() in _MISSING or (formula.is_ambiguous(shown) and quantity.read(shown) is None) else _read(text)
+    if gold is None or not _equal(gold, gold):
+        raise RewardError(f"expected a label that can be judged as mathematics; found {label[:200]!r}")
+    return gold
+
+
+def _answer(text: str, gold: _Read) -> _Read | None:
+    """The response's answer; None when it has none that can be read."""
+    named = marked(text, words=isinstance(gold, _Words))
+    if named is None and "\n" not in text.strip() and len(text) < _ONE_LINE:
+        named = without_denied(text)
+    whole = None if named is None else _read(named)
+    return whole if whole is not None else _last(text if named is None else named)
+
+
+def _last(text: str) -> _Read | None:
+    """The last formula or number in running text."""
+    formulas = list(_FORMULA.finditer(text))
+    if not formulas:
+        return quantity.last_in(plain(text))[0]
+    number, place = quantity.last_in(plain(text[formulas[-1].end() :]))
+    return number if place >= 0 else _read(formulas[-1][0])
+
+
+def _read(text: str) -> _Read | None:
+    """What the whole text states: a quantity, a ratio, words or a formula."""
+    from polyreme_reward.rules import formula
+
+    shown = plain(text)
+    if (number := quantity.read(shown)) is not None:
+        return number
+    if _RATIO.fullmatch(shown):
+        return _Words(re.sub(r"\s", "", shown))
+    if (words := _words(shown)) is not None:
+        return words
+    text, measured = _without_unit(undelimited(text).removesuffix("."))
+    found = formula.read(text)
+    return None if found is None else _Formula(found, measured)
+
+
+def _without_unit(text: str) -> tuple[str, Unit | None]:
+    """A formula and the unit that it ends with."""
+    match = _UNIT.search(text)
+    if match is None or not text[: match.start()].strip():
+        return text, None
+    if match["text"] is None and simple(match["plain"]) is None:
+        return text, None
+    return text[: match.start()], unit((match["text"] or match["plain"]).strip() + (match["power"] or ""))
+
+
+def _words(text: str) -> _Words | None:
+    """The text as words; None where it may be a formula such as ab or pi."""
+    inner = text.strip(" .()[]")
+    if not _WORDS.fullmatch(inner):
+        return None
+    if len(inner) == 1:
+        return _Words(inner) if inner.isupper() else None
+    is_word = inner[0].isupper() or len(inner) > 3 or inner.lower() in _SHORT_WORDS
+    return _Words(inner.casefold()) if is_word and inner.lower() not in ("infinity", "sqrt") else None
+
+
+def _equal(gold: _Read, answer: _Read) -> bool:
+    from polyreme_reward.rules import formula
+
+    if isinstance(gold, _Words) or isinstance(answer, _Words):
+        return gold == answer
+    if isinstance(gold, Quantity) and isinstance(answer, Quantity):
+        return gold.equals(answer)
+    if gold.unit is not None and answer.unit is not None:
+        if gold.unit.dimension != answer.unit.dimension:
+            return False
+        if gold.unit != answer.unit:
+            gold, answer = _in_base_units(gold), _in_base_units(answer)
+    for number, other in ((gold, answer), (answer, gold)):
+        if isinstance(number, Quantity) and isinstance(other, _Formula):
+            return not isinstance(number.value, str) and formula.equals_number(other.object, number.value, number.places)
+    return isinstance(gold, _Formula) and isinstance(answer, _Formula) and formula.equal(gold.object, answer.object)
+
+
+def _in_base_units(found: Quantity | _Formula) -> Quantity | _Formula:
+    from polyreme_reward.rules import formula
+
+    factor = found.unit.factor if found.unit is not None else Fraction(1)
+    if isinstance(found, _Formula):
+        return _Formula(found.object * formula.number(factor), None)
+    return found if isinstance(found.value, str) else Quantity(found.value * factor)

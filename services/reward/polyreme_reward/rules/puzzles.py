@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from polyreme_reward.items import Item, RewardError
-from polyreme_reward.rules.answers import required_label
+from polyreme_reward.rules.response import required_label
 from polyreme_reward.rules.shape import tagged
 
 _STATED = re.compile(r"([A-Z][\w'-]{0,60}) is an? (knight|knave)\b")

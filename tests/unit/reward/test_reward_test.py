@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from polyreme.errors import DataError
-from polyreme_reward.trial import read_items
+from polyreme_reward.reward_test import read_items
 
 
 def test_rows_mean_what_they_mean_in_a_run(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ _TEXTS = ("prompt", "response", "response_raw", "label")
 _WIDTH = 40
 
 
-async def try_rewards(config: RewardConfig, path: Path, console: Console) -> int:
+async def test_rewards(config: RewardConfig, path: Path, console: Console) -> int:
     """Scores a file of JSON lines and prints a row for each.
 
     Args:

@@ -1,0 +1,90 @@
+r"""Multiple choice. Invariant: one letter is chosen, or none; the time is linear."""
+
+import re
+from collections.abc import Callable
+
+from polyreme_reward.items import Item, RewardError
+from polyreme_reward.rules.response import answer_text, corrected, last_box, required_label
+
+_WORD = re.compile(r"[^\W_]+")
+_CUE = re.compile(r"\b(?:answer|(?:option|choice)\s+is|choose|pick|select)\b|^\W*(?:option|choice)\b(?=\W*\w\W*$)", re.IGNORECASE)
+_CAPITAL = re.compile(r"(?<![^\W_])[A-Z](?![^\W_])")
+_SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)")
+_FIRST = re.compile(
+    r"\W*([^\W\d_])(?:\s*[).:\]]|\W*$)"
+)  # it begins with the letter, and may go on with what the letter stands for
+_FONT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|bb|it|rm)|bf|rm)\b\s*\{?")
+_PRONOUN = re.compile(r"I(?:['\u2019]|\s+[a-z])")
+_DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+\W?[A-Z](?![^\W_])")
+_ANOTHER = re.compile(r"\W{0,3}\s*(?:,|/|&|\band\b|\bor\b)\s*\W?([A-Z])(?![^\W_])(?!['\u2019]|\s+[a-z])")
+_BEFORE = re.compile(r"(?<![^\W_])([A-Z])\W{0,3}\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b")
+_CORRECTION = re.compile(r"\W*([A-Z])\W*")
+_WINDOW = 100  # characters behind "answer" in which the choice must stand
+
+
+def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
+    r"""1 if the response chooses the label's letter (multiple choice); else 0.
+
+    The choice is the letter that the last \boxed{...} begins with; without a box, the first capital behind the last "answer" or "Answer:"
+    that has one, where the I of "I think" counts only when no other follows, or a small letter in brackets or at the very end; without
+    that, a response that is the letter alone, however bracketed. A later correction ("no, B") replaces it, a letter behind "not" does
+    not count, two letters are no choice, and text in <think>...</think> is no answer.
+
+    Args:
+        letters: what may be chosen, in capitals.
+        after: look only behind the first occurrence of this text in the response; a response without it scores 0.
+        before: look only before the first occurrence of this text after that; a response without it scores 0.
+    """
+
+    def score(item: Item) -> float:
+        label = required_label(item)
+        box = last_box(label)
+        expected = _stated(label if box is None else box[0], letters)
+        if expected is None:
+            raise RewardError(f"expected one of the letters {letters} as label; found {item.label[:200]!r}")
+        answer = answer_text(item, after, before)
+        return 1.0 if answer is not None and _chosen(answer, letters) == expected else 0.0
+
+    return score
+
+
+def _chosen(text: str, letters: str) -> str | None:
+    box = last_box(text)
+    chosen, end = (_stated(box[0], letters), box[1]) if box is not None else _named(text, letters)
+    if not end:
+        return _lone_letter(text, letters)
+    for _, sentence in corrected(text, end):
+        if (letter := _CORRECTION.fullmatch(sentence)) and letter[1] in letters:
+            chosen = letter[1]
+    return chosen
+
+
+def _named(text: str, letters: str) -> tuple[str | None, int]:
+    """The letter that the last cue names, and where the cue ends; 0 when the text has no cue."""
+    cues = list(_CUE.finditer(text))
+    for cue in reversed(cues):
+        behind = _DENIED.sub(lambda denied: " " * len(denied[0]), text[cue.end() : cue.end() + _WINDOW])
+        capitals = [word for word in _CAPITAL.finditer(behind) if word[0] in letters]
+        chosen = [word for word in capitals if not _PRONOUN.match(behind, word.start())] or capitals
+        if chosen := chosen or [word for word in _SMALL.finditer(behind) if word[0].upper() in letters]:
+            another = _ANOTHER.match(behind, chosen[0].end())
+            return (None if another and another[1] in letters else chosen[0][0].upper()), cue.end()
+    said = [match for match in _BEFORE.finditer(text) if match[1] in letters]
+    if said:
+        return said[-1][1], said[-1].end()
+    return None, cues[-1].end() if cues else 0
+
+
+def _stated(text: str, letters: str) -> str | None:
+    """The letter that a box or label begins with, when no other follows."""
+    text = _FONT.sub("", text[:_WINDOW])
+    first = _FIRST.match(text)
+    if first is None or _ANOTHER.match(text, first.end(1)):
+        return None
+    return first[1].upper() if first[1].upper() in letters else None
+
+
+def _lone_letter(text: str, letters: str) -> str | None:
+    """The letter, when the text has no other word than it."""
+    words = _WORD.findall(text) if len(text) <= _WINDOW else []
+    return words[0].upper() if len(words) == 1 and len(words[0]) == 1 and words[0].upper() in letters else None

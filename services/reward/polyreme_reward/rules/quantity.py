@@ -1,0 +1,271 @@
+r"""Numbers as people write them, with their units. Invariant: a text is read whole or not at all, and a value is exact.
+
+Read are decimals, thousands (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions, mixed numbers (3 1/2),
+numbers in another base (101_2), percent signs, currencies and units. Dates, times, ranges and powers are no numbers.
+"""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from polyreme_reward.rules.units import Unit, simple, unit
+
+_DIGITS = 1000
+"""Digits up to which a value is computed with; beyond them equal numbers are equal digits."""
+
+ROUNDED = 6
+"""Decimals from which on a decimal may be rounded from an exact value."""
+
+_SPELLINGS = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        ("[\u2212\u2013](?=\\s*[\\d.$])", "-"),
+        (r"\{\s*,\s*\}|,\\!", ","),
+        (r"\\!", ""),
+        (r"\\[,;: ]|~|\\quad\b|\\qquad\b", " "),
+        (r"\\[dtc]frac\b|\\frac\b", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\(?:left|right|displaystyle)\b", ""),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\u00b0", " degrees"),
+        (r"\\%", "%"),
+        (r"\\cdot\b|\\times\b|\u00d7|\u00b7", " x "),
+    )
+]
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+_DELIMITERS = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])")
+
+_WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?![\d])|\d{1,3}(?: \d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)"
+_EXPONENT = r"(?:[eE](?P<e>[+-]?\d{1,4})(?!\d|\.\d)|\s*[x*]\s*10\s*\^\s*(?:\{\s*(?P<t>[+-]?\d{1,4})\s*\}|(?P<u>[+-]?\d{1,4}))|\s+(?P<scale>thousand|million|billion|trillion)\b)"
+_BODY = (
+    rf"(?:(?P<whole>{_WHOLE})\s+(?P<mixed>\d+\s*/\s*\d+)(?![\d/])"
+    rf"|(?P<whole2>{_WHOLE})\s*\\frac\s*\{{\s*(?P<over2>\d+)\s*\}}\s*\{{\s*(?P<under2>\d+)\s*\}}"
+    rf"|\\frac\s*\{{\s*(?P<over>[+-]?{_DECIMAL})\s*\}}\s*\{{\s*(?P<under>[+-]?{_DECIMAL})\s*\}}"
+    rf"|(?P<top>{_DECIMAL})\s*/\s*(?P<bottom>{_DECIMAL})(?!\s*/\s*\d|\d)"
+    rf"|10\s*\^\s*(?:\{{\s*(?P<ten>[+-]?\d{{1,4}})\s*\}}|(?P<ten2>[+-]?\d{{1,4}}))"
+    rf"|(?P<based>\d+)_\s*(?:\{{\s*(?P<base>\d+)\s*\}}|(?P<base2>\d+))"
+    rf"|(?P<decimal>{_DECIMAL}){_EXPONENT}?)"
+)
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_CURRENCY = r"[$\u20ac\u00a3]"
+_UNIT = r"%|\u00a2|[^\W\d_](?:[^\W\d_]|[ ./'-])*(?:\s*\^?\{?[23\u00b2\u00b3]\}?)?"
+_QUANTITY = re.compile(
+    rf"(?P<sign>[+-]?)\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*{_BODY}(?P<gap>\s*)(?P<unit>{_UNIT})?"
+)
+_LEFT = re.compile(r"(?:(?!\b(?:or|and)\b)[^,;<>])*[^,;<>!:]")
+_SYMBOL = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?")
+_IN_PROSE = re.compile(
+    rf"(?P<other>\d{{1,4}}([-/])\d{{1,2}}\2\d{{1,4}}(?!\d)|\d+(?::\d+)+|\d+(?:\.\d+){{2,}}|\d[\d.,]{{0,30}}[-\u2013]\d[\d.,]*"
+    rf"|\\sqrt\s*(?:\[[^\]]*\])?\s*\{{[^{{}}]*\}}|(?!10\s*\^)\d[\d.,]{{0,30}}\s*\^\s*\{{?\s*[+-]?\w+\}}?|\d[\d.,]{{0,30}}!)"
+    rf"|(?P<number>(?:(?<![\d\w])[+-])?{_CURRENCY}?[+-]?{_BODY}(?:\s*%|\s+[^\W\d_]+(?:/[^\W\d_]+)?(?:\^?[23\u00b2\u00b3](?!\d))?)?)"
+)
+_DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+(?:\\?\$)?$")
+_NO_UNITS = {
+    "and",
+    "or",
+    "over",
+    "plus",
+    "minus",
+    "times",
+    "mod",
+    "choose",
+    "x",
+    "i",
+    "e",
+    "pi",
+    "sin",
+    "cos",
+    "tan",
+    "log",
+    "ln",
+    "exp",
+}
+_NO_UNITS |= {
+    "sqrt",
+    "sec",
+    "csc",
+    "cot",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "theta",
+    "lambda",
+    "sigma",
+}
+_NO_UNITS |= {"omega", "phi", "psi"}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that was read.
+
+    Attributes:
+        value: exact, without the unit; a text of digits where it has more than _DIGITS of them.
+        places: decimals that were written; None: the number was written as a fraction or a whole number.
+        unit: what it counts or measures; None: not stated.
+        name: the symbol that it was said to equal, such as x; empty: none.
+        fraction: whether it was written as a fraction or mixed number.
+    """
+
+    value: Fraction | str
+    places: int | None = None
+    unit: Unit | None = None
+    name: str = ""
+    fraction: bool = False
+
+    def equals(self, other: "Quantity") -> bool:
+        """Whether both state the same. A unit or name that one leaves out does not matter; a decimal of six and more places may be
+        rounded from an exact value."""
+        if self.name and other.name and self.name != other.name:
+            return False
+        if self.unit is None or other.unit is None:
+            given = self.unit or other.unit
+            if self._near(other, Fraction(1), Fraction(1)):
+                return True
+            return given is not None and given.dimension == "%" and self._near(other, *map(_share, (self, other)))
+        return self.unit.dimension == other.unit.dimension and self._near(other, self.unit.factor, other.unit.factor)
+
+    def _near(self, other: "Quantity", factor: Fraction, other_factor: Fraction) -> bool:
+        if isinstance(self.value, str) or isinstance(other.value, str):
+            return self.value == other.value and factor == other_factor
+        if self.value * factor == other.value * other_factor:
+            return True
+        rounded, exact = (self, other) if other.places is None else (other, self)
+        if factor != other_factor or exact.places is not None or rounded.places is None or rounded.places < ROUNDED:
+            return False
+        return abs(Fraction(rounded.value) - Fraction(exact.value)) <= Fraction(1, 2) / 10**rounded.places
+
+
+def undelimited(text: str) -> str:
+    r"""The text without LaTeX's delimiters, and with $ for \$; a single dollar is money and stays."""
+    text = text.replace("\\$", "\0")
+    if len(_DELIMITERS.findall(text)) % 2 == 0:
+        text = _DELIMITERS.sub("", text)
+    return text.replace("\0", "$").strip(" \t\r\n*")
+
+
+def plain(text: str) -> str:
+    """The text with one spelling of minus signs, separators, fractions, fonts and degrees, and without LaTeX's delimiters."""
+    text = undelimited(text)
+    for _ in range(3):  # one font in another
+        text = _WRAPPED.sub(r" \1", text)
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    return text.strip(" \t\r\n*")
+
+
+def read(text: str) -> Quantity | None:
+    """The quantity that the whole text states, `x = 3` and `6 x 7 = 42` included; None when it states none, or several.
+
+    Args:
+        text: as `plain` gives it.
+    """
+    head, equals, tail = text.rpartition("=")
+    name = head.partition("=")[0].strip()
+    if equals:
+        if not _LEFT.fullmatch(head):
+            return None
+        name, text = (name if _SYMBOL.fullmatch(name) else ""), tail
+    match = _QUANTITY.fullmatch(text.strip().removesuffix("."))
+    return None if match is None else _quantity(match, name)
+
+
+def last_in(text: str) -> tuple[Quantity | None, int]:
+    """The last number in running text and where it begins (-1: there is none). None for a date, a time, a range or a power, and for a
+    number with such a form around it; numbers behind "not" and "instead of" are passed over.
+
+    Args:
+        text: as `plain` gives it.
+    """
+    last = None
+    for match in _IN_PROSE.finditer(text):
+        if not _DENIED.search(text, max(0, match.start() - 20), match.start()):
+            last = match
+    if last is None:
+        return None, -1
+    if last["other"] is not None:
+        return None, last.start()
+    whole = _QUANTITY.fullmatch(last["number"].rstrip())
+    named = simple(whole["unit"].strip()) if whole and whole["unit"] else None
+    if whole is None or (whole["unit"] and named is None and "/" not in whole["unit"] and "^" not in whole["unit"]):
+        shorter = re.sub(r"\s+[^\W\d_]\S*$", "", last["number"])  # the next word of the sentence
+        whole = _QUANTITY.fullmatch(shorter)
+    return (None if whole is None else _quantity(whole, "")), last.start()
+
+
+def _quantity(match: re.Match[str], name: str) -> Quantity | None:
+    named = (match["unit"] or "").strip(" .")
+    if named and not _is_unit(named, adjacent=not match["gap"]):
+        return None
+    if named and match["currency"]:
+        named = ""  # $5 dollars, $3 per hour: the sign says what it is
+    measured = unit(match["currency"] or named) if match["currency"] or named else None
+    value, places, fraction = _value(match)
+    if value is None:
+        return None
+    if "-" in (match["sign"], match["sign2"]):
+        value = -value if isinstance(value, Fraction) else f"-{value}"
+    return Quantity(value, places, measured, name, fraction)
+
+
+def _is_unit(text: str, adjacent: bool) -> bool:
+    """Whether the text behind a number may be a unit; next to a number a letter is a variable: 3x, 2ab."""
+    words = re.split(r"[\s/.^]+", text)
+    if any(word.lower() in _NO_UNITS for word in words) or len(words) > 5:
+        return False
+    return (
+        text == "%"
+        or (simple(words[0]) is not None and (not adjacent or len(words[0]) > 1))
+        or (not adjacent and len(words[0]) > 1)
+    )
+
+
+def _value(match: re.Match[str]) -> tuple[Fraction | str | None, int | None, bool]:
+    """The value, the decimals that were written, whether it is a fraction; the value is None for a division by zero and the like."""
+    if match["mixed"] or match["whole2"]:
+        over, under = match["mixed"].split("/") if match["mixed"] else (match["over2"], match["under2"])
+        return _ratio(over, under, _strip(match["whole"] or match["whole2"])), None, True
+    if match["over"] or match["top"]:
+        return _ratio(match["over"] or match["top"], match["under"] or match["bottom"]), None, True
+    if (power := match["ten"] or match["ten2"]) is not None:
+        return Fraction(10) ** int(power), None, False
+    if match["based"]:
+        base = int(match["base"] or match["base2"])
+        valid = 2 <= base <= 36 and len(match["based"]) <= _DIGITS and all(int(digit) < base for digit in match["based"])
+        return (Fraction(int(match["based"], base)) if valid else None), None, False
+    digits = _strip(match["decimal"])
+    exponent = _SCALES[match["scale"]] if match["scale"] else int(match["e"] or match["t"] or match["u"] or 0)
+    places = len(digits.partition(".")[2]) - exponent
+    if len(digits) + abs(exponent) > _DIGITS:
+        return _canonical(digits, exponent), places, False
+    return Fraction(digits if digits != "." else "0") * Fraction(10) ** exponent, places if places > 0 else None, False
+
+
+def _strip(digits: str) -> str:
+    return digits.replace(",", "").replace(" ", "")
+
+
+def _ratio(over: str, under: str, whole: str = "0") -> Fraction | None:
+    parts = [_strip(part) for part in (over, under, whole)]
+    if max(map(len, parts)) > _DIGITS or not Fraction(parts[1]):
+        return None
+    return Fraction(parts[2]) + Fraction(parts[0]) / Fraction(parts[1])
+
+
+def _canonical(digits: str, exponent: int) -> str:
+    """A decimal in one spelling, so that equal numbers are equal texts."""
+    whole, _, fraction = digits.partition(".")
+    point, digits = len(whole) + exponent, whole + fraction
+    digits, point = digits.rjust(len(digits) - min(point, 0), "0").ljust(point, "0"), max(point, 0)
+    whole, fraction = digits[:point].lstrip("0") or "0", digits[point:].rstrip("0")
+    return f"{whole}.{fraction}" if fraction else whole
+
+
+def _share(quantity: Quantity) -> Fraction:
+    return quantity.unit.factor if quantity.unit is not None else Fraction(1)

@@ -1,0 +1,94 @@
+r"""Units of measurement, and what is counted. Invariant: two units are comparable only when they measure the same thing."""
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class Unit(NamedTuple):
+    """What is measured, and how many base units one of it is. A counted noun is a dimension of its own: `#apple`."""
+
+    dimension: str
+    factor: Fraction
+
+
+_TABLE: dict[str, list[tuple[str, str]]] = {
+    "length": [
+        ("mm millimeter millimetre", "0.001"),
+        ("cm centimeter centimetre", "0.01"),
+        ("dm", "0.1"),
+        ("m meter metre", "1"),
+        ("km kilometer kilometre", "1000"),
+        ("in inch inches", "0.0254"),
+        ("ft foot feet", "0.3048"),
+        ("yd yard", "0.9144"),
+        ("mi mile", "1609.344"),
+    ],
+    "mass": [
+        ("mg milligram", "0.000001"),
+        ("g gm gram", "0.001"),
+        ("kg kilogram", "1"),
+        ("oz ounce", "0.028349523125"),
+        ("lb lbs", "0.45359237"),
+    ],
+    "time": [
+        ("ms millisecond", "0.001"),
+        ("s sec second", "1"),
+        ("min minute", "60"),
+        ("h hr hour", "3600"),
+        ("day", "86400"),
+        ("week", "604800"),
+    ],
+    "volume": [("ml mL milliliter millilitre", "0.001"), ("l L liter litre", "1")],
+    "angle": [("deg degree", "1")],
+    "dollar": [("$ usd USD dollar", "1"), ("cent \u00a2", "0.01")],
+    "euro": [("\u20ac eur EUR euro", "1")],
+    "pound sterling": [("\u00a3 gbp GBP", "1")],
+    "%": [("% percent pct percentage", "0.01")],
+}
+_KNOWN = {
+    name: Unit(dimension, Fraction(factor))
+    for dimension, rows in _TABLE.items()
+    for names, factor in rows
+    for name in names.split()
+}
+_KNOWN |= {
+    "mph": Unit("length/time", Fraction("1609.344") / 3600),
+    "kmph": Unit("length/time", Fraction(1000, 3600)),
+    "kmh": Unit("length/time", Fraction(1000, 3600)),
+}
+_POWER = re.compile(
+    r"(?:(?P<word>square|sq\.?|cubic|cu\.?)\s+)?(?P<name>.+?)(?:\s*\^?\{?(?P<power>[23\u00b2\u00b3])\}?|\s+(?P<said>squared|cubed))?"
+)
+_EXPONENTS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "2": 2, "3": 3, "\u00b2": 2, "\u00b3": 3}
+
+
+@lru_cache(maxsize=4096)
+def unit(text: str) -> Unit:
+    """The unit that a text names: `km/h`, `square meters`, `apples`; what is no known unit is something counted."""
+    over, slash, under = (part.strip() for part in re.sub(r"\s+per\s+", "/", text.strip()).partition("/"))
+    if slash:
+        a, b = unit(over), unit(under)
+        return Unit(f"{a.dimension}/{b.dimension}", a.factor / b.factor)
+    match = _POWER.fullmatch(over)
+    if match is None:
+        return Unit(f"#{over}", Fraction(1))
+    known = simple(match["name"])
+    written = match["word"] or match["power"] or match["said"]
+    if known is None or not written:
+        return known or Unit("#" + " ".join(_singular(word) for word in over.casefold().split()), Fraction(1))
+    power = _EXPONENTS[written.rstrip(".")]
+    return Unit(f"{known.dimension}^{power}", known.factor**power)
+
+
+def simple(name: str) -> Unit | None:
+    """The unit of a symbol or a word in singular or plural; None for what is no known unit."""
+    return _KNOWN.get(name) or _KNOWN.get(name.lower()) or _KNOWN.get(_singular(name.lower()))
+
+
+def _singular(word: str) -> str:
+    for plural, singular in (("ies", "y"), ("ses", "s"), ("xes", "x"), ("ches", "ch"), ("shes", "sh"), ("oes", "o")):
+        if word.endswith(plural):
+            return word.removesuffix(plural) + singular
+    return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word

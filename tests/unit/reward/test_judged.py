@@ -1,0 +1,29 @@
+"""The answer rules agree with verdicts that people gave."""
+
+import pytest
+
+from polyreme_reward.items import Item, RewardError
+from polyreme_reward.rules import make_rule
+from support.judged import choice, math, numeric
+
+TABLES = {"math": math.ROWS, "numeric": numeric.ROWS, "choice": choice.ROWS}
+CASES = [
+    pytest.param(name, *row[:3], id=f"{name}: {row[0]} / {row[1]}: {row[3]}") for name, rows in TABLES.items() for row in rows
+]
+
+
+@pytest.mark.parametrize(("name", "response", "label", "verdict"), CASES)
+def test_a_rule_agrees_with_the_verdict(name: str, response: str, label: str, verdict: float | str) -> None:
+    rule = make_rule(name, {})
+    item = Item("", "p", response, label=label)
+    if verdict == "ERROR":
+        with pytest.raises(RewardError):
+            rule(item)
+    else:
+        assert rule(item) == verdict
+
+
+def test_the_tables_are_large_and_have_no_row_twice() -> None:
+    pairs = [(name, row[0], row[1]) for name, rows in TABLES.items() for row in rows]
+    assert len(pairs) == len(set(pairs)) >= 300
+    assert all(row[3] for rows in TABLES.values() for row in rows)
