@@ -5,13 +5,10 @@ not depend on how the step is cut. Samples that a filter or correction masks out
 their gradient and leaves that of the others as it was.
 """
 
-from typing import Literal
-
 import numpy as np
 
 from polyreme_trainer.algorithms.batch import Float32, Int64, sequence_of, sequence_sums
-
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+from polyreme_trainer.algorithms.recipe import Aggregation
 
 
 def token_coefficients(mask: Float32, offsets: Int64, step: Int64, mode: Aggregation, constant: float | None = None) -> Float32:

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.state import AlgorithmState
+from polyreme_trainer.algorithms.state import INITIAL, AlgorithmState
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -138,7 +138,7 @@ class Advantages:
     returns: Float32 | None
     weight: Float32
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    state: AlgorithmState = field(default_factory=AlgorithmState)
+    state: AlgorithmState = INITIAL
 
 
 def sequence_of(offsets: Int64) -> Int64:

@@ -5,14 +5,11 @@ d is the log-ratio of policy to reference at the sampled token. k1 to k3: Schulm
 Invariant: no estimate loses its gradient however large d is.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from polyreme_trainer.algorithms.ratio import bounded_exp
-
-Estimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+from polyreme_trainer.algorithms.recipe import KlEstimator
 
 K3_LIMIT = 10.0
 """-d beyond which k3 is continued by its tangent: one token the policy has all but given up must not outweigh the batch."""
@@ -20,7 +17,7 @@ CONTROLLER_BOUND = 0.2
 """Largest relative error that the adaptive controller answers to."""
 
 
-def estimate(estimator: Estimator, logprobs: Tensor, reference: Tensor) -> Tensor:
+def estimate(estimator: KlEstimator, logprobs: Tensor, reference: Tensor) -> Tensor:
     """The estimate at each token, [t].
 
     - k1: d, unbiased, of either sign; its gradient is 0 in expectation over tokens of the policy.

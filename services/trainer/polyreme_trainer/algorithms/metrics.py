@@ -15,8 +15,8 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 def mean_of(x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The mean of x [t], or its weighted mean."""
-    weight = torch.ones_like(x, dtype=torch.float32) if weight is None else weight
-    x = x.detach().to(weight.dtype)
+    x = x.detach() if x.is_floating_point() else x.float()
+    weight = torch.ones_like(x) if weight is None else weight
     return (x * weight).sum(), weight.sum()
 
 

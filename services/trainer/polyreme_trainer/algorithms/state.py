@@ -57,3 +57,6 @@ class AlgorithmState:
     def from_json(cls, tree: Mapping[str, Any]) -> "AlgorithmState":
         """Raises TypeError or KeyError on a tree that `to_json` did not write."""
         return cls(kl_coef=tree["kl_coef"], scores=Moments(**tree["scores"]))
+
+
+INITIAL = AlgorithmState()
