@@ -1,63 +1,126 @@
-"""Per-token losses and divergences. Reduction is the caller's: a sum over its tokens divided by the global batch's token count.
+"""Policy and value losses: one number per trained token, to be minimised, differentiable in the policy's log-probabilities.
 
-Every function takes and returns float32 tensors of one shape and is differentiable in its first argument.
+r is the probability ratio of the policy to an anchor: the policy before the iteration's first step, or the sampler itself.
+Reduction is the aggregation's (see `aggregation`); a factor for who sampled the token is the correction's (see `correction`).
+
+Invariant: at r = 1 all of them have the gradient `-A` in the token's log-probability.
 """
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
-"""Bound on |log ratio| before the exponential: e^20 is finite in float32, and a token that far off is clipped anyway."""
+from polyreme_trainer.algorithms.inputs import LossInputs
+from polyreme_trainer.algorithms.legacy import (  # noqa: F401  until the learner takes an Algorithm
+    clipped_surrogate,
+    importance_weights,
+    k3,
+    mismatch_kl,
+)
+from polyreme_trainer.algorithms.ratio import bounded_exp
 
 
-def clipped_surrogate(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """The negative clipped objective of each token: `-min(r A, clip(r, 1 - low, 1 + high) A)`, r = exp(new - old).
+@dataclass(frozen=True)
+class TokenLoss:
+    """
+    Attributes:
+        loss: [t].
+        flags: metric name -> bool [t], the tokens that it is the fraction of.
+    """
 
-    PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7; unequal bounds: DAPO's clip-higher, Yu et al. 2025
-    (arXiv 2503.14476), equation 8.
+    loss: Tensor
+    flags: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> TokenLoss:
+    """`max(-A r, -A clip(r, 1 - low, 1 + high))`: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7.
+
+    Unequal bounds: DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual` the loss of a token with
+    A < 0 is at most `-A dual`: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5.
+
+    `clip_fraction` counts the tokens whose clipped branch is the larger one, and so has taken their gradient;
+    `dual_clip_fraction` those at the bound of the dual clip.
+    """
+    ratio = bounded_exp(log_ratio)
+    free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    loss, flags = torch.maximum(free, clipped), {"clip_fraction": clipped > free}
+    if dual is not None:
+        bound = -advantages * dual
+        flags["dual_clip_fraction"] = (advantages < 0) & (loss > bound)
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return TokenLoss(loss, flags)
+
+
+def sequence_log_ratio(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
+    """The mean log-ratio of each token's sequence, [t], with the gradient of the token's own log-ratio.
+
+    The token form of GSPO, Zheng et al. 2025 (arXiv 2507.18071), equation 14: with one advantage per sequence and
+    seq-mean-token-mean its gradient is that of the sequence's ratio.
+    """
+    mean = inputs.sequence_mean(log_ratio.detach())[inputs.sequence]
+    return mean + log_ratio - log_ratio.detach()
+
+
+def geometric_mean(log_ratio: Tensor, inputs: LossInputs, low: float, high: float) -> TokenLoss:
+    """`-A exp(mean of clipped log-ratios)`, the mean over the sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
+
+    A token's log-ratio is clipped to [-low, high], on the side where PPO clips: above for A > 0, below for A < 0.
+    """
+    sign = torch.sign(inputs.advantages)
+    free, clipped = sign * log_ratio, sign * log_ratio.clamp(-low, high)
+    mean = inputs.sequence_mean(sign * torch.minimum(free, clipped))
+    return TokenLoss(-inputs.advantages * bounded_exp(mean)[inputs.sequence], {"clip_fraction": clipped < free})
+
+
+def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    """`-clip(r, 1 - low, 1 + high) A log p`, no gradient through the clip: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
+
+    Clipping bounds a token's weight and never takes its gradient.
+    """
+    ratio = bounded_exp(log_ratio.detach())
+    outside = (ratio < 1 - low) | (ratio > 1 + high)
+    return TokenLoss(-ratio.clamp(1 - low, 1 + high) * advantages * logprobs, {"clip_fraction": outside & (advantages != 0)})
+
+
+def sapo(log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
+    """`-(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347). A soft gate for a clip."""
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return TokenLoss(-4 / tau * torch.sigmoid(tau * (bounded_exp(log_ratio) - 1)) * advantages)
+
+
+def tv_mask(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float, cap: float) -> TokenLoss:
+    """`-min(r, cap) A log p` without the tokens that the update would push further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
+
+    A token is masked when its probability is more than `high` above the sampler's and A > 0, or more than `low` below it and
+    A < 0. r is the ratio to the sampler, without gradient.
+    """
+    probability, sampled = torch.exp(logprobs.detach()), torch.exp(behaviour)
+    masked = torch.where(advantages > 0, probability - sampled > high, sampled - probability > low) & (advantages != 0)
+    ratio = bounded_exp(logprobs.detach() - behaviour).clamp(max=cap)
+    return TokenLoss(torch.where(masked, 0.0, -ratio * advantages * logprobs), {"clip_fraction": masked})
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
+    """`-A log p`: REINFORCE, Williams 1992 (Machine Learning 8). Right for the policy that sampled the token only."""
+    return TokenLoss(-advantages * logprobs)
+
+
+def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip: float | None) -> TokenLoss:
+    """`max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2`, V_old before the iteration's first step.
+
+    As in OpenAI's PPO; the clip holds the critic back as PPO's holds the policy. `value_clip_fraction` counts the tokens whose
+    clipped branch is the larger one.
 
     Args:
-        logprobs: of the sampled tokens under the policy being trained.
-        old_logprobs: under the policy before this iteration's first optimizer step; carries no gradient.
-        advantages: broadcastable to `logprobs`.
-        low, high: the ratio is clipped to [1 - low, 1 + high].
+        new_values: [t], carries the gradient.
+        values: [t], V_old.
+        returns: [t], G.
+        clip: None: the squared error alone.
     """
-    ratio = torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    return -torch.minimum(ratio * advantages, ratio.clamp(1.0 - low, 1.0 + high) * advantages)
-
-
-def importance_weights(old_logprobs: Tensor, behaviour_logprobs: Tensor, cap: float) -> Tensor:
-    """The factor `min(e^(old - behaviour), cap)` by which the surrogate of each token is corrected for who sampled it.
-
-    The surrogate takes its expectation over tokens of the policy before the step (old), while the tokens come from the behaviour
-    policies: older versions, and the replica's engine. Weighted by their ratio it is the decoupled objective of Hilton et al. 2021
-    (arXiv 2110.00641), whose clipping is still measured from the policy before the step. The cap bounds the variance at
-    the price of a bias: truncated importance sampling, Ionides 2008 (J. Comput. Graph. Stat. 17), per token as in Yao et al. 2025,
-    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Same shape as the arguments; carries no gradient.
-
-    Args:
-        old_logprobs: of the sampled tokens under the learner's policy before this iteration's first optimizer step.
-        behaviour_logprobs: under the policy that sampled each token, as the replica reported them.
-        cap: at least 1; a policy that was its own behaviour has weights of 1.
-    """
-    log_ratio = (old_logprobs - behaviour_logprobs).detach()
-    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clamp(max=cap)
-
-
-def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """The k3 estimate of KL(policy || reference) at each sampled token: `e^d - d - 1` with d = reference - policy.
-
-    Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html); as GRPO's penalty: arXiv 2402.03300,
-    equation 4. Never negative, and unbiased for tokens sampled from the policy.
-    """
-    delta = (reference_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(delta) - delta
-
-
-def mismatch_kl(learner_logprobs: Tensor, behaviour_logprobs: Tensor) -> Tensor:
-    """k3 of KL(behaviour || learner) at each token: how far the replica's engine is from the learner's model.
-
-    With one set of weights on both sides it is zero up to rounding; a value that grows says that weights, temperature or
-    tokens differ between the two. Same shape as the arguments; carries no gradient.
-    """
-    return k3(behaviour_logprobs.detach(), learner_logprobs.detach())
+    free = (new_values - returns) ** 2
+    if clip is None:
+        return TokenLoss(free / 2)
+    clipped = (torch.clamp(new_values, values - clip, values + clip) - returns) ** 2
+    return TokenLoss(torch.maximum(free, clipped) / 2, {"value_clip_fraction": clipped > free})

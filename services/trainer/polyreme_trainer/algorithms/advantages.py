@@ -1,0 +1,176 @@
+"""Advantage estimators: rewards to advantages, in float64 numpy.
+
+Estimators of the first kind take rewards per token and the critic's values; those of the second take one score per sample and
+compare it with the samples of its group.
+
+Invariant: a masked token has advantage 0 and no influence; a group whose scores are equal has advantages of exactly 0.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyreme_trainer.algorithms.batch import Float64, Int64, sequence_sums
+from polyreme_trainer.algorithms.groups import Groups, equal
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance of whitened advantages."""
+
+Mask = NDArray[np.floating]
+
+
+def gae(
+    rewards: Float64,
+    values: Float64,
+    mask: Mask,
+    offsets: Int64,
+    gamma: float,
+    lam: Float64,
+    final_values: Float64 | None = None,
+) -> tuple[Float64, Float64]:
+    """Generalised advantage estimation, Schulman et al. 2015 (arXiv 1506.02438), equation 16, over the trained tokens.
+
+    `delta_t = r_t + gamma V_next - V_t` and `A_t = delta_t + gamma lam A_next`, where "next" is the next trained token of the
+    sequence: value and advantage are carried over the masked ones. After the last one the value is 0, or `final_values`.
+
+    Args:
+        rewards, values: float64 [t].
+        mask: [t], 1 where the token is trained on.
+        offsets: int64 [n + 1].
+        gamma: discount per trained token.
+        lam: float64 [n], of each sequence.
+        final_values: float64 [n], what follows the last trained token; None: 0, the sequence has ended.
+
+    Returns:
+        Advantages and returns `A + V`, float64 [t], 0 where masked. Neither is whitened.
+    """
+    trained = mask > 0
+    counts = sequence_sums(trained, offsets).astype(np.int64)
+    ends = np.cumsum(counts)
+    v = values[trained]
+    following = np.zeros_like(v)
+    following[:-1] = v[1:]
+    following[ends[counts > 0] - 1] = 0.0 if final_values is None else final_values[counts > 0]
+    advantages = np.zeros(len(mask))
+    advantages[trained] = _discounted_sums(rewards[trained] + gamma * following - v, counts, gamma * lam)
+    returns = np.zeros(len(mask))
+    returns[trained] = advantages[trained] + v
+    return advantages, returns
+
+
+def discounted_returns(rewards: Float64, mask: Mask, offsets: Int64, gamma: float) -> Float64:
+    """`G_t = r_t + gamma G_next` over the trained tokens of each sequence, float64 [t], 0 where masked (REINFORCE)."""
+    trained = mask > 0
+    counts = sequence_sums(trained, offsets).astype(np.int64)
+    returns = np.zeros(len(mask))
+    returns[trained] = _discounted_sums(rewards[trained], counts, np.full(len(counts), gamma))
+    return returns
+
+
+def _discounted_sums(values: Float64, counts: Int64, decay: Float64) -> Float64:
+    """`s_k = x_k + decay s_(k+1)` within each run of `counts[i]` values, all runs at a time: one step per token of the longest."""
+    sums = values.copy()
+    order = np.argsort(-counts, kind="stable")
+    ends, descending = np.cumsum(counts)[order], -counts[order]
+    for back in range(2, int(counts.max(initial=0)) + 1):
+        active = int(np.searchsorted(descending, -back, side="right"))  # runs with at least `back` values come first
+        position = ends[:active] - back
+        sums[position] += decay[order[:active]] * sums[position + 1]
+    return sums
+
+
+def length_adaptive_lambda(lengths: Int64, alpha: float) -> Float64:
+    """float64 [n], `1 - 1 / (alpha l)`, at least 0, of responses of l tokens: VAPO, Yue et al. 2025 (arXiv 2504.05118), section 4.2."""
+    return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(lengths, 1)))
+
+
+def group_normalised(scores: Float64, group: Int64, floor: float, ddof: int) -> Float64:
+    """`(r - mean) / (std + floor)` within the group: GRPO, Shao et al. 2024 (arXiv 2402.03300), section 4.1.2.
+
+    Args:
+        scores: float64 [n].
+        group: int64 [n].
+        floor: added to the deviation, so that near-equal scores are not blown up into full-size advantages.
+        ddof: 1 for the unbiased deviation, 0 for that of the group as a population.
+
+    Raises:
+        ValueError: a group of one sample.
+    """
+    groups = _with_peers(group)
+    std = np.where(groups.constant(scores), np.inf, groups.std(scores, ddof) + floor)
+    return (scores - groups.mean(scores)) / std
+
+
+def group_centred(scores: Float64, group: Int64) -> Float64:
+    """`r - mean` within the group: Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783), section 3.2. Raises as `group_normalised`."""
+    groups = _with_peers(group)
+    return np.where(groups.constant(scores), 0.0, scores - groups.mean(scores))
+
+
+def leave_one_out(scores: Float64, group: Int64) -> Float64:
+    """`r` minus the mean of the group's other samples: RLOO, Ahmadian et al. 2024 (arXiv 2402.14740). Raises as `group_normalised`."""
+    groups = _with_peers(group)
+    sizes = groups.sizes[groups.member_of]
+    return group_centred(scores, group) * sizes / (sizes - 1)
+
+
+def length_weighted(scores: Float64, group: Int64, lengths: Int64) -> Float64:
+    """`r - sum(l r) / sum(l)` within the group, l the trained tokens: OPO, Hao et al. 2025 (arXiv 2505.23585).
+
+    Raises as `group_normalised`. A group without trained tokens has advantages of 0.
+    """
+    groups = _with_peers(group)
+    weights = groups.sums(lengths.astype(np.float64))
+    baseline = groups.sums(lengths * scores) / np.maximum(weights, 1.0)
+    unmoved = groups.constant(scores) | (weights == 0)[groups.member_of]
+    return np.where(unmoved, 0.0, scores - baseline[groups.member_of])
+
+
+def greedy_baseline(scores: Float64, group: Int64, greedy: NDArray[np.bool_]) -> Float64:
+    """float64 [n], the score of the greedy answer to the same prompt: ReMax, Li et al. 2023 (arXiv 2310.10505). The mean of several.
+
+    Raises:
+        ValueError: a group without a greedy sample.
+    """
+    groups = Groups(group)
+    count = groups.sums(greedy.astype(np.float64))
+    if (count == 0).any():
+        raise ValueError(f"{int((count == 0).sum())} groups have no greedy sample")
+    baseline: Float64 = (groups.sums(np.where(greedy, scores, 0.0)) / count)[groups.member_of]
+    return baseline
+
+
+def per_part(parts: Float64, weights: tuple[float, ...], group: Int64, floor: float, ddof: int) -> Float64:
+    """Every part of the reward normalised within its group, then their weighted sum: GDPO, Liu et al. 2026 (arXiv 2601.05242).
+
+    Args:
+        parts: float64 [n, k].
+        weights: k of them.
+
+    Raises as `group_normalised`.
+    """
+    columns = [w * group_normalised(part, group, floor, ddof) for part, w in zip(parts.T, weights, strict=True)]
+    return np.sum(columns, axis=0) if columns else np.zeros(len(parts))
+
+
+def positives(scores: Float64, threshold: float) -> Float64:
+    """1 for a score above the threshold, else 0: RAFT, Dong et al. 2023 (arXiv 2304.06767), imitates the accepted samples only."""
+    return (scores > threshold).astype(np.float64)
+
+
+def whiten(advantages: Float64, mask: Mask) -> Float64:
+    """Mean 0 and variance 1 (as a population) over all trained tokens of the batch; float64 [t], 0 where masked.
+
+    The batch is the whole iteration's, so that the statistics are global. Equal advantages become exactly 0.
+    """
+    trained = mask > 0
+    result, x = np.zeros(len(advantages)), advantages[trained]
+    if len(x) and not equal(x.min(), x.max()):
+        result[trained] = (x - x.mean()) / np.sqrt(x.var() + WHITEN_EPSILON)
+    return result
+
+
+def _with_peers(group: Int64) -> Groups:
+    groups = Groups(group)
+    if len(groups) and groups.smallest < 2:
+        raise ValueError("a group of one sample has nothing to be compared with")
+    return groups

@@ -1,0 +1,198 @@
+"""A recipe composed into the functions that training calls: advantages of an iteration, losses of a micro-batch.
+
+Invariant: pure functions of their arguments. What must outlive an iteration is in the state that `advantages` returns.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyreme_trainer.algorithms import correction, estimation, losses, shaping
+from polyreme_trainer.algorithms.aggregation import token_coefficients
+from polyreme_trainer.algorithms.batch import Advantages, Bool, Float32, Float64, Int64, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.inputs import LossInputs
+from polyreme_trainer.algorithms.kl import adapt, estimate
+from polyreme_trainer.algorithms.losses import TokenLoss
+from polyreme_trainer.algorithms.metrics import Metrics, mean_of
+from polyreme_trainer.algorithms.recipe import (
+    Cispo,
+    Clip,
+    Gae,
+    GeometricMean,
+    GreedyBaseline,
+    Kl,
+    PerPart,
+    PolicyGradient,
+    Recipe,
+    Sapo,
+    TvMask,
+)
+from polyreme_trainer.algorithms.state import INITIAL, AlgorithmState
+from polyreme_trainer.algorithms.summary import summary
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a batch or micro-batch must hold beside scores, sampler's log-probabilities and, for several optimizer steps, `old`.
+
+    Attributes:
+        reference: log-probabilities under the reference policy.
+        critic: values before, and a critic to train.
+        final_values: the critic's value after the last token.
+        old: log-probabilities before the first step, in the batch, even where there is one step only.
+        entropy: of the policy, with gradient.
+        teacher: log-probabilities under a teacher.
+        parts: the reward's components.
+        ids: of the tokens.
+        greedy: a greedy sample in every group.
+    """
+
+    reference: bool
+    critic: bool
+    final_values: bool
+    old: bool
+    entropy: bool
+    teacher: bool
+    parts: bool
+    ids: bool
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """
+    Args:
+        recipe: checked (see `presets`).
+        longest: tokens that a response may have.
+    """
+
+    recipe: Recipe
+    longest: int
+
+    @property
+    def needs(self) -> Needs:
+        recipe, estimator = self.recipe, self.recipe.advantage
+        return Needs(
+            reference=recipe.kl is not None,
+            critic=isinstance(estimator, Gae),
+            final_values=isinstance(estimator, Gae) and estimator.bootstrap_truncated,
+            old=recipe.kl is not None and recipe.kl.place == "reward",
+            entropy=recipe.entropy_coef > 0,
+            teacher=recipe.teacher_coef > 0,
+            parts=isinstance(estimator, PerPart),
+            ids=recipe.shaping.repetition is not None,
+            greedy=isinstance(estimator, GreedyBaseline),
+        )
+
+    def advantages(self, batch: TokenBatch, state: AlgorithmState = INITIAL) -> Advantages:
+        """Of a whole iteration. Raises ValueError where the batch lacks what the recipe needs."""
+        recipe = self.recipe
+        scores, moments = estimation.shaped_scores(recipe.shaping, batch, self.longest, state.scores)
+        kl, coef = None, state.kl_coef
+        if recipe.kl is not None and recipe.kl.place == "reward":
+            kl, coef = self._kl_in_reward(recipe.kl, batch), coef if recipe.kl.adaptive and coef is not None else recipe.kl.coef
+        rewards = estimation.rewards_of(batch, scores, None if kl is None or coef is None else coef * kl)
+        advantages, returns = estimation.estimate(recipe.advantage, batch, rewards)
+        if recipe.teacher_coef > 0:
+            teacher = estimation.required(batch.teacher, "teacher")
+            advantages = advantages + shaping.distillation_advantages(teacher, batch.policy, batch.mask, recipe.teacher_coef)
+        dropped = batch.truncated & recipe.shaping.truncation_mask
+        return Advantages(
+            advantages=advantages.astype(np.float32),
+            returns=None if returns is None else returns.astype(np.float32),
+            weight=shaping.keep_tokens(dropped, batch.offsets),
+            metrics=summary(batch, rewards, advantages, returns, dropped, kl, coef),
+            state=AlgorithmState(kl_coef=self._next_coef(batch, kl, coef), scores=moments),
+        )
+
+    def coefficients(self, batch: TokenBatch, advantages: Advantages, step: Int64) -> Float32:
+        """float32 [t], `LossInputs.weight` of every token of an optimizer step on the sequences `step`; 0 for all others."""
+        return advantages.weight * token_coefficients(batch.mask, batch.offsets, step, self.recipe.aggregation, self.longest)
+
+    def critic_coefficients(self, batch: TokenBatch, step: Int64) -> Float32:
+        """The same for `critic_loss`: the mean over all trained tokens. A masked sample still teaches the critic."""
+        return token_coefficients(batch.mask, batch.offsets, step, "token-mean")
+
+    def has_gradient(self, batch: TokenBatch, advantages: Advantages) -> Bool:
+        """bool [n], whether a sequence can move the policy; others may be left out of the backward pass without any change."""
+        alive = batch.trained & (advantages.weight > 0)
+        if not (self.recipe.entropy_coef > 0 or (self.recipe.kl is not None and self.recipe.kl.place == "loss")):
+            alive &= advantages.advantages != 0
+        return sequence_sums(alive, batch.offsets) > 0
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        """The policy's loss over a micro-batch, to be added up over micro-batches and ranks, and its metrics.
+
+        The correction's factor is on the surrogate only: KL and entropy are not expectations over the sampler's tokens alone.
+        """
+        recipe = self.recipe
+        anchor = inputs.old if recipe.anchor == "old" else inputs.behaviour
+        surrogate = self._surrogate(inputs, anchor)
+        factor, metrics = correction.correct(recipe.correction, inputs)
+        policy_loss = total = surrogate.loss * factor
+        metrics |= {
+            "policy_loss": mean_of(policy_loss, inputs.weight),
+            "ppo_kl": mean_of(anchor - inputs.logprobs),
+            **{name: mean_of(flag) for name, flag in surrogate.flags.items()},
+        }
+        if recipe.kl is not None and recipe.kl.place == "loss":
+            kl = estimate(recipe.kl.estimator, inputs.logprobs, estimation.required(inputs.reference, "reference"))
+            total = total + recipe.kl.coef * kl
+            metrics["kl"] = mean_of(kl)
+        if inputs.entropy is not None:
+            metrics["entropy"] = mean_of(inputs.entropy)
+        if recipe.entropy_coef > 0:
+            total = total - recipe.entropy_coef * estimation.required(inputs.entropy, "entropy")
+        return (inputs.weight * total).sum(), metrics
+
+    def critic_loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        """The critic's loss over a micro-batch, likewise; `inputs.weight` are the critic's coefficients.
+
+        Raises:
+            ValueError: the recipe has no critic.
+        """
+        if not isinstance(self.recipe.advantage, Gae):
+            raise ValueError(f"{self.recipe.advantage.kind} has no critic")
+        new, old = estimation.required(inputs.new_values, "new_values"), estimation.required(inputs.values, "values")
+        returns = estimation.required(inputs.returns, "returns")
+        result = losses.value_loss(new, old, returns, self.recipe.advantage.value_clip)
+        metrics = {"value_loss": mean_of(result.loss, inputs.weight)}
+        return (inputs.weight * result.loss).sum(), metrics | {name: mean_of(flag) for name, flag in result.flags.items()}
+
+    def _surrogate(self, inputs: LossInputs, anchor: Tensor) -> TokenLoss:
+        log_ratio, logprobs, advantages = inputs.logprobs - anchor, inputs.logprobs, inputs.advantages
+        match self.recipe.loss:
+            case Clip(low=low, high=high, dual=dual, ratio=level):
+                if level == "sequence":
+                    log_ratio = losses.sequence_log_ratio(log_ratio, inputs)
+                return losses.clip(log_ratio, advantages, low, high, dual)
+            case GeometricMean(low=low, high=high):
+                return losses.geometric_mean(log_ratio, inputs, low, high)
+            case Cispo(low=low, high=high):
+                return losses.cispo(log_ratio, logprobs, advantages, low, high)
+            case Sapo(tau_positive=positive, tau_negative=negative):
+                return losses.sapo(log_ratio, advantages, positive, negative)
+            case TvMask(low=low, high=high, cap=cap):
+                return losses.tv_mask(logprobs, anchor, advantages, low, high, cap)
+            case PolicyGradient():
+                return losses.policy_gradient(logprobs, advantages)
+
+    def _kl_in_reward(self, kl: Kl, batch: TokenBatch) -> Float64:
+        """The estimate at each token, float64 [t], 0 where masked."""
+        reference = estimation.required(batch.reference, "reference")
+        result, trained = np.zeros(batch.tokens), batch.trained
+        policy, frozen = (torch.from_numpy(x[trained].astype(np.float64)) for x in (batch.policy, reference))
+        result[trained] = estimate(kl.estimator, policy, frozen).numpy()
+        return result
+
+    def _next_coef(self, batch: TokenBatch, kl: Float64 | None, coef: float | None) -> float | None:
+        """The coefficient of the next iteration, of the KL per response in this one; None where nothing adapts it."""
+        samples = int((batch.lengths > 0).sum())
+        if kl is None or coef is None or self.recipe.kl is None or self.recipe.kl.adaptive is None:
+            return None
+        if samples == 0:
+            return coef
+        controller = self.recipe.kl.adaptive
+        return adapt(coef, float(kl.sum()) / samples, controller.target, controller.horizon, samples)

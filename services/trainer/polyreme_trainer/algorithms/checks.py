@@ -1,0 +1,184 @@
+"""Combinations of primitives that make no sense, refused before anything starts.
+
+Invariant: every error says why the combination cannot be meant.
+"""
+
+from collections.abc import Iterator
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.algorithms.recipe import (
+    Clip,
+    Gae,
+    GeometricMean,
+    GreedyBaseline,
+    GroupMean,
+    GroupNorm,
+    IcePop,
+    LeaveOneOut,
+    LengthWeightedBaseline,
+    PerPart,
+    PolicyGradient,
+    Recipe,
+    Returns,
+    SequenceTis,
+    Shaping,
+    TokenTis,
+    TvMask,
+    Zero,
+)
+
+GROUP_ESTIMATORS = (GroupNorm, GroupMean, LeaveOneOut, LengthWeightedBaseline, PerPart)
+TOKEN_ESTIMATORS = (Gae, Returns, GreedyBaseline)
+WEIGHTS = (TokenTis, SequenceTis, IcePop)
+
+
+def check(recipe: Recipe, group_size: int, steps: int, critic: bool) -> None:
+    """
+    Args:
+        recipe: resolved.
+        group_size: samples of a prompt.
+        steps: optimizer steps of an iteration, over all epochs and mini-batches.
+        critic: whether the run has a critic.
+
+    Raises:
+        ConfigError: the first combination that makes no sense.
+    """
+    for found in (
+        *_advantage(recipe, group_size, critic),
+        *_ratio(recipe, steps),
+        *_correction(recipe),
+        *_kl(recipe),
+        *_shaping(recipe),
+    ):
+        raise found
+
+
+def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[ConfigError]:
+    kind = recipe.advantage.kind
+    if isinstance(recipe.advantage, GROUP_ESTIMATORS) and group_size < 2:
+        yield ConfigError(
+            f"at least two samples of a prompt for advantage {kind}, which compares them with one another",
+            f"group_size {group_size}",
+            "Raise group_size, or choose an estimator that needs no group: gae, returns.",
+        )
+    if isinstance(recipe.advantage, Gae) and not critic:
+        yield ConfigError(
+            "a critic for advantage gae, which is made of its values", "no critic", "Configure one, or choose another estimator."
+        )
+    if critic and not isinstance(recipe.advantage, Gae):
+        yield ConfigError(
+            "no critic, since only advantage gae reads its values", f"a critic beside {kind}", "Remove the critic, or use gae."
+        )
+    if isinstance(recipe.advantage, Zero) and recipe.teacher_coef == 0:
+        yield ConfigError("something to learn from", "advantage zero without teacher_coef", "Set teacher_coef, or an estimator.")
+    if recipe.dynamic_sampling and (isinstance(recipe.advantage, PerPart) or not isinstance(recipe.advantage, GROUP_ESTIMATORS)):
+        yield ConfigError(
+            "an estimator that compares the scores of a group, for which groups of equal scores teach nothing",
+            f"dynamic_sampling with advantage {kind}, which can learn from them",
+            "Turn dynamic_sampling off.",
+        )
+    if recipe.dynamic_sampling and recipe.teacher_coef > 0:
+        yield ConfigError(
+            "every group for the distillation, which needs no scores",
+            "dynamic_sampling, which drops groups by their scores",
+            "Turn dynamic_sampling off.",
+        )
+
+
+def _ratio(recipe: Recipe, steps: int) -> Iterator[ConfigError]:
+    loss = recipe.loss
+    sequence = isinstance(loss, GeometricMean) or (isinstance(loss, Clip) and loss.ratio == "sequence")
+    if sequence and isinstance(recipe.advantage, TOKEN_ESTIMATORS):
+        yield ConfigError(
+            "one advantage per response for a loss with one ratio per response",
+            f"advantage {recipe.advantage.kind}, one per token",
+            "Use an estimator that compares samples, or loss.ratio: token.",
+        )
+    if sequence and recipe.teacher_coef > 0:
+        yield ConfigError(
+            "one advantage per response for a loss with one ratio per response",
+            "distillation, an advantage per token",
+            "Use a loss with a ratio per token.",
+        )
+    if sequence and recipe.aggregation != "seq-mean-token-mean":
+        yield ConfigError(
+            "aggregation seq-mean-token-mean for a loss with one ratio per response, which would count by its length otherwise",
+            recipe.aggregation,
+            "Set aggregation: seq-mean-token-mean.",
+        )
+    if isinstance(loss, Clip) and loss.dual is not None and loss.dual <= 1 + loss.high:
+        yield ConfigError(
+            "a dual clip above 1 + high, since it bounds what the clip leaves", f"dual {loss.dual}", "Raise it, 3 is usual."
+        )
+    if isinstance(loss, TvMask) and recipe.anchor != "behaviour":
+        yield ConfigError(
+            "anchor: behaviour for loss tv_mask, whose trust region is around the sampler",
+            recipe.anchor,
+            "Set anchor: behaviour.",
+        )
+    if isinstance(loss, PolicyGradient) and recipe.anchor == "behaviour":
+        yield ConfigError("no anchor for loss policy_gradient, which has no ratio", "anchor: behaviour", "Remove anchor.")
+    if isinstance(loss, PolicyGradient) and steps > 1:
+        yield ConfigError(
+            "one optimizer step per iteration for loss policy_gradient, which has no ratio for the policy that the first has changed",
+            f"{steps} steps",
+            "Set minibatches and epochs to 1, or use a loss with a ratio.",
+        )
+
+
+def _correction(recipe: Recipe) -> Iterator[ConfigError]:
+    kinds = [correction.kind for correction in recipe.correction]
+    weights = [correction.kind for correction in recipe.correction if isinstance(correction, WEIGHTS)]
+    if len(weights) > 1:
+        yield ConfigError(
+            "one importance weight, since every one corrects the same difference", " and ".join(weights), "Keep one of them."
+        )
+    if len(set(kinds)) < len(kinds):
+        yield ConfigError("each mask once", " and ".join(kinds), "Keep one of each.")
+    if kinds and recipe.anchor == "behaviour":
+        yield ConfigError(
+            "no correction with anchor: behaviour, whose ratio is already that to the sampler",
+            " and ".join(kinds),
+            "Remove the correction, or set anchor: old.",
+        )
+
+
+def _kl(recipe: Recipe) -> Iterator[ConfigError]:
+    kl = recipe.kl
+    if kl is None:
+        return
+    if kl.place == "reward" and kl.estimator.endswith("+"):
+        yield ConfigError(
+            "an estimator without + in the reward, through which no gradient flows", kl.estimator, f"Use {kl.estimator[:-1]}."
+        )
+    if kl.place == "loss" and kl.adaptive is not None:
+        yield ConfigError(
+            "a fixed coefficient for the KL in the loss: the controller needs the KL before the step",
+            "adaptive",
+            "Remove kl.adaptive, or set kl.place: reward.",
+        )
+    if kl.place == "loss" and kl.estimator == "k1":
+        yield ConfigError(
+            "an estimator whose gradient is one of the KL",
+            "k1 in the loss, whose gradient is 0 in expectation",
+            "Use k2, k3 or k1+.",
+        )
+    if kl.place == "reward" and isinstance(recipe.advantage, PerPart | Zero):
+        yield ConfigError(
+            f"the KL in the loss with advantage {recipe.advantage.kind}, which does not read the reward it would be part of",
+            "kl.place: reward",
+            "Set kl.place: loss.",
+        )
+
+
+def _shaping(recipe: Recipe) -> Iterator[ConfigError]:
+    shaping = recipe.shaping
+    if shaping.clip is not None and shaping.clip[0] >= shaping.clip[1]:
+        yield ConfigError("the lowest score before the highest", f"shaping.clip {list(shaping.clip)}", "Swap them.")
+    idle = Shaping(truncation_mask=shaping.truncation_mask)
+    if isinstance(recipe.advantage, PerPart | Zero) and shaping != idle:
+        yield ConfigError(
+            f"no shaping of the score with advantage {recipe.advantage.kind}, which does not read it",
+            "shaping",
+            "Make what shapes the score a part of the reward, or remove it.",
+        )

@@ -1,0 +1,89 @@
+"""Correction for samples of another policy: an older version, or the replica's engine, whose numbers differ from the learner's.
+
+The surrogate takes its expectation over tokens of the policy before the step (old), while they come from the sampler
+(behaviour). w = e^(old - behaviour) corrects the difference (the decoupled objective of Hilton et al. 2021, arXiv 2110.00641);
+bounds on w trade its variance for a bias, and masks drop what is too far off to be corrected.
+
+Invariant: a factor carries no gradient and changes no divisor; where old and behaviour are equal it is exactly 1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.algorithms.inputs import LossInputs
+from polyreme_trainer.algorithms.kl import estimate
+from polyreme_trainer.algorithms.metrics import Metrics, maximum_of, mean_of
+from polyreme_trainer.algorithms.ratio import LOG_RATIO_LIMIT
+from polyreme_trainer.algorithms.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
+
+
+def log_weights(inputs: LossInputs) -> Tensor:
+    """log w of each token, [t], without gradient."""
+    return (inputs.old - inputs.behaviour).detach()
+
+
+def factor(correction: Correction, log_w: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor | None]:
+    """The factor on each token's surrogate, [t], and which weights were cut to a cap, bool [t]; None: there is no cap.
+
+    - token_tis: min(w, cap), truncated importance sampling: Ionides 2008 (J. Comput. Graph. Stat. 17); per token, Yao et al. 2025,
+      "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+    - sequence_tis: min(product of w over the sequence, cap).
+    - icepop: w where low <= w <= high, else 0 (arXiv 2510.18855).
+    - geometric_mask: 1 where low <= exp(mean log w of the sequence) <= high, else 0.
+    - veto: 0 for every token of a sequence with some w below low or above high, else 1.
+    """
+    w = _exp(log_w)
+    match correction:
+        case TokenTis(cap=cap):
+            return w.clamp(max=cap), w > cap
+        case SequenceTis(cap=cap):
+            product = _exp(inputs.sequence_sum(log_w))[inputs.sequence]
+            return product.clamp(max=cap), product > cap
+        case IcePop(low=low, high=high):
+            return torch.where((w >= low) & (w <= high), w, 0.0), None
+        case GeometricMask(low=low, high=high):
+            mean = _exp(inputs.sequence_mean(log_w))
+            return ((mean >= low) & (mean <= high)).to(w.dtype)[inputs.sequence], None
+        case Veto(low=low, high=high):
+            outlier = w < low if high is None else (w < low) | (w > high)
+            return (inputs.sequence_sum(outlier.to(w.dtype)) == 0).to(w.dtype)[inputs.sequence], None
+
+
+def correct(corrections: Sequence[Correction], inputs: LossInputs) -> tuple[Tensor, Metrics]:
+    """The product of the factors, [t], and what there was to correct; the latter also without corrections.
+
+    Metrics: `importance_weight` and `importance_weight_max` of w; `off_policy_kl`, the k3 estimate of KL(behaviour || old), and
+    `mismatch_kl`, the same over the tokens that the policy before the step sampled itself (only what the engines differ by);
+    and with corrections `correction_factor`, `dropped_token_fraction`, `dropped_sequence_fraction` and, where a weight has a cap,
+    `truncated_fraction`, the tokens whose weight was cut to it.
+    """
+    log_w = log_weights(inputs)
+    w, k3 = _exp(log_w), estimate("k3", inputs.behaviour, inputs.old.detach())
+    metrics: Metrics = {
+        "importance_weight": mean_of(w),
+        "importance_weight_max": maximum_of(w),
+        "off_policy_kl": mean_of(k3),
+    }
+    if inputs.fresh is not None:
+        metrics["mismatch_kl"] = mean_of(k3, inputs.fresh.to(k3.dtype))
+    total = torch.ones_like(w)
+    if not corrections:
+        return total, metrics
+    for correction in corrections:
+        each, truncated = factor(correction, log_w, inputs)
+        total = total * each
+        if truncated is not None:
+            metrics["truncated_fraction"] = mean_of(truncated)
+    kept, tokens = inputs.sequence_sum((total > 0).to(w.dtype)), inputs.sequence_sum(torch.ones_like(w))
+    metrics |= {
+        "correction_factor": mean_of(total),
+        "dropped_token_fraction": mean_of(total == 0),
+        "dropped_sequence_fraction": mean_of(kept == 0, (tokens > 0).to(w.dtype)),
+    }
+    return total, metrics
+
+
+def _exp(x: Tensor) -> Tensor:
+    return torch.exp(x.clamp(max=LOG_RATIO_LIMIT))

@@ -1,0 +1,155 @@
+"""From a batch and a recipe to advantages: shaping, rewards per token, the estimator.
+
+Invariant: a token without loss mask has advantage 0, and so has one of a group whose rewards are equal, whitened or not.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from polyreme_trainer.algorithms import advantages as estimators
+from polyreme_trainer.algorithms import shaping
+from polyreme_trainer.algorithms.batch import Float64, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.groups import Groups
+from polyreme_trainer.algorithms.recipe import (
+    AdvantageEstimator,
+    Gae,
+    GreedyBaseline,
+    GroupMean,
+    GroupNorm,
+    LeaveOneOut,
+    LengthWeightedBaseline,
+    PerPart,
+    Positives,
+    Returns,
+    Shaping,
+    Zero,
+)
+from polyreme_trainer.algorithms.state import Moments
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """
+    Attributes:
+        scores: float64 [n], after shaping.
+        tokens: float64 [t], rewards per token; see `shaping.token_rewards`.
+        totals: float64 [n], of each sequence: its score, plus what its trained tokens have beside it.
+    """
+
+    scores: Float64
+    tokens: Float64
+    totals: Float64
+
+
+def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moments) -> tuple[Float64, Moments]:
+    """Scores float64 [n] after every step of the recipe, and the moments of the scores so far.
+
+    Args:
+        recipe: the steps.
+        batch: with `ids` where repetition is penalised.
+        longest: tokens that a response may have.
+        seen: moments before this batch. Greedy samples do not enter them.
+    """
+    scores = batch.score
+    if recipe.normalise:
+        seen = seen.update(scores[~batch.greedy])
+        scores = shaping.normalise(scores, seen)
+    if recipe.clip is not None:
+        scores = np.clip(scores, *recipe.clip)
+    if recipe.overlong is not None:
+        buffer = max(1, round(recipe.overlong.buffer * longest))
+        scores = scores + shaping.overlong_penalty(batch.lengths, longest, buffer, recipe.overlong.factor)
+    scores = scores - recipe.truncation_penalty * batch.truncated
+    if recipe.repetition is not None:
+        ids = required(batch.ids, "ids")
+        scores = scores + shaping.repetition_penalty(
+            ids, batch.mask, batch.offsets, recipe.repetition.ngram, recipe.repetition.factor
+        )
+    return scores, seen
+
+
+def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None) -> Rewards:
+    """Rewards of the shaped scores, the batch's process rewards and a KL penalty [t], coefficient included."""
+    none = np.zeros(len(batch))
+    beside = shaping.token_rewards(none, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
+    tokens = shaping.token_rewards(scores, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
+    return Rewards(scores, tokens, scores + sequence_sums(beside, batch.offsets))
+
+
+def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
+    """Advantages [t] and, of an estimator with a critic, returns [t]; float64, 0 where masked.
+
+    Raises:
+        ValueError: the batch lacks what the estimator needs, or a group cannot be compared within itself.
+    """
+    match recipe:
+        case Gae():
+            return _gae(recipe, batch, rewards.tokens)
+        case Returns(gamma=gamma, whiten=whiten):
+            returns = estimators.discounted_returns(rewards.tokens, batch.mask, batch.offsets, gamma)
+            return (estimators.whiten(returns, batch.mask) if whiten else returns), None
+        case GreedyBaseline():
+            baseline = estimators.greedy_baseline(rewards.scores, batch.group, batch.greedy)
+            returns = estimators.discounted_returns(rewards.tokens, batch.mask, batch.offsets, 1.0)
+            return np.where(batch.trained, returns - baseline[batch.sequence_of], 0.0), None
+        case Zero():
+            return np.zeros(batch.tokens), None
+    if batch.greedy.any():
+        raise ValueError(f"greedy samples in a batch for {recipe.kind}, which compares samples of one distribution")
+    per_token = np.where(batch.trained, _per_sample(recipe, batch, rewards.totals)[batch.sequence_of], 0.0)
+    if isinstance(recipe, GroupMean | PerPart) and recipe.whiten:
+        constant = _constant(recipe, batch, rewards.totals)[batch.sequence_of]
+        per_token = np.where(constant, 0.0, estimators.whiten(per_token, batch.mask))
+    return per_token, None
+
+
+def _per_sample(recipe: AdvantageEstimator, batch: TokenBatch, totals: Float64) -> Float64:
+    match recipe:
+        case GroupNorm(std_floor=floor, ddof=ddof):
+            return estimators.group_normalised(totals, batch.group, floor, ddof)
+        case GroupMean():
+            return estimators.group_centred(totals, batch.group)
+        case LeaveOneOut():
+            return estimators.leave_one_out(totals, batch.group)
+        case LengthWeightedBaseline():
+            return estimators.length_weighted(totals, batch.group, batch.lengths)
+        case PerPart(std_floor=floor, ddof=ddof):
+            return estimators.per_part(required(batch.parts, "parts"), batch.part_weights, batch.group, floor, ddof)
+        case Positives(threshold=threshold):
+            return estimators.positives(totals, threshold)
+    raise ValueError(f"{recipe.kind} has no advantage per sample")
+
+
+def _constant(recipe: GroupMean | PerPart, batch: TokenBatch, totals: Float64) -> np.ndarray:
+    groups = Groups(batch.group)
+    columns = [totals] if isinstance(recipe, GroupMean) else list(required(batch.parts, "parts").T)
+    return np.all([groups.constant(column) for column in columns], axis=0)
+
+
+def _gae(recipe: Gae, batch: TokenBatch, rewards: Float64) -> tuple[Float64, Float64]:
+    values = required(batch.values, "values").astype(np.float64)
+    final = None
+    if recipe.bootstrap_truncated:
+        final = np.where(batch.truncated, required(batch.final_values, "final_values"), 0.0)
+
+    def run(lam: Float64) -> tuple[Float64, Float64]:
+        return estimators.gae(rewards, values, batch.mask, batch.offsets, recipe.gamma, lam, final)
+
+    lam = np.full(len(batch), recipe.lam)
+    if recipe.length_adaptive_alpha is not None:
+        lam = estimators.length_adaptive_lambda(batch.lengths, recipe.length_adaptive_alpha)
+    advantages, returns = run(lam)
+    if recipe.value_lam is not None:
+        _, returns = run(np.full(len(batch), recipe.value_lam))
+    return (estimators.whiten(advantages, batch.mask) if recipe.whiten else advantages), returns
+
+
+def required(array: T | None, name: str) -> T:
+    """The array. Raises ValueError where the batch does not have it."""
+    if array is None:
+        raise ValueError(f"the batch has no {name}, which the recipe needs")
+    return array

@@ -1,0 +1,64 @@
+"""Statistics of each group of samples, and when scores count as equal.
+
+Invariant: whether a group has variance is decided here alone, for advantages and for filters alike.
+"""
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+RELATIVE, ABSOLUTE = 1e-6, 1e-9
+"""Scores no further apart than RELATIVE times the largest magnitude, plus ABSOLUTE, are equal. Two scores that differ by less
+differ by rounding: float32 resolves 1.2e-7, and sums of weighted parts cancel to about 1e-16. Divided by their deviation they
+would become full-size advantages."""
+
+Float64 = NDArray[np.float64]
+
+
+class Groups:
+    """The samples of a batch by group.
+
+    Args:
+        group: int64 [n], the same for the samples of one prompt; in any order.
+    """
+
+    def __init__(self, group: NDArray[np.int64]) -> None:
+        self.keys, self.member_of, self.sizes = np.unique(group, return_inverse=True, return_counts=True)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @cached_property
+    def smallest(self) -> int:
+        """Samples of the smallest group; 0 without groups."""
+        return int(self.sizes.min()) if len(self) else 0
+
+    def sums(self, values: Float64) -> Float64:
+        """float64 [groups], of `values` [n]."""
+        return np.bincount(self.member_of, weights=values, minlength=len(self)).astype(np.float64, copy=False)
+
+    def mean(self, values: Float64) -> Float64:
+        """float64 [n], for each sample the mean of `values` [n] over its group."""
+        means: Float64 = (self.sums(values) / self.sizes)[self.member_of]
+        return means
+
+    def std(self, values: Float64, ddof: int) -> Float64:
+        """float64 [n], for each sample the standard deviation of its group, with size - ddof as divisor."""
+        squares = self.sums((values - self.mean(values)) ** 2)
+        result: Float64 = np.sqrt(squares / (self.sizes - ddof))[self.member_of]
+        return result
+
+    def constant(self, values: Float64) -> NDArray[np.bool_]:
+        """bool [n], whether all of the sample's group have an equal value, up to rounding."""
+        low, high = np.full(len(self), np.inf), np.full(len(self), -np.inf)
+        np.minimum.at(low, self.member_of, values)
+        np.maximum.at(high, self.member_of, values)
+        result: NDArray[np.bool_] = equal(low, high)[self.member_of]
+        return result
+
+
+def equal(low: Float64, high: Float64) -> NDArray[np.bool_]:
+    """Whether the ends of a range are equal up to rounding."""
+    result: NDArray[np.bool_] = high - low <= RELATIVE * np.maximum(np.abs(low), np.abs(high)) + ABSOLUTE
+    return result

@@ -1,0 +1,52 @@
+"""What a loss sees of one micro-batch: its trained tokens, flat, so that no loss knows of padding or packing.
+
+Invariant: a sequence is never cut between micro-batches, so sums over a sequence are complete.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """t trained tokens of some sequences. Floating-point tensors have one dtype; only those named so carry a gradient.
+
+    Attributes:
+        logprobs: [t], of the tokens under the policy that is trained; carries the gradient.
+        old: [t], under the policy before the iteration's first optimizer step; `logprobs.detach()` where there is one step only.
+        behaviour: [t], under the policy that sampled each token.
+        advantages: [t].
+        weight: [t], coefficient of each token in the step's loss, computed over the global step: the loss is `sum(weight * x)`.
+        sequence: int64 [t], index of the token's sequence within the micro-batch.
+        sequences: how many there are.
+        reference: [t], under the reference policy.
+        returns: [t], the critic's targets.
+        values: [t], the critic's values before the iteration's first optimizer step.
+        new_values: [t], the critic's values now; carries the critic's gradient.
+        entropy: [t], of the policy at each token, in nats; carries the gradient.
+        fresh: bool [t], whether the policy before the step sampled the token; None: unknown.
+    """
+
+    logprobs: Tensor
+    old: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    weight: Tensor
+    sequence: Tensor
+    sequences: int
+    reference: Tensor | None = None
+    returns: Tensor | None = None
+    values: Tensor | None = None
+    new_values: Tensor | None = None
+    entropy: Tensor | None = None
+    fresh: Tensor | None = None
+
+    def sequence_sum(self, x: Tensor) -> Tensor:
+        """The sum of x [t] over each sequence, [sequences]; differentiable."""
+        return torch.zeros(self.sequences, dtype=x.dtype, device=x.device).index_add(0, self.sequence, x)
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """The mean of x [t] over each sequence's tokens, [sequences]; 0 for a sequence without tokens; differentiable."""
+        return self.sequence_sum(x) / self.sequence_sum(torch.ones_like(x)).clamp(min=1)
