@@ -23,10 +23,9 @@ def summary_lines(config: RunConfig) -> list[str]:
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
     ]
+    lines.insert(1, f"algorithm      {algorithm_line(config)}")
     if config.max_staleness:
-        cap = config.importance_cap
-        corrected = "not corrected for" if cap is None else f"with importance weights up to {cap:g}"
-        lines.insert(1, f"asynchrony     samples up to {config.max_staleness} iterations behind, {corrected}")
+        lines.insert(2, f"asynchrony     samples up to {config.max_staleness} iterations behind")
     for number, phase in enumerate(trainer.sft, start=1):
         lines.insert(
             number - 1,
@@ -45,6 +44,18 @@ def _warnings(config: RunConfig) -> list[str]:
         for key, interval in intervals.items()
         if interval > config.iterations
     ]
+
+
+def algorithm_line(config: RunConfig) -> str:
+    """The recipe's primitives in one line."""
+    algorithm, recipe = config.algorithm, config.recipe
+    kl = "no KL" if recipe.kl is None else f"KL {recipe.kl.estimator} x {recipe.kl.coef:g} in the {recipe.kl.place}"
+    corrected = " and ".join(each.kind for each in recipe.correction) or "no correction"
+    steps = algorithm.minibatches * algorithm.epochs
+    return (
+        f"{algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected},"
+        f" {steps} optimizer step(s) per iteration"
+    )
 
 
 def learning_rate(optimizer: OptimizerConfig, iterations: int) -> str:

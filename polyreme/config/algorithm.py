@@ -1,24 +1,67 @@
-"""The section `algorithm`: how samples and scores become a loss."""
+"""The section `algorithm`: a preset, what is overridden of it, and how an iteration is cut into optimizer steps.
 
-from typing import Literal
+Invariant: after validation the section holds every primitive of the resolved recipe, so what a preset means stands in the run's own
+configuration, and a later version of Polyreme cannot change it.
+"""
 
-from pydantic import Field
+from pathlib import Path
+from typing import Any, Literal
 
+from pydantic import Field, model_validator
+
+from polyreme.config.presets import STANDARD_CORRECTION, resolve
+from polyreme.config.recipe import Correction, Gae, Recipe, TvMask
 from polyreme.config.section import Section
 
 
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
-    clip_low: float = Field(0.2, gt=0, description="The probability ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.2, gt=0, description="The probability ratio is clipped above 1 + clip_high.")
-    kl_coef: float = Field(0.0, ge=0, description="Weight of the k3 KL to the reference policy. 0: no reference model is loaded.")
-    normalize_std: bool = Field(
-        True, description="Divide a group's advantages by their standard deviation (GRPO). false: Dr.GRPO."
+class AlgorithmSource(Section):
+    """A Python file or module with `advantages(batch)`, `loss(inputs)`, or both; each replaces the recipe's own."""
+
+    file: Path | None = Field(None, description="A Python file.")
+    module: str | None = Field(None, description="An importable Python module.")
+
+    @model_validator(mode="after")
+    def _one(self) -> "AlgorithmSource":
+        if (self.file is None) == (self.module is None):
+            raise ValueError("`source` needs one of `file` and `module`")
+        return self
+
+
+class AlgorithmConfig(Recipe):
+    preset: str = Field("grpo", description="The named recipe that the other keys override.")
+    correction: Literal["auto"] | tuple[Correction, ...] = Field(  # type: ignore[assignment]
+        "auto",
+        description="Corrections for samples of another policy. auto: truncated token weights where max_staleness > 0 or"
+        " weights are bfloat16, unless the loss measures ratios from the sampler already.",
     )
+    source: AlgorithmSource | None = Field(None, description="The user's own functions; none: those of the recipe.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over an iteration's samples.")
     epochs: int = Field(1, ge=1, description="Passes over an iteration's samples.")
-    importance_sampling: Literal["auto", "token", "none"] = Field(
-        "auto",
-        description="Correction for samples of other policies: truncated weights per token. auto: where max_staleness > 0.",
-    )
-    importance_cap: float = Field(2.0, ge=1, description="Largest importance weight.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve(cls, tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        own = {key: value for key, value in tree.items() if key not in Recipe.model_fields or key == "correction"}
+        overrides = {key: value for key, value in tree.items() if key not in own}
+        recipe = resolve(own.get("preset", "grpo"), overrides)
+        return {**recipe.model_dump(exclude={"correction"}), **own}
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the advantages are made of a critic's values."""
+        return isinstance(self.advantage, Gae)
+
+    def recipe(self, *, differs: bool) -> Recipe:
+        """The recipe alone.
+
+        Args:
+            differs: whether samples may be of another policy than the one that is trained (staleness, or a dtype in which engine
+                and learner round differently); decides what `correction: auto` means.
+        """
+        fields = {name: getattr(self, name) for name in Recipe.model_fields}
+        if self.correction == "auto":
+            anchored = self.anchor == "behaviour" or isinstance(self.loss, TvMask)
+            fields["correction"] = STANDARD_CORRECTION if differs and not anchored else ()
+        return Recipe.model_construct(**fields)

@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.data import DataConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.recipe import Recipe
+from polyreme.config.recipe_checks import check
 from polyreme.config.reward import RewardConfig
 from polyreme.config.rollout import RolloutConfig
 from polyreme.config.section import Operational, Section, without_operational
@@ -50,7 +52,7 @@ class RunConfig(Section):
     rollout: RolloutConfig
     reward: RewardConfig
     trainer: TrainerConfig
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of every service's ports, and of the reward service's unless it has its own."
     )
@@ -70,8 +72,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} must fit rollout.max_model_len = {self.rollout.max_model_len}"
             )
-        if self.algorithm.name == "grpo" and self.group_size < 2:
-            raise ValueError("group_size must be at least 2: GRPO compares the samples of a group")
+        check(self.recipe, self.group_size, self.algorithm.minibatches * self.algorithm.epochs, self.algorithm.has_critic)
         if self.algorithm.minibatches > self.groups_per_iteration:
             raise ValueError(
                 f"algorithm.minibatches = {self.algorithm.minibatches} is more than groups_per_iteration = {self.groups_per_iteration}: a minibatch has whole groups"
@@ -99,11 +100,9 @@ class RunConfig(Section):
         return self.holds_versions and self.evaluates(version)
 
     @property
-    def importance_cap(self) -> float | None:
-        """The largest importance weight of a token in training; None: samples count as the trained policy's own."""
-        algorithm, stale = self.algorithm, self.max_staleness > 0
-        corrects = algorithm.importance_sampling == "token" or (algorithm.importance_sampling == "auto" and stale)
-        return algorithm.importance_cap if corrects else None
+    def recipe(self) -> Recipe:
+        """The algorithm as the learner runs it."""
+        return self.algorithm.recipe(differs=self.max_staleness > 0 or self.model.dtype == "bfloat16")
 
     @property
     def samples_per_iteration(self) -> int:

@@ -61,8 +61,8 @@ def without_operational(section: Section) -> dict[str, Any]:
             value = getattr(section, name)
             if isinstance(value, Section):
                 plain[name] = without_operational(value)
-            elif value is not None:
-                plain[name] = [without_operational(each) for each in value]
+            elif isinstance(value, list | tuple):
+                plain[name] = [without_operational(each) if isinstance(each, Section) else each for each in value]
     return plain
 
 

@@ -16,19 +16,22 @@ from polyreme.config.run import RunConfig
 from polyreme.config.trainer import ParallelConfig
 from polyreme.experience.records import GroupRecord
 from support import learning
-from support.configs import run_config
+from support.configs import algorithm, run_config
 from support.models import tiny_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.real
 
 TOLERANCE = 1e-5
+TOKEN_TIS = {"kind": "token_tis", "cap": 1.5}
 ALGORITHMS = {
-    "grpo": AlgorithmConfig(clip_high=0.28),
-    "kl": AlgorithmConfig(kl_coef=0.1),
-    "minibatches": AlgorithmConfig(minibatches=2, epochs=2, normalize_std=False),
-    "corrected": AlgorithmConfig(importance_sampling="token", importance_cap=1.5),
-    "corrected minibatches": AlgorithmConfig(minibatches=2, importance_sampling="token", importance_cap=1.5),
+    "grpo": algorithm(loss={"high": 0.28}),
+    "kl": algorithm(kl={"place": "loss", "estimator": "k3", "coef": 0.1}),
+    "minibatches": algorithm(minibatches=2, epochs=2, advantage={"kind": "group_mean"}),
+    "corrected": algorithm(correction=[TOKEN_TIS]),
+    "corrected minibatches": algorithm(minibatches=2, correction=[TOKEN_TIS]),
+    "reward kl": AlgorithmConfig.model_validate({"preset": "reinforce_pp", "kl": {"coef": 0.05}}),
+    "sequence ratio": AlgorithmConfig.model_validate({"preset": "gspo", "minibatches": 2}),
 }
 
 
@@ -37,7 +40,9 @@ Results = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
 def config_of(folder: Path, model: Path, tensor: int, data: int) -> RunConfig:
     config = run_config(folder, model=ModelConfig(path=model))
-    trainer = config.trainer.model_copy(update={"parallel": ParallelConfig(tensor=tensor, data=data), "micro_batch_tokens": 128})
+    optimizer = config.trainer.optimizer.model_copy(update={"lr": learning.LR, "eps": learning.EPS})
+    parallel = ParallelConfig(tensor=tensor, data=data)
+    trainer = config.trainer.model_copy(update={"parallel": parallel, "micro_batch_tokens": 128, "optimizer": optimizer})
     return config.model_copy(update={"trainer": trainer})
 
 
@@ -45,7 +50,7 @@ def train_every_way(model: Path, folder: Path, tensor: int, data: int) -> Result
     """Weights and results of each algorithm and of the warm start."""
     folder.mkdir()
     config = config_of(folder, model, tensor, data)
-    sections = json.dumps({name: section.model_dump() for name, section in ALGORITHMS.items()})
+    sections = json.dumps({name: section.model_dump(mode="json") for name, section in ALGORITHMS.items()})
     run_ranks(learning.train_every_way, tensor * data, config.model_dump_json(), sections, str(folder))
     return {
         name: (load_file(folder / f"{name}.safetensors"), json.loads((folder / f"{name}.json").read_text()))
@@ -85,14 +90,14 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
     path, results = one_rank
     weights, recorded = results[name]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning.LR, eps=learning.ADAM.eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning.LR, eps=learning.EPS, weight_decay=0.0)
     for iteration, trained in enumerate(recorded["trained"], start=1):
         loss = plain_grpo_loss(model, learning.made_up_groups(iteration, model.config.vocab_size), cap)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        assert trained["policy_loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
+        assert trained["loss/policy"] == pytest.approx(loss.item(), abs=TOLERANCE)
         assert trained["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     expected = {name: value for name, value in model.state_dict().items() if name in weights}
     torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
@@ -120,7 +125,7 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Path) -> None:
     base = config_of(tmp_path, tiny_model("tied", tmp_path / "model"), tensor, data)
     config = base.model_copy(update={"algorithm": ALGORITHMS["minibatches"]})
-    for function in (learning.save_and_go_on, learning.resume_and_go_on):
+    for function in (learning.save_and_continue, learning.resume_and_continue):
         run_ranks(function, tensor * data, config.model_dump_json(), str(tmp_path))
     whole, resumed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumed"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)

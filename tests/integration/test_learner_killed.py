@@ -21,13 +21,12 @@ import pytest
 import torch
 from redis.asyncio import Redis
 
-from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import ParallelConfig
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
-from support.configs import run_config
+from support.configs import algorithm, run_config
 from support.filled_log import fill
 from support.models import tiny_model
 from support.mortal_learner import MOMENTS
@@ -145,8 +144,7 @@ def world(nursery: "Nursery", redis_url: str, redis: Redis, run_id: str, tmp_pat
 def config_of(folder: Path, model: Path, staleness: int, parallel: ParallelConfig) -> RunConfig:
     base = run_config(folder, iterations=ITERATIONS, groups_per_iteration=GROUPS, group_size=SAMPLES, max_staleness=staleness)
     trainer = base.trainer.model_copy(update={"save_interval": SAVE_INTERVAL, "parallel": parallel})
-    algorithm = AlgorithmConfig(minibatches=2)
-    return base.model_copy(update={"model": ModelConfig(path=model), "trainer": trainer, "algorithm": algorithm})
+    return base.model_copy(update={"model": ModelConfig(path=model), "trainer": trainer, "algorithm": algorithm(minibatches=2)})
 
 
 def deaths(seed: int, ranks: int = 1) -> list[dict[str, Any]]:

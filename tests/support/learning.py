@@ -2,8 +2,9 @@
 
 import json
 import os
-from dataclasses import asdict
+import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,23 +14,19 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_STOP
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
-from polyreme.experience.records import GroupRecord, SampleRecord
-from polyreme_trainer.algorithms.grpo import group_advantages
+from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
+from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.learner.loop import data_layout
-from polyreme_trainer.megatron.batch import Sequences, collect
 from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.optimizer import Adam, Optimizer
-from polyreme_trainer.megatron.policy import Policy, build_policy
-from polyreme_trainer.megatron.saves import Saves
-from polyreme_trainer.megatron.step import Trained, train_iteration
+from polyreme_trainer.megatron.engine import MegatronEngine
+from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.stages import sft
-from polyreme_trainer.weight_sync.version_writer import VersionWriter
 
 LR = 1e-3
-ADAM = Adam(eps=1e-6)
-"""A key bias has no gradient but rounding; with Adam's usual epsilon that noise alone would move it by the learning rate."""
+EPS = 1e-6
+"""Of Adam. A key bias has no gradient but rounding; with Adam's usual epsilon that noise alone would move it by the learning rate."""
 
 
 def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4) -> list[GroupRecord]:
@@ -46,7 +43,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
                     logprobs=-random.random(length, dtype=np.float32) * 4,
                     loss_mask=(random.random(length) < 0.9).astype(np.uint8),
                     finish_reason=FINISH_REASON_STOP,
-                    spans=[(iteration - 1 - (index + sample) % 2, 0, length)],
+                    spans=[(max(0, iteration - 1 - (index + sample) % 2), 0, length)],
                     score=0.5 if index % 3 == 2 else float(sample % 2) + 0.1 * sample,
                 )
             )
@@ -55,41 +52,30 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
     return result
 
 
-def sequences_of(config: RunConfig, groups: list[GroupRecord], version: int) -> Sequences:
-    scores = np.array([[sample.score for sample in group.samples] for group in groups])
-    return collect(groups, group_advantages(scores, config.algorithm.normalize_std), version)
+def planned(iteration: int, vocab: int) -> PlannedBatch:
+    groups = made_up_groups(iteration, vocab)
+    return PlannedBatch(iteration, tuple(range(len(groups))), tuple(encode_group(group) for group in groups))
 
 
 class Rank:
     """One rank with everything an iteration needs."""
 
     def __init__(self, config: RunConfig, device: Device) -> None:
-        self.config, self.device = config, device
-        self.ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), self.device.torch)
-        self.policy = build_policy(self.config, self.device)
-        self.optimizer = Optimizer(self.policy, ADAM)
-        self.layout = data_layout(self.config, self.policy, self.device)
-        self.reference: Policy | None = self.policy.reference() if self.config.algorithm.kl_coef else None
+        self.config = config
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
+        files = {"config.json": Path(config.model.path, "config.json").read_bytes()}
+        self.engine = MegatronEngine(config, files, f"test-{uuid.uuid4().hex[:8]}", self.ranks, device)
+        if self.engine.algorithm.needs.reference:
+            policy = self.engine.policy.reference()
+            self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
-    def iterate(self, iteration: int) -> Trained:
-        groups = made_up_groups(iteration, self.policy.arch.vocab)
-        return train_iteration(
-            self.policy,
-            self.reference,
-            self.optimizer,
-            self.layout,
-            sequences_of(self.config, groups, iteration - 1),
-            len(groups[0].samples),
-            self.config.algorithm,
-            self.config.rollout.temperature,
-            LR,
-            (self.config.seed, iteration),
-            self.config.importance_cap,
-        )
+    def iterate(self, iteration: int) -> dict[str, Any]:
+        return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab)))
 
     def write(self, path: Path, results: dict[str, object]) -> None:
         """The whole weights and some results, by the first rank."""
-        tensors = self.policy.full_tensors()
+        tensors = self.engine.policy.full_tensors()
         if self.ranks.leads:
             assert tensors is not None
             save_file(tensors, path.with_suffix(".safetensors"))
@@ -108,44 +94,50 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
     config, device = start(config_json)
     for name, section in json.loads(algorithms).items():
         rank = Rank(config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(section)}), device)
-        rank.write(Path(out, name), {"trained": [asdict(rank.iterate(i)) for i in (1, 2)]})
+        rank.write(Path(out, name), {"trained": [rank.iterate(i) for i in (1, 2)]})
+        rank.engine.close()
     rank = Rank(config, device)
     rank.write(Path(out, "warm_start"), {"losses": warm_start(rank)})
+    rank.engine.close()
 
 
 def warm_start(rank: Rank) -> list[float]:
     phase = SftPhase(data=Path("unused"), steps=3, batch_size=5, lr=LR)
     random = np.random.default_rng(5)
-    ids = [random.integers(1, rank.policy.arch.vocab, int(n), dtype=np.int32) for n in random.integers(4, 40, 12)]
+    vocab = rank.engine.policy.arch.vocab
+    ids = [random.integers(1, vocab, int(n), dtype=np.int32) for n in random.integers(4, 40, 12)]
     mask = [(np.arange(len(row)) >= 3).astype(np.uint8) for row in ids]
     reports: list[dict[str, float]] = []
-    sft.run_phase(rank.policy, rank.optimizer, rank.layout, phase, ids, mask, (0, 0), reports.append)
+    rank.engine.begin_iterations()  # with the epsilon of the test's configuration
+
+    def report(values: dict[str, float]) -> bool:
+        reports.append(values)
+        return False
+
+    assert sft.run_phase(rank.engine, phase, sft.Rows(ids, mask), (0, 0), 0, report) == phase.steps
     return [report["loss"] for report in reports]
 
 
-def save_and_go_on(config_json: str, out: str) -> None:
+def save_and_continue(config_json: str, out: str) -> None:
     """Saves after iteration 2 of 4."""
     rank = Rank(*start(config_json))
-    saves = Saves(rank.config, {"config.json": Path(rank.config.model.path, "config.json").read_bytes()}, rank.ranks)
-    assert saves.load(rank.policy, rank.optimizer) is None
-    writer = VersionWriter(rank.policy, rank.ranks, f"test-{Path(out).name}", writes=rank.layout.data_rank == 0)
+    assert rank.engine.load() is None
+    rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
     for iteration in range(1, 5):
         rank.iterate(iteration)
         if iteration == 2:
-            writer.write(0, iteration, term=1)
-            tensors = writer.tensors(0) if rank.ranks.leads else {}
-            saves.save(iteration, rank.policy, rank.optimizer, {}, tensors)
+            rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
     rank.write(Path(out, "whole"), {})
-    writer.close()
+    rank.engine.close()
 
 
-def resume_and_go_on(config_json: str, out: str) -> None:
+def resume_and_continue(config_json: str, out: str) -> None:
     rank = Rank(*start(config_json))
-    version = Saves(rank.config, {}, rank.ranks).load(rank.policy, rank.optimizer)
-    assert version == 2
-    for iteration in range(version + 1, 5):
+    assert rank.engine.load() == 2
+    for iteration in range(3, 5):
         rank.iterate(iteration)
     rank.write(Path(out, "resumed"), {})
+    rank.engine.close()
 
 
 def rank_0_waits_then_fails(seconds: str) -> None:
@@ -163,19 +155,19 @@ def rank_0_waits_then_fails(seconds: str) -> None:
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(*place, size, rank == 0, timeout=timedelta(seconds=300))
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4))
-    ranks = Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
+    ranks = Ranks(torch.distributed.get_rank(), BroadcastChannel(torch.device("cpu")))
 
     async def slow() -> bytes:
         await asyncio.sleep(float(seconds))
         return b"answer" * 1000
 
-    assert ranks.ask(slow) == b"answer" * 1000
+    assert ranks.broadcast_from_leader(slow) == b"answer" * 1000
 
     async def fails() -> bytes:
         raise GateError("a", "b", "c")
 
     try:
-        ranks.ask(fails)
+        ranks.broadcast_from_leader(fails)
     except GateError:
         assert ranks.leads
     except LeaderError as error:

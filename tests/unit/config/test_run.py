@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.load import load_config, parse_config
+from polyreme.config.presets import PRESETS
+from polyreme.config.recipe import TokenTis
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
 from polyreme.errors import ConfigError
-from support.configs import run_config
+from support.configs import algorithm, run_config
 
 
 @pytest.fixture
@@ -84,7 +86,9 @@ def test_a_value_that_does_not_fit_is_told(tree: dict[str, Any], tmp_path: Path,
         ("trainer.optimizer.lr=1e-4", lambda c: c.trainer.optimizer.lr, 1e-4),
         ("rollout.replicas=3", lambda c: c.rollout.replicas, 3),
         ("reward.rewards.0.weight=0.5", lambda c: c.reward.rewards[0].weight, 0.5),
-        ("algorithm={name: grpo, kl_coef: 0.1}", lambda c: c.algorithm.kl_coef, 0.1),
+        ("algorithm={preset: dapo}", lambda c: c.algorithm.loss.high, 0.28),
+        ("algorithm={preset: ppo, kl: {coef: 0.1}}", lambda c: (c.algorithm.kl.coef, c.algorithm.kl.estimator), (0.1, "k1")),
+        ("algorithm.loss.high=0.3", lambda c: (c.algorithm.loss.high, c.algorithm.loss.low), (0.3, 0.2)),
         ("data.system=Add.", lambda c: c.data.system, "Add."),
     ],
 )
@@ -167,9 +171,21 @@ def test_no_unknown_key_is_taken(key: str) -> None:
 
 
 def test_samples_of_other_policies_are_corrected_for_where_there_may_be_some(tmp_path: Path) -> None:
-    for staleness, choice, cap in [(0, "auto", None), (1, "auto", 2.0), (0, "token", 2.0), (4, "none", None)]:
-        algorithm = AlgorithmConfig(importance_sampling=choice)
-        assert run_config(tmp_path, max_staleness=staleness, algorithm=algorithm).importance_cap == cap
+    token = TokenTis(cap=2.0)
+    for staleness, choice, found in [(0, "auto", ()), (1, "auto", (token,)), (0, (token,), (token,)), (4, (), ())]:
+        section = algorithm(correction=choice)
+        assert run_config(tmp_path, max_staleness=staleness, algorithm=section).recipe.correction == found
+
+
+def test_a_loss_that_measures_from_the_sampler_is_not_corrected_twice(tmp_path: Path) -> None:
+    config = run_config(tmp_path, max_staleness=2, algorithm=AlgorithmConfig.model_validate({"preset": "dppo_tv"}))
+    assert config.recipe.correction == ()
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_resolved_algorithm_reads_back_as_itself(preset: str) -> None:
+    section = AlgorithmConfig.model_validate({"preset": preset})
+    assert AlgorithmConfig.model_validate(section.model_dump(mode="json")) == section
 
 
 def test_the_schema_has_every_key_once() -> None:

@@ -7,8 +7,8 @@ their gradient and leaves that of the others as it was.
 
 import numpy as np
 
+from polyreme.config.recipe import Aggregation
 from polyreme_trainer.algorithms.batch import Float32, Int64, sequence_of, sequence_sums
-from polyreme_trainer.algorithms.recipe import Aggregation
 
 
 def token_coefficients(mask: Float32, offsets: Int64, step: Int64, mode: Aggregation, constant: float | None = None) -> Float32:

@@ -9,14 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme_trainer.algorithms import correction, estimation, losses, shaping
-from polyreme_trainer.algorithms.aggregation import token_coefficients
-from polyreme_trainer.algorithms.batch import Advantages, Bool, Float32, Float64, Int64, TokenBatch, sequence_sums
-from polyreme_trainer.algorithms.inputs import LossInputs
-from polyreme_trainer.algorithms.kl import adapt, estimate
-from polyreme_trainer.algorithms.losses import TokenLoss
-from polyreme_trainer.algorithms.metrics import Metrics, mean_of
-from polyreme_trainer.algorithms.recipe import (
+from polyreme.config.recipe import (
     Cispo,
     Clip,
     Gae,
@@ -29,6 +22,13 @@ from polyreme_trainer.algorithms.recipe import (
     Sapo,
     TvMask,
 )
+from polyreme_trainer.algorithms import correction, estimation, losses, shaping
+from polyreme_trainer.algorithms.aggregation import token_coefficients
+from polyreme_trainer.algorithms.batch import Advantages, Bool, Float32, Float64, Int64, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.inputs import LossInputs
+from polyreme_trainer.algorithms.kl import adapt, estimate
+from polyreme_trainer.algorithms.losses import TokenLoss
+from polyreme_trainer.algorithms.metrics import Metrics, mean_of
 from polyreme_trainer.algorithms.state import INITIAL, AlgorithmState
 from polyreme_trainer.algorithms.summary import summary
 

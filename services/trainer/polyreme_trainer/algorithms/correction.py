@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from polyreme.config.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.kl import estimate
 from polyreme_trainer.algorithms.metrics import Metrics, maximum_of, mean_of
 from polyreme_trainer.algorithms.ratio import LOG_RATIO_LIMIT
-from polyreme_trainer.algorithms.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
 
 
 def log_weights(inputs: LossInputs) -> Tensor:

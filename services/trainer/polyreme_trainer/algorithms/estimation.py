@@ -8,11 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from polyreme_trainer.algorithms import advantages as estimators
-from polyreme_trainer.algorithms import shaping
-from polyreme_trainer.algorithms.batch import Float64, TokenBatch, sequence_sums
-from polyreme_trainer.algorithms.groups import Groups
-from polyreme_trainer.algorithms.recipe import (
+from polyreme.config.recipe import (
     AdvantageEstimator,
     Gae,
     GreedyBaseline,
@@ -26,6 +22,10 @@ from polyreme_trainer.algorithms.recipe import (
     Shaping,
     Zero,
 )
+from polyreme_trainer.algorithms import advantages as estimators
+from polyreme_trainer.algorithms import shaping
+from polyreme_trainer.algorithms.batch import Float64, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.groups import Groups
 from polyreme_trainer.algorithms.state import Moments
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ Invariant: no estimate loses its gradient however large d is.
 import torch
 from torch import Tensor
 
+from polyreme.config.recipe import KlEstimator
 from polyreme_trainer.algorithms.ratio import bounded_exp
-from polyreme_trainer.algorithms.recipe import KlEstimator
 
 K3_LIMIT = 10.0
 """-d beyond which k3 is continued by its tangent: one token the policy has all but given up must not outweigh the batch."""

@@ -13,12 +13,6 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.algorithms.inputs import LossInputs
-from polyreme_trainer.algorithms.legacy import (  # noqa: F401  until the learner takes an Algorithm
-    clipped_surrogate,
-    importance_weights,
-    k3,
-    mismatch_kl,
-)
 from polyreme_trainer.algorithms.ratio import bounded_exp
 
 

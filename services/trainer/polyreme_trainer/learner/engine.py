@@ -76,8 +76,10 @@ class Saved:
 class TrainEngine(Protocol):
     """The models of a run on this rank, and what happens to them."""
 
-    newest_save: int | None
-    """The version of the newest checkpoint; None when there is none."""
+    @property
+    def newest_save(self) -> int | None:
+        """The version of the newest checkpoint; None when there is none."""
+        ...
 
     @property
     def arena(self) -> Arena:

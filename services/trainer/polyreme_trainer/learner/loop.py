@@ -43,6 +43,8 @@ class Learner:
     ) -> None:
         self.config, self.files, self.engine, self.ranks = config, files, engine, ranks
         self.run_id = run_id
+        self.version = 0
+        """The policy's."""
         self.published: Manifest | None = None
         """The newest version. On rank 0."""
         self.history: list[alarms.Observation] = []

@@ -93,7 +93,9 @@ def collect(groups: Sequence[GroupRecord], part_weights: Mapping[str, float] | N
     samples = [(group, sample) for group in groups for sample in group.samples]
     ids = [np.concatenate([group.prompt_ids, sample.token_ids]).astype(np.int64) for group, sample in samples]
     blanks = [np.zeros(len(group.prompt_ids) - 1, dtype=np.float32) for group, _ in samples]
-    mask = np.concatenate([part for b, (_, s) in zip(blanks, samples, strict=True) for part in (b, s.loss_mask)], dtype=np.float32)
+    mask = np.concatenate(
+        [part for b, (_, s) in zip(blanks, samples, strict=True) for part in (b, s.loss_mask)], dtype=np.float32
+    )
     behaviour = np.concatenate([part for b, (_, s) in zip(blanks, samples, strict=True) for part in (b, s.logprobs)])
     version = np.full(len(mask), -1, dtype=np.int32)
     sequences = Sequences(ids, mask)

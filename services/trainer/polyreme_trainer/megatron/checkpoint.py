@@ -76,8 +76,7 @@ def save(path: Path, roles: Sequence[Role], facts: Mapping[str, Any]) -> None:
     torch.distributed.barrier()
     if first:
         files = {name: digest_of(temporary / name) for name in _all_names(roles[0])}
-        manifest = {"format": _FORMAT, "iteration": _number(path), "layout": _layout(roles), "facts": dict(facts), "files": files}
-        (temporary / _MANIFEST).write_text(json.dumps({**manifest, "digest": _manifest_digest(manifest)}, indent=1))
+        write_manifest(temporary, _number(path), _layout(roles), facts, files)
         atomic.publish(temporary, path)
     torch.distributed.barrier()
 
@@ -153,6 +152,14 @@ def read(path: Path) -> Checkpoint | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("checkpoint %s is damaged: %s: %s: %s", path, _MANIFEST, type(error).__name__, error)
         return None
+
+
+def write_manifest(
+    folder: Path, iteration: int, layout: Mapping[str, Any], facts: Mapping[str, Any], files: Mapping[str, str]
+) -> None:
+    """Writes the manifest of a checkpoint whose other files are complete. `files`: name to xxh3_64."""
+    fields = {"format": _FORMAT, "iteration": iteration, "layout": dict(layout), "facts": dict(facts), "files": dict(files)}
+    (folder / _MANIFEST).write_text(json.dumps({**fields, "digest": _manifest_digest(fields)}, indent=1))
 
 
 def digest_of(file: Path) -> str:

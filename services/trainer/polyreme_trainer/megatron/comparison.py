@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme_trainer.algorithms.losses import mismatch_kl
+from polyreme_trainer.algorithms.kl import estimate
 from polyreme_trainer.learner.gates import Answer, Gate, Limits
 
 
@@ -49,7 +49,10 @@ def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: Limit
     """
     gaps = []
     for answer in answers:
-        ids, response = torch.from_numpy(np.concatenate([answer.prompt, answer.response])), torch.from_numpy(answer.response.copy())
+        ids, response = (
+            torch.from_numpy(np.concatenate([answer.prompt, answer.response])),
+            torch.from_numpy(answer.response.copy()),
+        )
         with torch.no_grad():
             logits = model(input_ids=ids[None, :-1], logits_to_keep=len(response)).logits[0].float()
         gaps.append((logits.amax(-1) - logits.gather(1, response[:, None])[:, 0]).max())
@@ -66,7 +69,7 @@ def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: Limits) -> 
     behaviour = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
     return Gate(
         "mismatch_kl per token between learner and replica",
-        float(mismatch_kl(learner.cpu(), behaviour).mean()),
+        float(estimate("k3", behaviour, learner.cpu()).mean()),
         limits.mismatch_kl,
         "Check that trainer and replica use the same dtype and temperature, and that the replica's logprobs are processed_logprobs.",
     )

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme.weights.arena import Arena
+from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
@@ -43,6 +44,7 @@ class MegatronEngine:
 
     def __init__(self, config: RunConfig, files: Mapping[str, bytes], run_id: str, ranks: Ranks, device: Device) -> None:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
+        self.algorithm = Algorithm(config.recipe, config.rollout.max_new_tokens)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         policy = build_policy(config, device)
         if config.trainer.parallel.nodes > 1:
@@ -92,7 +94,7 @@ class MegatronEngine:
             return None
         version, facts = loaded
         self.state = AlgorithmState.from_json(facts["algorithm"])
-        if self.config.algorithm.kl_coef > 0:
+        if self.algorithm.needs.reference:
             self.make_reference(self.saves.check_reference(facts))
         return version
 
@@ -137,7 +139,7 @@ class MegatronEngine:
 
     def train(self, batch: PlannedBatch) -> Metrics:
         config = self.config
-        sequences, tokens = collect(batch.groups, self.part_weights)
+        sequences, tokens = collect(batch.groups, self.part_weights())
         seed = (config.seed, batch.iteration)
         steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
         lr = learning_rate(config.trainer.optimizer, batch.iteration, config.iterations)
@@ -146,13 +148,17 @@ class MegatronEngine:
         self.device.synchronize()
         return trained.metrics
 
+    def part_weights(self) -> dict[str, float] | None:
+        """The weights of the reward's named parts, when the algorithm normalises each of them."""
+        return {spec.label: spec.weight for spec in self.config.reward.rewards} if self.algorithm.needs.parts else None
+
     def write(self, slot: int, version: int, term: int) -> Written:
         return self.writer.write(slot, version, term)
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
         saved = self.saves.save(version, self.trained, {**facts, "algorithm": self.state.to_json()}, tensors)
-        if version == 0 and self.config.algorithm.kl_coef > 0:
+        if version == 0 and self.algorithm.needs.reference:
             self.make_reference(self.saves.hf_path(0))
         return saved
 

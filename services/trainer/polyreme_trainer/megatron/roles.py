@@ -4,7 +4,7 @@ Invariant: a role without an optimizer never changes. Checkpoints, resumes and m
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +19,8 @@ Forward = Callable[[MicroBatch], Tensor]
 """A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`."""
 
 
-class Loss(Protocol):
-    """A differentiable part of a step's loss."""
-
-    def __call__(self, batch: MicroBatch, output: Tensor) -> Tensor:
-        """The scalar of one micro-batch, given the model's numbers for its trained tokens, fp32 [k]."""
-        ...
+Loss = Callable[[MicroBatch, Tensor], Tensor]
+"""The scalar to differentiate of one micro-batch, given the model's numbers for its trained tokens, fp32 [k]."""
 
 
 class Role:

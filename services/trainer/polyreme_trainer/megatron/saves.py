@@ -68,9 +68,7 @@ class Saves:
         checkpoint.load(found, roles)
         return self.newest, found.facts
 
-    def save(
-        self, version: int, roles: Sequence[Role], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> Saved:
+    def save(self, version: int, roles: Sequence[Role], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Saved:
         """Writes both, and removes what is past `keep_checkpoints`. Collective.
 
         Args:

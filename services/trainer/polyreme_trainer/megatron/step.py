@@ -5,7 +5,6 @@ step, so neither the layout nor the cut into micro-batches changes them. Which s
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
-from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.roles import Loss, Role
 from polyreme_trainer.megatron.shard import DataShard
 
 PROBE = 16
@@ -156,7 +155,7 @@ class Losses:
         stale = np.bincount(self._tokens.sequence_of, weights=sampled & ~self._fresh, minlength=len(self._tokens))
         return np.flatnonzero((stale == 0) & (self.sequences.trained > 0))
 
-    def of_policy(self, step: IntArray) -> Callable[[MicroBatch, Tensor], Tensor]:
+    def of_policy(self, step: IntArray) -> Loss:
         """The policy's loss in an optimizer step on the sequences `step`."""
         weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
         self._coefficients += float(weight.sum())
@@ -168,7 +167,7 @@ class Losses:
 
         return loss
 
-    def of_critic(self, step: IntArray) -> Callable[[MicroBatch, Tensor], Tensor]:
+    def of_critic(self, step: IntArray) -> Loss:
         """The critic's loss in an optimizer step on the sequences `step`."""
         weight = self._algorithm.critic_coefficients(self._tokens, step)
 

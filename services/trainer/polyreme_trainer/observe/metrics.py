@@ -57,9 +57,7 @@ def iteration_record(
     }
 
 
-def observe(
-    iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int
-) -> Observation:
+def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples]

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,10 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     saved = engine.load_warm_start() if phases else None
     first, start = (0, 0) if saved is None else (saved["phase"], saved["step"])
     for number, phase in enumerate(phases[first:], start=first):
-        rows = unpack(ranks.broadcast_from_leader(lambda phase=phase: pack(phase, config, files)))  # type: ignore[misc]
+        rows = unpack(ranks.broadcast_from_leader(partial(pack, phase, config, files)))
         if start == 0:
             engine.begin_phase(phase)
-        step = run_phase(engine, phase, rows, (config.seed, number), start, lambda r, n=number: report(_record(n, phase, r)))
+        step = run_phase(engine, phase, rows, (config.seed, number), start, partial(_report, report, number, phase))
         if step < phase.steps or number + 1 < len(phases):
             position = (number, step) if step < phase.steps else (number + 1, 0)
             engine.save_warm_start(sum(p.steps for p in phases[:number]) + step, {"phase": position[0], "step": position[1]})
@@ -84,9 +85,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     return True
 
 
-def run_phase(
-    engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[int], start: int, report: Report
-) -> int:
+def run_phase(engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[int], start: int, report: Report) -> int:
     """Optimizer steps `start` to the phase's last, each the token mean of the cross entropy of its rows' responses.
 
     Args:
@@ -131,5 +130,5 @@ def unpack(packed: bytes) -> Rows:
     return Rows(np.split(np.frombuffer(ids, np.int32), ends), np.split(np.frombuffer(mask, np.uint8), ends))
 
 
-def _record(number: int, phase: SftPhase, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"kind": "sft", "phase": number + 1, "steps": phase.steps, **values}
+def _report(report: Report, number: int, phase: SftPhase, values: dict[str, Any]) -> bool:
+    return report({"kind": "sft", "phase": number + 1, "steps": phase.steps, **values})

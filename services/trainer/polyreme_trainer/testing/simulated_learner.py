@@ -21,7 +21,6 @@ from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
 from polyreme_trainer.testing.simulated_engine import LAYOUT, SimulatedEngine
 
-
 logger = logging.getLogger(__name__)
 
 

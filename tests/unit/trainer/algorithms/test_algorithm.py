@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from polyreme.config.presets import PRESETS, resolve
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import combine, finish
-from polyreme_trainer.algorithms.presets import PRESETS, resolve
 from polyreme_trainer.algorithms.state import AlgorithmState, Moments
 from support.token_batches import loss_inputs, token_batch
 

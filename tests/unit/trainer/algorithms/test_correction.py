@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from polyreme.config.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
 from polyreme_trainer.algorithms.correction import correct
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import combine, finish
-from polyreme_trainer.algorithms.recipe import Correction, GeometricMask, IcePop, SequenceTis, TokenTis, Veto
 from support.token_batches import loss_inputs
 
 SIZES = [4, 1, 3, 6, 0, 2]

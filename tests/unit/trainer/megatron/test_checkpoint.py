@@ -1,12 +1,11 @@
 """Which checkpoints are kept, on files alone."""
 
-import json
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from polyreme_trainer.megatron.checkpoint import find, newest, prune
+from polyreme_trainer.megatron.checkpoint import Checkpoint, count, find, newest, prune, write_manifest
 
 
 def saved(root: Path, *iterations: int) -> None:
@@ -16,7 +15,7 @@ def saved(root: Path, *iterations: int) -> None:
         folder.mkdir(parents=True)
         (folder / "state-0.pt").write_bytes(b"weights")
         files = {"state-0.pt": xxhash.xxh3_64(b"weights").hexdigest()}
-        (folder / "checkpoint.json").write_text(json.dumps({"iteration": iteration, "facts": {}, "files": files}))
+        write_manifest(folder, iteration, {"tensor": 1}, {"term": iteration}, files)
 
 
 def damage(root: Path, iteration: int) -> None:
@@ -51,3 +50,37 @@ def test_what_is_not_damaged_is_not_removed_by_a_save_of_before_it(tmp_path: Pat
     saved(tmp_path, 150, 160, 170)
     prune(tmp_path, 160, 1)
     assert iterations(tmp_path) == [160, 170]
+
+
+def test_any_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    """The older checkpoint is found instead, and the next save removes the damaged one."""
+    saved(tmp_path, 140, 150)
+    manifest = tmp_path / "iteration-000150" / "checkpoint.json"
+    whole = manifest.read_bytes()
+    for position in range(len(whole)):
+        manifest.write_bytes(whole[:position] + bytes([whole[position] ^ 0x11]) + whole[position + 1 :])
+        found = newest(tmp_path)
+        assert found is not None
+        assert found.iteration == 140, f"byte {position} of the manifest is not covered"
+    saved(tmp_path, 160)
+    prune(tmp_path, 160, 2)
+    assert iterations(tmp_path) == [140, 160]
+    assert not manifest.parent.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{}", b"\xff\xfe", b'{"format": 1}', b'{"format": 2, "digest": 7}'])
+def test_a_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, content: bytes) -> None:
+    saved(tmp_path, 140)
+    (tmp_path / "iteration-000140" / "checkpoint.json").write_bytes(content)
+    assert newest(tmp_path) is None
+    assert count(tmp_path) == 1
+    prune(tmp_path, 130, 1)
+    assert count(tmp_path) == 0
+
+
+def test_a_missing_file_is_damage(tmp_path: Path) -> None:
+    saved(tmp_path, 140, 150)
+    (tmp_path / "iteration-000150" / "state-0.pt").unlink()
+    found = newest(tmp_path)
+    assert isinstance(found, Checkpoint)
+    assert (found.iteration, found.facts) == (140, {"term": 140})

@@ -1,23 +1,32 @@
-"""The step around the model: what is measured of which policy."""
+"""The step around the models: what is measured of which policy, and which samples are run."""
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
+from polyreme_trainer.algorithms.algorithm import Algorithm
+from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import collect
-from polyreme_trainer.megatron.step import Layout, train_iteration
+from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.shard import DataShard
+from polyreme_trainer.megatron.step import Iteration, Models, Trained, train_iteration
+
+ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
 
 
+@dataclass
 class Drifting:
-    """A policy that gives every token the log-probability -1 until it is stepped, and -2 from then on. It is its own optimizer."""
+    """A model that gives every token the log-probability -1 until it is stepped, and -2 from then on. It is its own optimizer."""
 
-    steps = 0
-
-    def logprobs(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-        return torch.full(targets.shape, -1.0 - self.steps)
+    steps: int = 0
+    rows: list[int] = field(default_factory=list)
+    """Of each forward pass with a gradient."""
+    arch = SimpleNamespace(parameters=1000)
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
@@ -26,21 +35,44 @@ class Drifting:
         self.steps += 1
         return 0.0
 
+    def forward(self, batch: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.rows.append(len(batch.indices))
+        return torch.full((len(batch.tokens),), -1.0 - self.steps, requires_grad=torch.is_grad_enabled())
+
+
+def trained(model: Drifting, scores: list[list[float]], version: int = 0) -> Trained:
+    """One iteration on groups of made-up samples with these scores."""
+    ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
+    groups = [
+        GroupRecord(number, 1, ids, [SampleRecord(ids, np.full(4, -1.0, np.float32), mask, 1, [(version, 0, 4)], s) for s in row])
+        for number, row in enumerate(scores)
+    ]
+    stand_in: Any = model
+    actor = Role("actor", stand_in, model.forward, DataShard(torch.device("cpu"), 64))
+    actor.optimizer = stand_in
+    models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)  # type: ignore[assignment]
+    sequences, tokens = collect(groups)
+    steps = [np.arange(len(sequences))]
+    return train_iteration(Iteration(1, sequences, tokens, steps, AlgorithmState(), 1e-3), ALGORITHM, models)
+
 
 def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> None:
     """The optimizer's moments move the weights even then."""
-    ids = np.arange(4, dtype=np.int32)
-    sample = SampleRecord(
-        token_ids=ids, logprobs=np.full(4, -1.0, np.float32), loss_mask=np.ones(4, np.uint8), finish_reason=1, spans=[(0, 0, 4)],
-        score=1.0, parts=[], text="",
-    )  # fmt: skip
-    group = GroupRecord(
-        index=0, attempt=1, prompt_ids=ids, samples=[sample, sample], prompt="", label="", generate_seconds=0.0, score_seconds=0.0
-    )
-    policy: Any = Drifting()
-    layout = Layout(torch.device("cpu"), 0, 1, lambda tensor: None, 64, 1000)
-    trained = train_iteration(
-        policy, None, policy, layout, collect([group], np.zeros((1, 2)), 0), 2, AlgorithmConfig(), 1.0, 1e-3, (0, 1), None
-    )
-    assert policy.steps == 1
-    assert trained.mismatch_kl == 0.0
+    model = Drifting()
+    result = trained(model, [[1.0, 1.0]])
+    assert (model.steps, model.rows) == (1, [])
+    assert (result.metrics["mismatch_kl"], result.metrics["trained_samples"]) == (0.0, 0)
+
+
+def test_samples_of_another_version_do_not_measure_the_mismatch() -> None:
+    result = trained(Drifting(), [[1.0, 0.0]], version=-1)
+    assert result.metrics["mismatch_kl"] is None
+
+
+def test_samples_without_advantage_are_not_run_and_still_count() -> None:
+    model = Drifting()
+    result = trained(model, [[1.0, 1.0], [0.0, 1.0]])
+    assert sum(model.rows) == 2
+    assert result.metrics["trained_samples"] == 2
+    assert result.metrics["loss/policy"] == 0.0  # advantages of a group add up to 0, and all ratios are 1

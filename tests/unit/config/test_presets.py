@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from polyreme.config.presets import PRESETS, STANDARD_CORRECTION, resolve
+from polyreme.config.recipe import Clip, Gae, GroupMean, GroupNorm, Recipe, Sapo
+from polyreme.config.recipe_checks import check
 from polyreme.errors import ConfigError
-from polyreme_trainer.algorithms.checks import check
-from polyreme_trainer.algorithms.presets import PRESETS, STANDARD_CORRECTION, resolve
-from polyreme_trainer.algorithms.recipe import Clip, Gae, GroupMean, GroupNorm, Recipe, Sapo
 
 NAMES = [
     "ppo",

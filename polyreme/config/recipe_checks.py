@@ -5,8 +5,7 @@ Invariant: every error says why the combination cannot be meant.
 
 from collections.abc import Iterator
 
-from polyreme.errors import ConfigError
-from polyreme_trainer.algorithms.recipe import (
+from polyreme.config.recipe import (
     Clip,
     Gae,
     GeometricMean,
@@ -26,6 +25,7 @@ from polyreme_trainer.algorithms.recipe import (
     TvMask,
     Zero,
 )
+from polyreme.errors import ConfigError
 
 GROUP_ESTIMATORS = (GroupNorm, GroupMean, LeaveOneOut, LengthWeightedBaseline, PerPart)
 TOKEN_ESTIMATORS = (Gae, Returns, GreedyBaseline)

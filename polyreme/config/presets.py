@@ -10,13 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from polyreme.errors import ConfigError
-from polyreme_trainer.algorithms.recipe import (
+from polyreme.config.recipe import (
     Cispo,
     Clip,
     Correction,
     Gae,
-    GeometricMask,
     GreedyBaseline,
     GroupMean,
     GroupNorm,
@@ -34,6 +32,7 @@ from polyreme_trainer.algorithms.recipe import (
     TokenTis,
     TvMask,
 )
+from polyreme.errors import ConfigError
 
 PAPER_NORM = GroupNorm(std_floor=1e-6)
 
@@ -78,8 +77,9 @@ PRESETS: Mapping[str, Recipe] = {
 SEQUENCE_PRESETS = frozenset({"gspo"})
 """Presets whose ratio is that of a whole response: with any other it would be another algorithm under their name."""
 
-STANDARD_CORRECTION: tuple[Correction, ...] = (TokenTis(cap=2.0), GeometricMask(low=0.99, high=1.01))
-"""What to correct with where engine and learner differ (bfloat16) or samples are stale."""
+STANDARD_CORRECTION: tuple[Correction, ...] = (TokenTis(cap=2.0),)
+"""What to correct with where engine and learner differ (bfloat16) or samples are stale. A geometric mask beside it would drop most
+samples of an asynchronous run, whose policies differ by more than rounding."""
 
 
 def resolve(preset: str, overrides: Mapping[str, Any]) -> Recipe:
