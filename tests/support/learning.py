@@ -66,7 +66,7 @@ class Rank:
         self.policy = build_policy(self.config, self.device)
         self.optimizer = Optimizer(self.policy, ADAM)
         self.layout = data_layout(self.config, self.policy, self.device)
-        self.reference: Policy | None = self.policy.reference() if self.config.algorithm.kl_coef else None
+        self.reference: Policy | None = self.policy.frozen_copy() if self.config.algorithm.kl_coef else None
 
     def iterate(self, iteration: int) -> Trained:
         groups = made_up_groups(iteration, self.policy.arch.vocab)

@@ -27,8 +27,9 @@ from polyreme_trainer.learner.run_client import Desk
 from polyreme_trainer.megatron.batch import collect
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.mcore import parallel_state
+from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer, learning_rate
-from polyreme_trainer.megatron.policy import Policy, build_policy, check_same_weights
+from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.step import Layout, Trained, train_iteration
 from polyreme_trainer.observe import alarms

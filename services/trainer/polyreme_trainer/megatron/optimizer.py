@@ -33,8 +33,8 @@ class Optimizer:
     """Owns a trainable policy's gradients and its AdamW moments. One-dimensional parameters are not decayed."""
 
     def __init__(self, policy: Policy, adam: Adam) -> None:
-        assert policy.replica is not None, "a frozen policy has no optimizer"
-        self.policy, self.adam, self._replica = policy, adam, policy.replica
+        assert policy.ddp is not None, "a frozen policy has no optimizer"
+        self.policy, self.adam, self._ddp = policy, adam, policy.ddp
         config = mcore.OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -48,7 +48,7 @@ class Optimizer:
         )
         overrides = mcore.get_standard_config_overrides(config)
         with policy.device.megatron():
-            chained = mcore.get_megatron_optimizer(config, [self._replica], overrides, use_gloo_process_groups=False)
+            chained = mcore.get_megatron_optimizer(config, [self._ddp], overrides, use_gloo_process_groups=False)
         (self._inner,) = chained.chained_optimizers
         self._set_hyper_parameters()
         mine = {piece.param for piece in policy.slices if piece.primary}
@@ -57,7 +57,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
-        self._replica.zero_grad_buffer()
+        self._ddp.zero_grad_buffer()
         self._inner.zero_grad()  # a step leaves the parameters' grads pointing into the buffer
 
     def set_lr(self, lr: float) -> None:
@@ -74,12 +74,12 @@ class Optimizer:
         Raises:
             RunFailedError: the gradient is not finite; weights and moments are as before, on every rank.
         """
-        mcore.finalize_model_grads([self._replica])
+        mcore.finalize_model_grads([self._ddp])
         norm = self._grad_norm()
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or look at the last samples.")
         if 0 < self.adam.clip_grad < norm:
-            self._replica.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
+            self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         self._inner.prepare_grads()
         self._inner.step_with_ready_grads()
         return norm

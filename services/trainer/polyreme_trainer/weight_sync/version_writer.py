@@ -16,7 +16,8 @@ from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, plan_manifest, tensor_views
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.hf_mapping import hf_aliases
-from polyreme_trainer.megatron.policy import Policy, tensor_specs
+from polyreme_trainer.megatron.model import tensor_specs
+from polyreme_trainer.megatron.policy import Policy
 
 _WORDS = {"BF16": torch.bfloat16}
 
