@@ -1,4 +1,4 @@
-"""The megatron policy against transformers and plain torch, over families and layouts.
+"""The megatron policy and critic against transformers and plain torch, over families and layouts.
 
 One start of the ranks runs every check of a layout, because starting costs more than checking.
 """

@@ -1,13 +1,16 @@
-"""What test_model_parity runs inside the ranks for every family: both specs, entropies and chunks, against transformers."""
+"""What test_model_parity runs inside the ranks for every family: both specs, the critic, entropies and chunks, against transformers."""
 
+import math
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from polyreme_trainer.megatron import hf_mapping, policy
 from polyreme_trainer.megatron.accelerator import ACCELERATOR
 from polyreme_trainer.megatron.batch import IGNORE
+from polyreme_trainer.megatron.critic import build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.policy import Policy
@@ -22,6 +25,7 @@ def family_checks(model: str, tensor: str, folder: str) -> None:
     model_checks.slices_fill_shared_views(model, device, folder)
     entropies_agree_also_in_chunks(model, device)
     both_specs_agree(model, device)
+    critic_agrees(model, device, folder)
 
 
 def positions_agree(model: str) -> None:
@@ -90,3 +94,33 @@ def both_specs_agree(model: str, device: Device) -> None:
             actor.logprobs(ids, targets, 0.9).sum().backward()
     for (name, one), (_, other) in zip(ours.module.named_parameters(), theirs.module.named_parameters(), strict=True):
         torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def critic_agrees(model: str, device: Device, folder: str) -> None:
+    """Values and the head's gradient against transformers; a language model's critic starts at zero; weights pass through unchanged."""
+    from transformers import AutoModelForSequenceClassification
+
+    path = Path(folder) / "classifier"
+    if torch.distributed.get_rank() == 0:
+        torch.manual_seed(3)
+        AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).save_pretrained(path)
+    torch.distributed.barrier()
+    reference = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    critic = build_critic(path, "float32", device)
+    ids, _ = batch(critic.arch.vocab)
+    real = ids > 0
+    want = reference.score(reference.model(ids).last_hidden_state).squeeze(-1)
+    got = critic.values(ids)
+    assert got.dtype == torch.float32 and not math.isclose(float(got.detach().std()), 0)
+    torch.testing.assert_close(got[real], want[real], rtol=0, atol=1e-4)
+    (want * real).square().sum().backward()
+    (got * real).square().sum().backward()
+    head = critic.module.output_layer.weight.main_grad
+    torch.testing.assert_close(head, reference.score.weight.grad, rtol=1e-4, atol=1e-4)
+    full = critic.full_tensors()
+    if full is not None:
+        saved = load_file(path / "model.safetensors")
+        assert full.keys() == saved.keys()
+        assert all(torch.equal(full[name], saved[name]) for name in saved)
+    fresh = build_critic(Path(model), "float32", device, trainable=False)
+    assert not fresh.values(ids).any()
