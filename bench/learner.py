@@ -87,14 +87,14 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     from polyreme_trainer.megatron.batch import Sequences
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.families.base import Architecture
+    from polyreme_trainer.megatron.families import load_architecture
     from polyreme_trainer.megatron.optimizer import Adam, Optimizer
     from polyreme_trainer.megatron.policy import Policy
     from polyreme_trainer.megatron.step import Layout, PolicyLoss, optimize
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)
-    policy = Policy(Architecture.load(Path(path)), "float32", device, trainable=True)
+    policy = Policy(load_architecture(Path(path)), "float32", device, trainable=True)
     policy.load_hf(Path(path))
     optimizer = Optimizer(policy, Adam())
     ids, advantages = _batch(size)

@@ -58,7 +58,9 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.families.base import Architecture, Rope
+from polyreme_trainer.megatron.families import find_family, load_architecture
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.families.rope import Rope
 from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_sync import Commit
 
@@ -78,7 +80,7 @@ JOIN_SECONDS = 120.0
 def architecture(gib: float) -> Architecture:
     """An untied Qwen2 of about `gib` GiB in fp32: 20 layers of 12.6M parameters and 2 x 8k rows of 1024 per GiB."""
     return Architecture(
-        family="qwen2",
+        family=find_family("qwen2"),
         layers=max(2, round(LAYERS_PER_GIB * gib)),
         hidden=1024,
         heads=16,
@@ -86,8 +88,7 @@ def architecture(gib: float) -> Architecture:
         head_dim=64,
         ffn=3072,
         vocab=8003,
-        tied=False,
-        qkv_bias=True,
+        head="untied",
         norm_eps=1e-6,
         max_position=1024,
         rope=Rope(10000.0),
@@ -221,7 +222,7 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
     prepare.save_tokenizer(folder / "model")
     prepare.save_model(folder / "model", seed=0)
     weights = load_file(folder / "model" / "model.safetensors")
-    arch = Architecture.load(folder / "model")
+    arch = load_architecture(folder / "model")
     specs = [TensorSpec(name, "F32", shape) for name, shape in hf_mapping.hf_shapes(arch).items()]
     plan = plan_manifest(specs, hf_mapping.hf_aliases(arch))
     weights |= {alias: weights[name] for alias, name in hf_mapping.hf_aliases(arch).items()}

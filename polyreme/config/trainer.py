@@ -45,6 +45,17 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm. 0: no clipping.")
 
 
+class CriticConfig(Section):
+    """The critic of an algorithm that has one (preset ppo). It shares the actor's ranks."""
+
+    path: Path | None = Field(
+        None,
+        description="Hugging Face directory of a sequence classifier or language model. null: the actor's weights after the warm start.",
+    )
+    optimizer: OptimizerConfig | None = Field(None, description="The critic's own optimizer. null: as the actor's.")
+    warmup_iterations: int = Field(0, ge=0, description="First iterations in which only the critic is trained.")
+
+
 class SftPhase(Section):
     """One phase of supervised training on the trainer's ranks, before the first iteration."""
 
@@ -64,6 +75,7 @@ class TrainerConfig(Section):
         8192, ge=1, description="Padded tokens of one micro-batch. A longer sample is a micro-batch of its own."
     )
     optimizer: OptimizerConfig
+    critic: CriticConfig = CriticConfig()
     sft: list[SftPhase] = Field([], description="Warm start: phases in order, once, when a run starts from iteration 0.")
     save_interval: Operational[int] = Field(
         0, ge=0, description="Iterations between checkpoints. 0: only the last, which is saved in any case."

@@ -1,17 +1,45 @@
-"""The megatron policy against transformers and plain torch, over layouts: logits, log-probabilities, training steps, files.
+"""The megatron policy and critic against transformers and plain torch, over families and layouts.
 
 One start of the ranks runs every check of a layout, because starting costs more than checking.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from polyreme_trainer.megatron.families import known_families
+from support import family_checks
 from support import model_checks as checks
-from support.models import tiny_model
+from support.models import tiny_family_model, tiny_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.real
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("model_type", known_families())
+def test_every_family_equals_transformers(model_type: str, tensor: int, tmp_path: Path) -> None:
+    model = tiny_family_model(model_type, tmp_path / "model")
+    run_ranks(family_checks.family_checks, tensor, str(model), str(tensor), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+)
+def test_scaled_rotary_embeddings_equal_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_family_model("llama", tmp_path / "model", rope_parameters={"rope_theta": 1e4, **scaling})
+    run_ranks(family_checks.positions_agree, 1, str(model))
 
 
 @pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (1, 2)])

@@ -67,7 +67,7 @@ class Rank:
         files = {"config.json": Path(config.model.path, "config.json").read_bytes()}
         self.engine = MegatronEngine(config, files, f"test-{uuid.uuid4().hex[:8]}", self.ranks, device)
         if self.engine.algorithm.needs.reference:
-            policy = self.engine.policy.reference()
+            policy = self.engine.policy.frozen_copy()
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
     def iterate(self, iteration: int) -> dict[str, Any]:

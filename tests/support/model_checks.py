@@ -12,13 +12,14 @@ from torch import Tensor
 from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.megatron import checkpoint, hf_mapping
+from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import export_hf
-from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
-from polyreme_trainer.megatron.policy import IGNORE, Policy
+from polyreme_trainer.megatron.policy import Policy
 
 TOLERANCE = 1e-5
 
@@ -30,7 +31,7 @@ def start(tensor: str, data: str = "1") -> Device:
 
 
 def policy_of(model: str, device: Device, trainable: bool = True) -> Policy:
-    policy = Policy(Architecture.load(Path(model)), "float32", device, trainable=trainable)
+    policy = Policy(load_architecture(Path(model)), "float32", device, trainable=trainable)
     policy.load_hf(Path(model))
     return policy
 
@@ -79,7 +80,7 @@ def logits_and_logprobs_agree(model: str, device: Device) -> None:
         trained = targets != IGNORE
         want = distribution.log_prob(targets.clamp(min=0)) * trained
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
-    frozen = policy.reference()
+    frozen = policy.frozen_copy()
     assert not frozen.logprobs(ids, targets).requires_grad
     torch.testing.assert_close(frozen.logprobs(ids, targets), policy.logprobs(ids, targets).detach(), rtol=0, atol=1e-6)
 

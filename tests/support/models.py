@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files, vocabulary
 
@@ -37,6 +37,38 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
             model = Qwen2ForCausalLM(Qwen2Config(vocab_size=45, tie_word_embeddings=True, **sizes))
         else:
             model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=False, rms_norm_eps=1e-5, **sizes))
+        with torch.no_grad():
+            for parameter in model.parameters():  # biases and norms start at constants: make every number matter
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(path)
+    return Path(path)
+
+
+def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any) -> Path:
+    """Saves a random model of any family with `transformers` and returns its directory.
+
+    Tied embeddings, grouped-query (4 heads of 8, 2 groups), 45 tokens, unless `fields` of the config say otherwise.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 45,
+        "hidden_size": 32,
+        "head_dim": 8,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | fields)))
         with torch.no_grad():
             for parameter in model.parameters():  # biases and norms start at constants: make every number matter
                 parameter.add_(torch.randn_like(parameter) * 0.05)

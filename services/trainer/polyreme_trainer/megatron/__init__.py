@@ -1,5 +1,5 @@
-"""The policy on megatron-core: built from a Hugging Face directory, sharded, trained, saved and exported.
+"""The learner's models on megatron-core: built from a Hugging Face directory, sharded, trained, saved and exported.
 
-This package and the learner are the only ones that import megatron. What maps its parameters to Hugging Face tensors is one table,
-`layout`, and what differs between kinds of machines is one module, `device`.
+Invariant: this package is the only one that imports megatron. One table maps parameters to Hugging Face tensors (`hf_mapping`, with the rows
+of `families`), one module knows what differs between kinds of devices (`device`), and two specs hold the kernels (`cpu`, `accelerator`).
 """

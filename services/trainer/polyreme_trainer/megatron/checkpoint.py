@@ -52,7 +52,7 @@ class Checkpoint:
         return all((self.path / name).is_file() and digest_of(self.path / name) == digest for name, digest in self.files.items())
 
 
-def save(path: Path, roles: Sequence[Role], facts: Mapping[str, Any]) -> None:
+def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
     """Writes the checkpoint `path`, replacing what is there. Collective; returns on every rank when it is on disk.
 
     Args:
@@ -81,7 +81,7 @@ def save(path: Path, roles: Sequence[Role], facts: Mapping[str, Any]) -> None:
     torch.distributed.barrier()
 
 
-def load(checkpoint: Checkpoint, roles: Sequence[Role]) -> None:
+def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
     """Restores weights, moments and random generators. Called on every rank, with a checkpoint that is `intact`.
 
     Raises:
@@ -181,18 +181,18 @@ def _number(path: Path) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _names(role: Role) -> tuple[str, str]:
+def _names(role: Role[Any]) -> tuple[str, str]:
     """Files of this rank: generators, and the state it shares with its data ranks."""
     return f"rng-{torch.distributed.get_rank()}.pt", f"state-{role.model.rank.tp_rank}.pt"
 
 
-def _all_names(role: Role) -> list[str]:
+def _all_names(role: Role[Any]) -> list[str]:
     """Files of all ranks, sorted."""
     generators = (f"rng-{rank}.pt" for rank in range(torch.distributed.get_world_size()))
     return sorted([*generators, *(f"state-{rank}.pt" for rank in range(role.model.rank.tp))])
 
 
-def _layout(roles: Sequence[Role]) -> dict[str, Any]:
+def _layout(roles: Sequence[Role[Any]]) -> dict[str, Any]:
     model = roles[0].model
     data = parallel_state.get_data_parallel_world_size()
     names = [role.name for role in roles]

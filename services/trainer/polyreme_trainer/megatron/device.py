@@ -1,20 +1,19 @@
-"""What differs between kinds of machines: cpu, cuda, npu. Nothing else in the trainer asks which one it runs on.
+"""What differs between cpu, cuda and npu, but for the kernels: those are in the two model specs.
 
-On CPU megatron-core needs `Device.megatron()` where it asks for CUDA tensors outright, which it does while things are built; steps run
-without it, because it costs something at every torch call.
+Invariant: nothing else in the trainer but `build`, which picks the spec, asks which kind of device it runs on. On CPU megatron-core needs
+`Device.megatron()` where it asks for CUDA tensors by name, which it does while objects are built; training steps run without it, because
+it adds a cost to every call of torch.
 """
 
 import contextlib
-import ctypes
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.cpu.cuda_stand_ins import CudaIsCpu, install_cuda_stand_ins, keep_freed_memory
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
@@ -33,15 +32,15 @@ class Device:
             _import_npu()
         if kind != "cpu" and not getattr(torch, kind).is_available():
             raise ConfigError(
-                f"a machine with {kind}", f"torch {torch.__version__} sees none", "Set device: cpu, or mend the driver."
+                f"a machine with {kind}", f"torch {torch.__version__} sees none", "Set device: cpu, or repair the driver."
             )
         self.kind = kind
         self.backend = _BACKENDS[kind]
         if kind == "cpu":
             self.torch = torch.device("cpu")
             torch.set_num_threads(threads)
-            _answer_for_cuda()
-            _keep_freed_memory()
+            install_cuda_stand_ins()
+            keep_freed_memory()
         else:
             self.torch = torch.device(kind, local_rank)
             getattr(torch, kind).set_device(local_rank)
@@ -62,7 +61,7 @@ class Device:
         return state
 
     def set_rng_state(self, state: dict[str, Any]) -> None:
-        """Takes over what `rng_state` gave."""
+        """Restores what `rng_state` returned."""
         name, keys, *rest = state["numpy"]
         random.setstate(state["python"])
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
@@ -76,50 +75,8 @@ class Device:
             getattr(torch, self.kind).synchronize()
 
     def megatron(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which megatron-core code that names CUDA works on this device. npu: `transfer_to_npu` has done it for good."""
-        return _CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()
-
-
-class _CudaIsCpu(TorchFunctionMode):
-    """Calls that ask for device cuda get the CPU; a tensor's `type()` is spelled as megatron-core compares it."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.")
-        if kwargs and "device" in kwargs and "cuda" in str(kwargs["device"]):
-            kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **(kwargs or {}))
-
-
-_CUDA_STAND_INS: dict[str, Any] = {
-    "current_device": lambda: "cpu",
-    "synchronize": lambda device=None: None,
-    "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-}
-
-
-def _answer_for_cuda() -> None:
-    """Gives this process, which uses no CUDA, the few names of torch.cuda that megatron-core calls, for good: backward passes do too."""
-    for name, stand_in in _CUDA_STAND_INS.items():
-        setattr(torch.cuda, name, stand_in)
-
-
-def _keep_freed_memory() -> None:
-    """Makes glibc reuse freed blocks instead of returning them to the kernel.
-
-    Activations of some MiB are allocated and freed all the time; by default each is a fresh mapping whose pages the kernel zeroes at
-    first touch, which takes longer than the arithmetic on them.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        trim_threshold, mmap_max = -1, -4
-        libc.mallopt(mmap_max, 0)
-        libc.mallopt(trim_threshold, 2**31 - 1)
+        """Context in which megatron-core code that names CUDA works on this device. On npu `transfer_to_npu` has arranged it for the process."""
+        return CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
 def _import_npu() -> None:

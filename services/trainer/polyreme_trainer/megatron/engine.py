@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import SftPhase
+from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
@@ -22,10 +22,12 @@ from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Writte
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint, comparison
-from polyreme_trainer.megatron.batch import MicroBatch, collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, collect, split_steps, supervised
+from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.optimizer import Adam, learning_rate
-from polyreme_trainer.megatron.policy import Policy, build_policy, check_same_weights
+from polyreme_trainer.megatron.model import check_same_weights
+from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
+from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import Forward, Role
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
@@ -46,15 +48,16 @@ class MegatronEngine:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
         self.algorithm = Algorithm(config.recipe, config.rollout.max_new_tokens)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
-        policy = build_policy(config, device)
+        self.policy = policy = build_policy(config, device)
+        """The actor's model."""
         if config.trainer.parallel.nodes > 1:
             check_same_weights(policy)
         settings = config.trainer.optimizer
-        self.adam = Adam(settings.beta1, settings.beta2, settings.eps, settings.weight_decay, settings.clip_grad)
+        self.adam = adam_of(settings)
         self.actor = Role("actor", policy, self.logprobs_of(policy), self.shard)
         self.actor.make_optimizer(self.adam)
-        self.reference: Role | None = None
-        self.critic: Role | None = None
+        self.reference: Role[Policy] | None = None
+        self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
         """What the algorithm carries from one iteration to the next."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
@@ -64,14 +67,9 @@ class MegatronEngine:
         """The Hugging Face model of the last comparison, until replicas were compared with it. On rank 0."""
 
     @property
-    def policy(self) -> Policy:
-        """The actor's model."""
-        return self.actor.model
-
-    @property
-    def trained(self) -> list[Role]:
+    def trained(self) -> list[Role[Any]]:
         """The roles that a checkpoint holds."""
-        return [self.actor]
+        return [self.actor] if self.critic is None else [self.actor, self.critic]
 
     @property
     def arena(self) -> Arena:
@@ -118,6 +116,9 @@ class MegatronEngine:
 
     def begin_iterations(self) -> None:
         self.actor.make_optimizer(self.adam)
+        if self.critic is not None and self.config.trainer.critic.path is None:
+            self.critic.model.copy_backbone(self.policy)
+            self.critic.make_optimizer(adam_of(self.critic_optimizer))
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
         self.saves.save_warm_start(step, self.trained, facts)
@@ -131,6 +132,19 @@ class MegatronEngine:
         checkpoint.load(found, self.trained)
         return found.facts
 
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The critic's own, or the actor's."""
+        return self.config.trainer.critic.optimizer or self.config.trainer.optimizer
+
+    def make_critic(self) -> Role[Critic]:
+        """The critic role, with the weights of its Hugging Face directory."""
+        path = self.config.trainer.critic.path or self.config.model.path
+        critic = build_critic(path, self.config.model.dtype, self.device)
+        role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
+        role.make_optimizer(adam_of(self.critic_optimizer))
+        return role
+
     def make_reference(self, path: Path) -> None:
         """The reference role, with the weights of a Hugging Face directory."""
         policy = Policy(self.policy.arch, self.policy.dtype, self.device, trainable=False)
@@ -142,8 +156,17 @@ class MegatronEngine:
         sequences, tokens = collect(batch.groups, self.part_weights())
         seed = (config.seed, batch.iteration)
         steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
-        lr = learning_rate(config.trainer.optimizer, batch.iteration, config.iterations)
-        trained = train_iteration(Iteration(batch.iteration, sequences, tokens, steps, self.state, lr), self.algorithm, self)
+        iteration = Iteration(
+            number=batch.iteration,
+            sequences=sequences,
+            tokens=tokens,
+            steps=steps,
+            state=self.state,
+            lr=learning_rate(config.trainer.optimizer, batch.iteration, config.iterations),
+            critic_lr=learning_rate(self.critic_optimizer, batch.iteration, config.iterations),
+            trains_actor=self.critic is None or batch.iteration > config.trainer.critic.warmup_iterations,
+        )
+        trained = train_iteration(iteration, self.algorithm, self)
         self.state = trained.state
         self.device.synchronize()
         return trained.metrics

@@ -1,4 +1,7 @@
-"""Reading the weights of a Hugging Face directory: one safetensors file, or several with an index. Nothing else is ever unpickled."""
+"""Reading the weights of a Hugging Face directory: one safetensors file, or several with an index. Nothing else is ever unpickled.
+
+Invariant: what is wrong with a file is a ConfigError that names the directory, never an error of the parser.
+"""
 
 import contextlib
 import json
@@ -6,17 +9,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from polyreme.errors import ConfigError
 
+_RESTORE = "Restore the model directory from its source."
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
 
 class HfTensors(Mapping[str, Tensor]):
-    """Tensors by name, read from memory-mapped files when asked for."""
+    """Tensors by name, read from memory-mapped files when accessed."""
 
-    def __init__(self, files: Mapping[str, Any]) -> None:
-        self._files = files
+    def __init__(self, path: Path, files: Mapping[str, Any]) -> None:
+        self._path, self._files = path, files
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
@@ -27,24 +34,46 @@ class HfTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._files)
 
+    def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]) -> None:
+        """Raises ConfigError unless every tensor of `shapes` is there in that shape, and every alias that is there equals its tensor."""
+        for name, shape in shapes.items():
+            if name not in self._files:
+                raise ConfigError(
+                    f"a tensor {name} in {self._path}",
+                    f"{len(self._files)} others",
+                    "Use weights that belong to the config.json.",
+                )
+            header = self._files[name].get_slice(name)
+            found, dtype = tuple(header.get_shape()), header.get_dtype()
+            if found != shape:
+                raise ConfigError(
+                    f"{name} of shape {shape}", f"{found} in {self._path}", "Use weights that belong to the config.json."
+                )
+            if dtype not in _FLOATS:
+                raise ConfigError(
+                    f"{name} of a type in {', '.join(_FLOATS)}", f"{dtype} in {self._path}", "Use unquantized weights."
+                )
+        for alias, name in aliases.items():
+            if alias in self._files and not torch.equal(self[alias], self[name]):
+                raise ConfigError(
+                    f"{alias} equal to {name} in {self._path}, because its config.json has tie_word_embeddings: true",
+                    "other numbers",
+                    "Set tie_word_embeddings: false in this config.json, or remove the tensor that is not in use.",
+                )
+
 
 @contextlib.contextmanager
-def open_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[HfTensors]:
-    """Opens the directory's weights, checked to hold every tensor of `shapes`. Raises ConfigError."""
+def open_tensors(path: Path) -> Iterator[HfTensors]:
+    """Opens the directory's weights. Raises ConfigError for files that are missing or damaged."""
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
         for file in _weight_files(Path(path)):
-            handle = stack.enter_context(safe_open(file, framework="pt"))
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"a safetensors file {file}", str(error), _RESTORE) from None
             files |= dict.fromkeys(handle.keys(), handle)
-        for name, shape in shapes.items():
-            if name not in files:
-                raise ConfigError(
-                    f"a tensor {name} in {path}", f"{len(files)} others", "Use weights that belong to the config.json."
-                )
-            found = tuple(files[name].get_slice(name).get_shape())
-            if found != shape:
-                raise ConfigError(f"{name} of shape {shape}", f"{found} in {path}", "Use weights that belong to the config.json.")
-        yield HfTensors(files)
+        yield HfTensors(path, files)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -55,7 +84,11 @@ def _weight_files(path: Path) -> list[Path]:
         raise ConfigError(
             f"model.safetensors or {index.name} in {path}", "neither", "Save the model with transformers' save_pretrained."
         )
-    files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        files = [path / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"a weight_map of tensors to files in {index}", repr(error), _RESTORE) from None
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"the files that {index} names", f"{missing} are missing", "Complete the model directory.")
     return files

@@ -1,7 +1,8 @@
-"""Token log-probabilities from vocabulary-parallel logits, without ever gathering the logits.
+"""Token log-probabilities and entropies from vocabulary-parallel logits; the logits are never gathered.
 
-Each rank reduces its own columns; two numbers per token cross the ranks (the columns' log-sum-exp and the target's logit), in one
-collective. Padded columns are left out before anything is computed, so they have probability zero and gradient zero. All in fp32.
+Each rank reduces its own columns. Two or three numbers per token cross the ranks in one collective: the columns' log-sum-exp, the target's
+logit and, for the entropy, the mean logit of the columns. Invariant: padded columns are left out before anything is computed, so they have
+probability zero and gradient zero. All sums are in fp32.
 """
 
 from typing import Any
@@ -13,7 +14,16 @@ from torch.autograd.function import Function, once_differentiable
 
 class _TokenLogprobs(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, valid: int, temperature: float, group: Any) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        start: int,
+        valid: int,
+        temperature: float,
+        group: Any,
+        with_entropy: bool,
+    ) -> tuple[Tensor, ...]:
         scaled = logits[:, :valid].float()
         if temperature != 1.0:
             scaled = scaled / temperature
@@ -26,36 +36,57 @@ class _TokenLogprobs(Function):
         else:
             log_sum = scaled.new_full(targets.shape, -torch.inf)
             chosen = scaled.new_zeros(targets.shape)
+        parts = [log_sum, chosen]
+        if with_entropy:
+            parts.append(torch.linalg.vecdot((scaled - log_sum.unsqueeze(1)).exp_(), scaled))
         if group is not None:
-            log_sum, chosen = _combine(log_sum, chosen * here, group)
-        ctx.save_for_backward(scaled, log_sum, column, here)
+            parts[1] = chosen * here
+            parts = _combine(parts, group)
+        ctx.save_for_backward(scaled, column, here, *parts)
         ctx.temperature, ctx.shape, ctx.dtype = temperature, logits.shape, logits.dtype
-        return chosen - log_sum
+        logprobs = parts[1] - parts[0]
+        return (logprobs, parts[0] - parts[2]) if with_entropy else (logprobs,)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        scaled, log_sum, column, here = ctx.saved_tensors
+        scaled, column, here, log_sum, _, *mean = ctx.saved_tensors
         grad = (grads[0] / ctx.temperature).unsqueeze(1)
-        out = (scaled - log_sum.unsqueeze(1)).exp_().mul_(-grad)
+        probabilities = (scaled - log_sum.unsqueeze(1)).exp_()
+        if mean:  # the gradient of the entropy is probability * (mean logit - logit)
+            spread = (mean[0].unsqueeze(1) - scaled).mul_((grads[1] / ctx.temperature).unsqueeze(1))
+            out = probabilities.mul_(spread.sub_(grad))
+        else:
+            out = probabilities.mul_(-grad)
         if scaled.shape[1]:
             out.scatter_add_(1, column.unsqueeze(1), grad * here.unsqueeze(1))
         if out.shape != ctx.shape:
             padded = out.new_zeros(ctx.shape)
             padded[:, : scaled.shape[1]] = out
             out = padded
-        return out.to(ctx.dtype), None, None, None, None, None
+        return out.to(ctx.dtype), *[None] * 6
 
 
-def _combine(log_sum: Tensor, chosen: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp over all ranks' columns, and the one rank's target logit."""
-    mine = torch.stack((log_sum, chosen))
+def _combine(parts: list[Tensor], group: Any) -> list[Tensor]:
+    """From every rank's columns to all columns: the log-sum-exp, the one rank's target logit, the mean logit."""
+    mine = torch.stack(parts)
     every = mine.new_empty((group.size(), *mine.shape))
     torch.distributed.all_gather(list(every), mine, group=group)
-    return torch.logsumexp(every[:, 0], dim=0), every[:, 1].sum(0)
+    log_sum = torch.logsumexp(every[:, 0], dim=0)
+    means = [(every[:, part] * (every[:, 0] - log_sum).exp()).sum(0) for part in range(2, len(parts))]
+    return [log_sum, every[:, 1].sum(0), *means]
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, *, start: int, valid: int, temperature: float, group: Any = None) -> Tensor:
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    start: int,
+    valid: int,
+    temperature: float,
+    group: Any = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, ...]:
     """log softmax(logits / temperature) at the targets, differentiable in the logits.
 
     Args:
@@ -64,9 +95,10 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, start: int, valid: int, t
         start: vocabulary index of this rank's first column.
         valid: how many of this rank's columns are not padding.
         group: tensor-parallel process group; None for one rank.
+        with_entropy: also return the entropy of softmax(logits / temperature).
 
     Returns:
-        fp32 [tokens] log-probabilities in nats.
+        fp32 [tokens] log-probabilities in nats, and fp32 [tokens] entropies in nats where they are wanted.
     """
-    logprobs: Tensor = _TokenLogprobs.apply(logits, targets, start, valid, temperature, group)
-    return logprobs
+    results: tuple[Tensor, ...] = _TokenLogprobs.apply(logits, targets, start, valid, temperature, group, with_entropy)
+    return results

@@ -8,6 +8,7 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel.layers import (
@@ -21,6 +22,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -47,7 +49,9 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "TransformerLayerSubmodules",
+    "WrappedTorchNorm",
     "finalize_model_grads",
+    "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
     "linear_with_grad_accumulation_and_async_allreduce",

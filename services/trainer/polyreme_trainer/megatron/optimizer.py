@@ -15,7 +15,7 @@ from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.megatron import mcore
 from polyreme_trainer.megatron.mcore import parallel_state
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Adam:
 
 
 class Optimizer:
-    """Owns a trainable policy's gradients and its AdamW moments. One-dimensional parameters are not decayed."""
+    """Owns a trainable model's gradients and its AdamW moments. One-dimensional parameters are not decayed."""
 
-    def __init__(self, policy: Policy, adam: Adam) -> None:
-        assert policy.replica is not None, "a frozen policy has no optimizer"
-        self.policy, self.adam, self._replica = policy, adam, policy.replica
+    def __init__(self, model: ShardedModel, adam: Adam) -> None:
+        assert model.ddp is not None, "a frozen model has no optimizer"
+        self.model, self.adam, self._ddp = model, adam, model.ddp
         config = mcore.OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -43,21 +43,21 @@ class Optimizer:
             adam_beta2=adam.beta2,
             adam_eps=adam.eps,
             clip_grad=0.0,
-            bf16=policy.dtype == "bfloat16",
-            params_dtype=torch.bfloat16 if policy.dtype == "bfloat16" else torch.float32,
+            bf16=model.dtype == "bfloat16",
+            params_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
         )
         overrides = mcore.get_standard_config_overrides(config)
-        with policy.device.megatron():
-            chained = mcore.get_megatron_optimizer(config, [self._replica], overrides, use_gloo_process_groups=False)
+        with model.device.megatron():
+            chained = mcore.get_megatron_optimizer(config, [self._ddp], overrides, use_gloo_process_groups=False)
         (self._inner,) = chained.chained_optimizers
         self._set_hyper_parameters()
-        mine = {piece.param for piece in policy.slices if piece.primary}
-        self._counted = [param for name, param in policy.module.named_parameters() if name in mine]
+        mine = {piece.param for piece in model.slices if piece.primary}
+        self._counted = [param for name, param in model.module.named_parameters() if name in mine]
         self.zero_grad()
 
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
-        self._replica.zero_grad_buffer()
+        self._ddp.zero_grad_buffer()
         self._inner.zero_grad()  # a step leaves the parameters' grads pointing into the buffer
 
     def set_lr(self, lr: float) -> None:
@@ -74,12 +74,12 @@ class Optimizer:
         Raises:
             RunFailedError: the gradient is not finite; weights and moments are as before, on every rank.
         """
-        mcore.finalize_model_grads([self._replica])
+        mcore.finalize_model_grads([self._ddp])
         norm = self._grad_norm()
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or look at the last samples.")
         if 0 < self.adam.clip_grad < norm:
-            self._replica.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
+            self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         self._inner.prepare_grads()
         self._inner.step_with_ready_grads()
         return norm
@@ -97,7 +97,7 @@ class Optimizer:
         for group in self._inner.param_groups:
             group["betas"], group["eps"] = (self.adam.beta1, self.adam.beta2), self.adam.eps
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
-            group["fused"] = self.policy.device.kind != "npu"
+            group["fused"] = self.model.device.kind != "npu"
 
     @torch.no_grad()
     def _grad_norm(self) -> float:
@@ -107,12 +107,20 @@ class Optimizer:
         return math.sqrt(squared.item())
 
 
+def adam_of(config: OptimizerConfig) -> Adam:
+    """The hyper-parameters of a configured optimizer."""
+    return Adam(config.beta1, config.beta2, config.eps, config.weight_decay, config.clip_grad)
+
+
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
-    """Rate of iteration 1 .. iterations: linear warm-up to `lr`, then constant, or linear or cosine decay to `min_lr` at the last."""
+    """Rate of iteration 1 .. iterations: linear warm-up to `lr`, then constant, or linear or cosine decay.
+
+    A decay would reach `min_lr` one iteration after the last, so every iteration trains above it.
+    """
     if iteration <= config.warmup:
         return config.lr * iteration / config.warmup
     if config.schedule == "constant":
         return config.lr
-    done = (iteration - config.warmup) / max(iterations - config.warmup, 1)
+    done = (iteration - config.warmup - 1) / max(iterations - config.warmup, 1)
     left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.min_lr + (config.lr - config.min_lr) * left

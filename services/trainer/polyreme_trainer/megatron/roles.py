@@ -4,16 +4,18 @@ Invariant: a role without an optimizer never changes. Checkpoints, resumes and m
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
-from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.shard import DataShard
+
+Model = TypeVar("Model", bound=ShardedModel)
 
 Forward = Callable[[MicroBatch], Tensor]
 """A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`."""
@@ -23,7 +25,7 @@ Loss = Callable[[MicroBatch, Tensor], Tensor]
 """The scalar to differentiate of one micro-batch, given the model's numbers for its trained tokens, fp32 [k]."""
 
 
-class Role:
+class Role(Generic[Model]):
     """A model, its optimizer when it is trained, and how it answers for a micro-batch.
 
     Args:
@@ -33,7 +35,7 @@ class Role:
         shard: this rank's share of batches.
     """
 
-    def __init__(self, name: str, model: Policy, forward: Forward, shard: DataShard) -> None:
+    def __init__(self, name: str, model: Model, forward: Forward, shard: DataShard) -> None:
         self.name, self.model, self.forward, self.shard = name, model, forward, shard
         self.optimizer: Optimizer | None = None
 

@@ -40,7 +40,7 @@ class Saves:
         """Where the Hugging Face directory of `version` is."""
         return self._config.run_dir / "hf" / f"iteration-{version:06d}"
 
-    def load(self, roles: Sequence[Role]) -> tuple[int, Mapping[str, Any]] | None:
+    def load(self, roles: Sequence[Role[Any]]) -> tuple[int, Mapping[str, Any]] | None:
         """Restores the newest checkpoint whose digests hold. Collective.
 
         Returns:
@@ -68,7 +68,7 @@ class Saves:
         checkpoint.load(found, roles)
         return self.newest, found.facts
 
-    def save(self, version: int, roles: Sequence[Role], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Saved:
+    def save(self, version: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Saved:
         """Writes both, and removes what is past `keep_checkpoints`. Collective.
 
         Args:
@@ -116,7 +116,7 @@ class Saves:
         name = self._ranks.broadcast_from_leader(find).decode()
         return self._read(self._root / name) if name else None
 
-    def save_warm_start(self, step: int, roles: Sequence[Role], facts: Mapping[str, Any]) -> None:
+    def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
         """Writes the state between two steps of a warm start, `step` of all its steps; only the newest is kept. Collective."""
         path = self._root / f"{WARM_START}-{step:06d}"
         checkpoint.save(path, roles, facts)

@@ -6,7 +6,7 @@ step, so neither the layout nor the cut into micro-batches changes them. Which s
 
 import json
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -69,10 +69,14 @@ class Trained:
 class Models(Protocol):
     """The roles of a run, on this rank."""
 
-    actor: Role
-    reference: Role | None
-    critic: Role | None
-    shard: DataShard
+    @property
+    def actor(self) -> Role[Any]: ...
+    @property
+    def reference(self) -> Role[Any] | None: ...
+    @property
+    def critic(self) -> Role[Any] | None: ...
+    @property
+    def shard(self) -> DataShard: ...
 
 
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
@@ -128,7 +132,7 @@ def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
 
 
 @torch.no_grad()
-def probe(actor: Role, losses: "Losses") -> None:
+def probe(actor: Role[Any], losses: "Losses") -> None:
     """Measures the mismatch on a few sequences that the policy sampled itself."""
     fresh = losses.fresh_sequences()[:PROBE]
     loss = losses.of_policy(fresh)

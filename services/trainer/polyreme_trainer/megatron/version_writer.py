@@ -16,7 +16,7 @@ from polyreme.weights.manifest import plan_manifest, tensor_views
 from polyreme_trainer.learner.engine import Written
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.hf_mapping import hf_aliases
-from polyreme_trainer.megatron.policy import Policy, tensor_specs
+from polyreme_trainer.megatron.model import ShardedModel, tensor_specs
 
 _WORDS = {"BF16": torch.bfloat16}
 
@@ -31,7 +31,7 @@ class VersionWriter:
         writes: whether this rank's slices are wanted (data rank 0).
     """
 
-    def __init__(self, policy: Policy, ranks: Ranks, run_id: str, writes: bool) -> None:
+    def __init__(self, policy: ShardedModel, ranks: Ranks, run_id: str, writes: bool) -> None:
         self._policy, self._ranks, self._run_id, self._writes = policy, ranks, run_id, writes
         self._plan = plan_manifest(tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch))
         self._dtypes = {tensor.name: _WORDS.get(tensor.dtype) for tensor in self._plan.tensors if not tensor.alias_of}

@@ -1,7 +1,7 @@
 """The point-wise pieces of a transformer layer as single autograd nodes: same values as the textbook forms, fewer passes over memory.
 
-Each node keeps its inputs, and what is dear to compute again, for the backward pass, and writes gradients without temporaries where it
-can.
+Each node keeps its inputs, and what is expensive to compute again, for the backward pass, and writes gradients without temporaries
+where possible.
 Tokens are rows: all take [tokens, features] or any leading shape, in the dtype of the input; statistics are fp32.
 """
 

@@ -1,7 +1,7 @@
 """The matrix products of megatron-core's parallel layers, on CPU by oneDNN.
 
-torch sends fp32 products on CPU to MKL, which on processors of other makers reaches a third of their speed; oneDNN generates code for the
-processor it runs on. Same arithmetic, fp32 throughout. Elsewhere megatron-core's own function is called.
+torch sends fp32 products on CPU to MKL, which reaches a third of the speed on processors of other makers; oneDNN generates code for the
+processor it runs on. The arithmetic is the same, fp32 throughout.
 """
 
 from typing import Any
@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from polyreme_trainer.megatron.mcore import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    linear_with_grad_accumulation_and_async_allreduce,
-)
+from polyreme_trainer.megatron.mcore import ColumnParallelLinear, RowParallelLinear
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -51,24 +47,8 @@ class _Linear(Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:
-    """x @ weight.T + bias.
-
-    Args:
-        x: [..., in]. weight: [out, in]. bias: [out].
-        group: tensor-parallel process group.
-        sum_input_grads: each rank holds some of the output features, so the gradient of `x` is summed over the group.
-    """
-    if x.device.type == "cpu":
-        return _Linear.apply(x, weight, bias, group if sum_input_grads else None)
-    return linear_with_grad_accumulation_and_async_allreduce(
-        x,
-        weight,
-        bias,
-        gradient_accumulation_fusion=False,
-        allreduce_dgrad=sum_input_grads,
-        sequence_parallel=False,
-        tp_group=group,
-    )
+    """x @ weight.T + bias; see `spec.Linear`."""
+    return _Linear.apply(x, weight, bias, group if sum_input_grads else None)
 
 
 class ColumnParallel(ColumnParallelLinear):

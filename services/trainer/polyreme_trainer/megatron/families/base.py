@@ -1,51 +1,57 @@
-"""The shape of a decoder-only model, read from a Hugging Face config.json.
+"""What all model families share: the sizes of a decoder, the rows of the mapping table, and what a family adds.
 
-Everything downstream (the layout table, the megatron model) is built from this one record; a model whose forward pass would differ
-from what the record can say is refused here, by name, before anything is allocated. Pure: no torch, no transformers.
+Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces; every other model is refused by name
+before anything is allocated. The shape of every tensor follows from the rows and the sizes. Pure: no torch, no transformers.
 """
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.families.rope import Rope, read_rope
 
-FAMILIES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"
+
+Shape = tuple[int, ...]
+Share = Literal["all", "columns", "vocab", "gate_up", "qkv"]
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: inverse frequencies are theta ** (-2i / head_dim), rescaled as Llama 3 does when `factor` > 1."""
+class Row:
+    """One line of the mapping table: a parameter of megatron-core and the Hugging Face tensors that make it up.
 
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    Attributes:
+        param: the parameter; within a layer its name there.
+        share: how tensor ranks share it: "all" (every rank has the whole), "columns" (dimension 1 cut evenly), "vocab" (rows, padded),
+            "gate_up" (rows of each tensor cut evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
+        tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
+    """
 
-    def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """The head_dim / 2 angular frequencies, in radians per position."""
-        plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-        return plain if self.factor == 1.0 else [self._llama3(f) for f in plain]
+    param: str
+    share: Share
+    tensors: Mapping[str, tuple[int | str, ...]]
 
-    def _llama3(self, frequency: float) -> float:
-        turns = self.original_max_position * frequency / (2 * math.pi)
-        if turns < self.low_freq_factor:
-            return frequency / self.factor
-        if turns > self.high_freq_factor:
-            return frequency
-        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - smooth) * frequency / self.factor + smooth * frequency
+    def in_layer(self, param_layer: int, hf_layer: int) -> "Row":
+        """The row with the layer's numbers: of the layer on its pipeline stage, and in the whole model."""
+        tensors = {f"model.layers.{hf_layer}.{name}": dims for name, dims in self.tensors.items()}
+        return Row(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a Qwen2 or Llama model. `kv_heads` divides `heads`; `tied` means that the output layer is the embedding."""
+    """Sizes of a decoder-only model. `kv_heads` divides `heads`.
 
-    family: str
+    Attributes:
+        head: "tied" (the output layer is the embedding), "untied" (an output layer of its own) or "value" (one number per position).
+        max_position: the longest sequence that the model computes as transformers does.
+    """
+
+    family: "ModelFamily"
     layers: int
     hidden: int
     heads: int
@@ -53,85 +59,122 @@ class Architecture:
     head_dim: int
     ffn: int
     vocab: int
-    tied: bool
-    qkv_bias: bool
+    head: Literal["tied", "untied", "value"]
     norm_eps: float
     max_position: int
     rope: Rope
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "Architecture":
-        """Reads the content of a config.json. Raises ConfigError for what this trainer does not know."""
-        family = config.get("model_type", "(none)")
-        if family not in FAMILIES:
-            raise ConfigError(
-                f"a model of type {' or '.join(FAMILIES)}", f"model_type {family!r}", "Choose a model of a known type."
-            )
-        _refuse(config, "hidden_act", ("silu",), "silu")
-        _refuse(config, "attention_bias", (False,), False)
-        _refuse(config, "mlp_bias", (False,), False)
-        _refuse(config, "use_sliding_window", (False,), False)
-        _refuse(config, "attention_dropout", (0.0,), 0.0)
-        heads = config["num_attention_heads"]
-        return cls(
-            family=family,
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2",
-            norm_eps=config["rms_norm_eps"],
-            max_position=config["max_position_embeddings"],
-            rope=_rope(config),
-        )
+    @property
+    def queries(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_dim
 
-    @classmethod
-    def load(cls, path: Path) -> "Architecture":
-        """Reads `path`/config.json. Raises ConfigError."""
-        file = Path(path) / "config.json"
-        if not file.is_file():
-            raise ConfigError("a Hugging Face model directory", f"no file {file}", "Set model.path to one with a config.json.")
-        return cls.from_hf(json.loads(file.read_text()))
+    @property
+    def keys(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    def shapes(self, row: Row) -> dict[str, Shape]:
+        """Shape of each Hugging Face tensor of the row."""
+        return {
+            name: tuple(dim if isinstance(dim, int) else getattr(self, dim) for dim in dims) for name, dims in row.tensors.items()
+        }
+
+    def head_row(self) -> Row:
+        """The output layer's parameter and what it is loaded from."""
+        if self.head == "value":
+            return Row("output_layer.weight", "all", {VALUE_HEAD: (1, "hidden")})
+        return Row("output_layer.weight", "vocab", {EMBEDDING if self.head == "tied" else LM_HEAD: ("vocab", "hidden")})
+
+    def rows(self) -> Iterator[Row]:
+        """The whole model's table, in the order of the model. A tied head has no row: it is the embedding's."""
+        yield EMBEDDING_ROW
+        for layer in range(self.layers):
+            yield from (row.in_layer(layer, layer) for row in self.family.layer)
+        yield FINAL_NORM_ROW
+        if self.head != "tied":
+            yield self.head_row()
 
     @property
     def parameters(self) -> int:
-        """Number of weights, a tied embedding counted once."""
-        attention = (2 * self.heads + 2 * self.kv_heads) * self.head_dim * self.hidden
-        bias = (self.heads + 2 * self.kv_heads) * self.head_dim if self.qkv_bias else 0
-        layer = attention + bias + 3 * self.ffn * self.hidden + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        """Number of weights; a tied embedding counts once."""
+        return sum(math.prod(shape) for row in self.rows() for shape in self.shapes(row).values())
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
-    fields = config.get("rope_parameters") or {
-        "rope_theta": config.get("rope_theta", 10000.0),
-        **(config.get("rope_scaling") or {}),
-    }
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    theta = float(fields.get("rope_theta", config.get("rope_theta", 10000.0)))
-    if kind == "default":
-        return Rope(theta)
-    if kind == "llama3":
-        return Rope(
-            theta,
-            fields["factor"],
-            fields["low_freq_factor"],
-            fields["high_freq_factor"],
-            fields["original_max_position_embeddings"],
-        )
-    raise ConfigError(
-        "a rotary embedding of type default or llama3", f"rope_type {kind!r}", "Choose a model with one of these types."
-    )
+EMBEDDING_ROW = Row("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
+FINAL_NORM_ROW = Row("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
+
+DENSE_LAYER = (
+    Row("input_layernorm.weight", "all", {"input_layernorm.weight": ("hidden",)}),
+    Row(
+        "self_attention.linear_qkv.weight",
+        "qkv",
+        {
+            "self_attn.q_proj.weight": ("queries", "hidden"),
+            "self_attn.k_proj.weight": ("keys", "hidden"),
+            "self_attn.v_proj.weight": ("keys", "hidden"),
+        },
+    ),
+    Row("self_attention.linear_proj.weight", "columns", {"self_attn.o_proj.weight": ("hidden", "queries")}),
+    Row("pre_mlp_layernorm.weight", "all", {"post_attention_layernorm.weight": ("hidden",)}),
+    Row("mlp.linear_fc1.weight", "gate_up", {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")}),
+    Row("mlp.linear_fc2.weight", "columns", {"mlp.down_proj.weight": ("hidden", "ffn")}),
+)
+"""A layer of Llama's shape: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
+
+_DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 
 
-def _refuse(config: Mapping[str, Any], key: str, known: tuple[Any, ...], default: Any) -> None:
-    value = config.get(key, default)
-    if value not in known and value is not None:
-        raise ConfigError(
-            f"{key} in {list(known)}", f"{key} = {value!r} in the model's config.json", "Choose a model without this feature."
+@dataclass(frozen=True)
+class ModelFamily:
+    """One `model_type` of Hugging Face: how its config.json is read, how its layers are built, and how its weights are named.
+
+    Attributes:
+        name: the model_type.
+        layer: the rows of one layer.
+        options: fields of megatron-core's TransformerConfig that this family sets; the layer's spec follows from them.
+        defaults: what transformers assumes for fields that config.json lacks.
+    """
+
+    name: str
+    layer: tuple[Row, ...] = DENSE_LAYER
+    options: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def architecture(self, config: HfConfig) -> Architecture:
+        """Reads the sizes. Raises ConfigError for a field that is missing or damaged, and for a feature that is not reproduced."""
+        config = config.with_defaults({**_DEFAULTS, **self.defaults})
+        for name, value in _FIXED.items():
+            config.only(name, value)
+        config.absent("quantization_config")
+        layers = config.integer("num_hidden_layers")
+        config.only("layer_types", ["full_attention"] * layers)
+        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        kv_heads = config.integer("num_key_value_heads") if "num_key_value_heads" in config else heads
+        head_dim = config.integer("head_dim") if "head_dim" in config else hidden // heads
+        if heads % kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads that divides num_attention_heads, in {config.source}",
+                f"{kv_heads} and {heads}",
+                "Restore the file from the model's source.",
+            )
+        if head_dim % 2 or head_dim == 0:
+            raise ConfigError(
+                f"an even size of attention heads in {config.source}", str(head_dim), "Restore the file from the model's source."
+            )
+        max_position = config.integer("max_position_embeddings")
+        return Architecture(
+            family=self,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=config.integer("intermediate_size"),
+            vocab=config.integer("vocab_size"),
+            head="tied" if config.flag("tie_word_embeddings") else "untied",
+            norm_eps=config.number("rms_norm_eps"),
+            max_position=max_position,
+            rope=read_rope(config, max_position),
         )

@@ -9,7 +9,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from polyreme.config.trainer import OptimizerConfig
 from polyreme_trainer.megatron.cpu.functional import rms_norm, rotary, swiglu
 from polyreme_trainer.megatron.cpu.linear import linear
-from polyreme_trainer.megatron.logprobs import token_logprobs
 from polyreme_trainer.megatron.optimizer import learning_rate
 
 
@@ -79,26 +78,6 @@ def test_linear_of_a_frozen_weight_passes_the_gradient_on() -> None:
     linear(x, weight, None, None, False).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 4))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs_leave_padded_columns_out(temperature: float) -> None:
-    logits = leaf(6, 8, dtype=torch.float32)
-    targets = torch.tensor([0, 4, 2, 2, 1, 3])
-    got = token_logprobs(logits, targets, start=0, valid=5, temperature=temperature)
-    distribution = torch.distributions.Categorical(logits=logits[:, :5] / temperature)
-    torch.testing.assert_close(got, distribution.log_prob(targets))
-    weight = torch.linspace(-1, 1, 6)
-    ours, theirs = (torch.autograd.grad((v * weight).sum(), logits)[0] for v in (got, distribution.log_prob(targets)))
-    torch.testing.assert_close(ours, theirs)
-    assert (ours[:, 5:] == 0).all()
-
-
-def test_no_wanted_token_is_no_gradient() -> None:
-    logits = leaf(0, 8, dtype=torch.float32)
-    got = token_logprobs(logits, torch.empty(0, dtype=torch.int64), start=0, valid=5, temperature=1.0)
-    got.sum().backward()
-    assert got.shape == (0,)
 
 
 @pytest.mark.parametrize(

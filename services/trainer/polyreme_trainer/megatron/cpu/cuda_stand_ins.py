@@ -1,0 +1,53 @@
+"""What lets megatron-core, which asks for CUDA by name, run in a process that has none.
+
+Invariant: only a process whose device is the CPU imports these effects, and it keeps them until it ends.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class CudaIsCpu(TorchFunctionMode):
+    """Calls that ask for device cuda run on the CPU; a tensor's `type()` returns the name that megatron-core compares with."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if kwargs and "device" in kwargs and "cuda" in str(kwargs["device"]):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **(kwargs or {}))
+
+
+_CUDA_STAND_INS: dict[str, Any] = {
+    "current_device": lambda: "cpu",
+    "synchronize": lambda device=None: None,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+}
+
+
+def install_cuda_stand_ins() -> None:
+    """Replaces the functions of torch.cuda that megatron-core calls, also in backward passes, for the life of this process."""
+    for name, stand_in in _CUDA_STAND_INS.items():
+        setattr(torch.cuda, name, stand_in)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc reuse freed blocks instead of returning them to the kernel.
+
+    Activations of some MiB are allocated and freed all the time. By default each is a new mapping whose pages the kernel zeroes at the
+    first access, which takes longer than the arithmetic on them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        trim_threshold, mmap_max = -1, -4
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, 2**31 - 1)

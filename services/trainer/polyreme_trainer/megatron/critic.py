@@ -1,0 +1,57 @@
+"""A critic: a sharded model of the policy's family whose head gives one number per position, as transformers' ForSequenceClassification."""
+
+from collections import ChainMap
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron import hf_mapping
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.families.base import VALUE_HEAD, Architecture
+from polyreme_trainer.megatron.hf_files import open_tensors
+from polyreme_trainer.megatron.model import ShardedModel
+
+
+class Critic(ShardedModel):
+    """A sharded model with a value head (Hugging Face name `score.weight`)."""
+
+    def values(self, ids: Tensor) -> Tensor:
+        """The value of each prefix `ids[b, : t + 1]`, differentiable in the weights: fp32 [b, s].
+
+        Args:
+            ids: int64 [b, s], padded on the right with any token of the vocabulary; values of padding mean nothing.
+        """
+        return self.module.output_layer(self.hidden(ids)).float().view(ids.shape)
+
+    @torch.no_grad()
+    def copy_backbone(self, model: ShardedModel) -> None:
+        """Takes over the weights of a model of the same sizes, except its head; the values become zero."""
+        theirs = model.state_dict()
+        for name, param in self._params.items():
+            if name == "output_layer.weight":
+                param.zero_()
+            else:
+                param.copy_(theirs[name])
+
+    def load_hf(self, path: Path) -> None:
+        """Loads a sequence classifier with one label, or a language model, whose critic starts with values of zero. Raises ConfigError."""
+        shapes = hf_mapping.hf_shapes(self.arch)
+        with open_tensors(path) as tensors:
+            fresh = {} if VALUE_HEAD in tensors else {VALUE_HEAD: torch.zeros(shapes[VALUE_HEAD])}
+            tensors.check({name: shape for name, shape in shapes.items() if name not in fresh}, {})
+            self.load_slices(ChainMap(fresh, tensors))  # type: ignore[arg-type]  # nothing writes into it
+
+
+def critic_architecture(arch: Architecture) -> Architecture:
+    """The same model with a value head."""
+    return replace(arch, head="value")
+
+
+def build_critic(path: Path, dtype: str, device: Device, *, trainable: bool = True) -> Critic:
+    """The critic of a Hugging Face directory. Needs `init_parallel`. Raises ConfigError."""
+    critic = Critic(critic_architecture(load_architecture(path)), dtype, device, trainable=trainable)
+    critic.load_hf(path)
+    return critic

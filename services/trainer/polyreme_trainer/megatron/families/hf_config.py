@@ -1,0 +1,94 @@
+"""Typed reading of a Hugging Face config.json.
+
+Invariant: whatever the file holds, a reader gets a value of the type and range that it asked for, or a ConfigError that names the file
+and the field. A field that is null counts as absent. Pure but for `load`: no torch, no transformers.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from polyreme.errors import ConfigError
+
+
+class HfConfig:
+    """The fields of one config.json, or of one object inside it.
+
+    Args:
+        fields: the parsed JSON object.
+        source: what error messages call it: the path of the file, and the name of the object inside it.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], source: str = "config.json") -> None:
+        self._fields = {name: value for name, value in fields.items() if value is not None}
+        self.source = source
+
+    @classmethod
+    def load(cls, directory: Path) -> "HfConfig":
+        """Reads `directory`/config.json. Raises ConfigError when there is none, or when it is no JSON object."""
+        file = Path(directory) / "config.json"
+        if not file.is_file():
+            raise ConfigError("a Hugging Face model directory", f"no file {file}", "Set model.path to one with a config.json.")
+        try:
+            fields = json.loads(file.read_bytes())
+        except ValueError as error:  # JSON and UTF-8 errors
+            raise ConfigError(f"JSON in {file}", str(error), "Restore the file from the model's source.") from None
+        if not isinstance(fields, dict):
+            raise ConfigError(f"a JSON object in {file}", type(fields).__name__, "Restore the file from the model's source.")
+        return cls(fields, str(file))
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "HfConfig":
+        """The same fields, and `defaults` where the file has none."""
+        return HfConfig({**defaults, **self._fields}, self.source)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def integer(self, name: str) -> int:
+        """A positive integer."""
+        value = self._fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise self._error(name, "a positive integer")
+        return value
+
+    def number(self, name: str) -> float:
+        """A positive, finite number."""
+        value = self._fields.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise self._error(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._fields.get(name)
+        if not isinstance(value, bool):
+            raise self._error(name, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self._fields.get(name)
+        if not isinstance(value, str):
+            raise self._error(name, "a string")
+        return value
+
+    def section(self, name: str) -> "HfConfig":
+        """The object under `name`; an empty one when it is absent."""
+        value = self._fields.get(name, {})
+        if not isinstance(value, dict):
+            raise self._error(name, "an object")
+        return HfConfig(value, f"{name} of {self.source}")
+
+    def only(self, name: str, value: Any) -> None:
+        """Refuses a model whose field is present and is not `value`."""
+        if name in self._fields and self._fields[name] != value:
+            raise self._error(name, json.dumps(value), "Choose a model without this feature.")
+
+    def absent(self, name: str) -> None:
+        """Refuses a model that has the field."""
+        if name in self._fields:
+            raise self._error(name, "absent", "Choose a model without this feature.")
+
+    def _error(self, name: str, expected: str, do: str = "Restore the file from the model's source.") -> ConfigError:
+        found = f"{name} = {json.dumps(self._fields[name])[:200]}" if name in self._fields else "no such field"
+        return ConfigError(f"{name}: {expected}, in {self.source}", found, do)

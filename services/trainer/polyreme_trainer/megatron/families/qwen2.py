@@ -1,0 +1,15 @@
+"""Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values."""
+
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, ModelFamily, Row
+
+QKV_BIAS = Row(
+    "self_attention.linear_qkv.bias",
+    "qkv",
+    {
+        "self_attn.q_proj.bias": ("queries",),
+        "self_attn.k_proj.bias": ("keys",),
+        "self_attn.v_proj.bias": ("keys",),
+    },
+)
+
+FAMILY = ModelFamily(name="qwen2", layer=(*DENSE_LAYER, QKV_BIAS), options={"add_qkv_bias": True})

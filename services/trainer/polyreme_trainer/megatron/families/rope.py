@@ -1,0 +1,84 @@
+"""The rotary position embedding as config.json describes it. Pure: the angles are computed in `megatron.rotary`.
+
+Invariant: a `Rope` exists only for a kind whose angles this package computes as transformers does.
+"""
+
+import math
+from dataclasses import dataclass
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+
+DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One rotary embedding, the same in all layers.
+
+    Attributes:
+        theta: base of the inverse frequencies theta ** (-2i / head_dim).
+        kind: "default", "linear" (all frequencies over `factor`), "llama3" or "yarn". The kind "dynamic" is read as "default": within
+            max_position_embeddings, beyond which no model here is run, the two are the same.
+        factor: by how much the context was extended.
+        original_max_position: context of the pre-training; llama3 and yarn.
+        low, high: llama3: frequencies of at most `low` turns in the original context are divided by `factor`, those of at least
+            `high` turns are kept. yarn: the same of `low` = beta_slow and `high` = beta_fast turns.
+        truncate: yarn: the dimensions between which it interpolates are rounded to integers.
+        attention_factor: yarn: factor of the rotated queries and keys, so that scores have its square.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def read_rope(config: HfConfig, max_position: int) -> Rope:
+    """Reads both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before). Raises ConfigError."""
+    config.only("partial_rotary_factor", 1.0)
+    fields = config.section("rope_scaling" if "rope_scaling" in config else "rope_parameters")
+    theta = config.number("rope_theta") if "rope_theta" in config else DEFAULT_THETA
+    fields = fields.with_defaults({"rope_theta": theta, "original_max_position_embeddings": max_position, "type": "default"})
+    fields.only("partial_rotary_factor", 1.0)
+    kind, theta = fields.text("rope_type" if "rope_type" in fields else "type"), fields.number("rope_theta")
+    if kind in ("default", "dynamic"):
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, kind, fields.number("factor"))
+    original = fields.integer("original_max_position_embeddings")
+    if kind == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if low >= high:
+            raise ConfigError(f"low_freq_factor below high_freq_factor in {fields.source}", f"{low} and {high}", _RESTORE)
+        return Rope(theta, kind, fields.number("factor"), original, low, high)
+    if kind == "yarn":
+        return _read_yarn(fields, theta, original)
+    raise ConfigError(
+        f"a rope_type of default, dynamic, linear, llama3 or yarn in {fields.source}", kind, "Choose a model with one of these."
+    )
+
+
+_RESTORE = "Restore the file from the model's source."
+
+
+def _read_yarn(fields: HfConfig, theta: float, original: int) -> Rope:
+    fields = fields.with_defaults({"beta_fast": 32, "beta_slow": 1, "truncate": True})
+    factor = fields.number("factor")
+    if "attention_factor" in fields:
+        attention = fields.number("attention_factor")
+    elif "mscale" in fields and "mscale_all_dim" in fields:
+        attention = _mscale(factor, fields.number("mscale")) / _mscale(factor, fields.number("mscale_all_dim"))
+    else:
+        attention = _mscale(factor, 1.0)
+    low, high = fields.number("beta_slow"), fields.number("beta_fast")
+    return Rope(theta, "yarn", factor, original, low, high, fields.flag("truncate"), attention)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """Peng et al. 2023, equation 22, with DeepSeek's coefficient `scale`."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

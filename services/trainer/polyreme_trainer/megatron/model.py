@@ -1,0 +1,152 @@
+"""One rank's shard of a model: built, loaded, copied, gathered and written as Hugging Face tensors.
+
+Invariant: weights pass in and out through `hf_mapping` only, so what is loaded, exported and pushed is one mapping in both directions.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import torch
+import xxhash
+from torch import Tensor
+
+from polyreme.errors import ConfigError
+from polyreme.weights.manifest import TensorSpec
+from polyreme_trainer.megatron import hf_mapping
+from polyreme_trainer.megatron.build import build_module, pick_spec, rank
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.hf_files import open_tensors
+from polyreme_trainer.megatron.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, parallel_state
+from polyreme_trainer.megatron.rotary import angles
+from polyreme_trainer.megatron.spec import ModelSpec
+
+DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
+
+
+class ShardedModel:
+    """This rank's part of a model.
+
+    Args:
+        spec: None: the one that is made for the device.
+
+    Attributes:
+        module: megatron-core's GPTModel.
+        ddp: the same wrapped for data parallelism, with its gradient buffers; None when frozen.
+    """
+
+    def __init__(self, arch: Architecture, dtype: str, device: Device, *, trainable: bool, spec: ModelSpec | None = None) -> None:
+        self.arch, self.dtype, self.device = arch, dtype, device
+        self.spec = spec or pick_spec(device)
+        self.module: GPTModel = build_module(arch, DTYPES[dtype][0], device, self.spec)
+        self.rank = rank()
+        self.slices = hf_mapping.rank_slices(arch, self.rank)
+        self._params = dict(self.module.named_parameters())
+        self.ddp: DistributedDataParallel | None = None
+        if trainable:
+            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+            with device.megatron():
+                self.ddp = DistributedDataParallel(self.module.config, config, self.module)
+        else:
+            self.module.requires_grad_(False)
+
+    def load_hf(self, path: Path) -> None:
+        """Loads this rank's slices from the safetensors of a Hugging Face directory. Raises ConfigError for what does not fit."""
+        with open_tensors(path) as tensors:
+            tensors.check(hf_mapping.hf_shapes(self.arch), hf_mapping.hf_aliases(self.arch))
+            self.load_slices(tensors)
+
+    @torch.no_grad()
+    def load_slices(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies this rank's slices out of whole Hugging Face tensors; padding becomes zero."""
+        for param in self._params.values():
+            param.zero_()
+        name, tensor = "", None
+        for piece in self.slices:
+            if piece.hf_name != name:
+                name, tensor = piece.hf_name, tensors[piece.hf_name]
+            assert tensor is not None
+            self._params[piece.param][piece.param_index].copy_(tensor[piece.hf_index])
+
+    @torch.no_grad()
+    def write_slices(self, views: Mapping[str, Tensor]) -> None:
+        """Copies this rank's primary slices into whole Hugging Face tensors. Called on data rank 0's ranks; together they fill them."""
+        for piece in self.slices:
+            if piece.primary:
+                views[piece.hf_name][piece.hf_index].copy_(self._params[piece.param][piece.param_index])
+
+    @torch.no_grad()
+    def full_tensors(self) -> dict[str, Tensor] | None:
+        """Whole Hugging Face tensors on the first tensor rank (None on others), on the CPU. Collective over the tensor ranks."""
+        here = self.rank
+        everyone = {here.tp_rank: self._params} if here.tp == 1 else self._gather_params()
+        if here.tp_rank:
+            return None
+        shapes = hf_mapping.hf_shapes(self.arch)
+        full = {name: torch.empty(shape, dtype=DTYPES[self.dtype][0]) for name, shape in shapes.items()}
+        for tp_rank, params in everyone.items():
+            for piece in hf_mapping.rank_slices(self.arch, hf_mapping.Rank(tp_rank, here.tp, here.pp_rank, here.pp)):
+                if piece.primary:
+                    full[piece.hf_name][piece.hf_index].copy_(params[piece.param][piece.param_index])
+        return full
+
+    def frozen_copy(self) -> Self:
+        """A copy with the present weights, without gradient buffers."""
+        copy = type(self)(self.arch, self.dtype, self.device, trainable=False, spec=self.spec)
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parameters by name (not copies)."""
+        return {name: param.detach() for name, param in self._params.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores what `state_dict` returned on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
+        if state.keys() != self._params.keys():
+            raise KeyError(f"parameters {sorted(state.keys() ^ self._params.keys())} are not on both sides")
+        for name, param in self._params.items():
+            param.copy_(state[name])
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Final hidden states of int64 ids [b, s]: [b * s, hidden]. Raises ValueError for more positions than the model has."""
+        width = ids.shape[1]
+        if width > self.arch.max_position:
+            raise ValueError(f"{width} positions, but the model has {self.arch.max_position}")
+        table = angles(self.arch.rope, self.arch.head_dim, self.arch.max_position, self.device.torch)
+        return self.spec.forward(self.module, ids, table[:width])
+
+    def _gather_params(self) -> dict[int, dict[str, Tensor]]:
+        """Every tensor rank's parameters, on the first one."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        first = torch.distributed.get_global_rank(group, 0)
+        every: dict[int, dict[str, Tensor]] = {tp_rank: {} for tp_rank in range(self.rank.tp)}
+        for name, param in self._params.items():
+            parts = [torch.empty_like(param) for _ in every] if self.rank.tp_rank == 0 else None
+            torch.distributed.gather(param.detach().contiguous(), parts, dst=first, group=group)
+            for tp_rank, part in enumerate(parts or []):
+                every[tp_rank][name] = part
+        return every
+
+
+def check_same_weights(model: ShardedModel) -> None:
+    """Compares what the data ranks have read, each on a machine of its own. Collective. Raises ConfigError where it differs."""
+    digest = xxhash.xxh3_64()
+    for param in model.state_dict().values():
+        digest.update(param.cpu().contiguous().view(torch.uint8).numpy().data)
+    group = parallel_state.get_data_parallel_group()
+    mine = torch.tensor([digest.intdigest() - 2**63], dtype=torch.int64, device=model.device.torch)
+    every = [torch.empty_like(mine) for _ in range(parallel_state.get_data_parallel_world_size())]
+    torch.distributed.all_gather(every, mine, group=group)
+    if len(different := {int(one) for one in every}) > 1:
+        raise ConfigError(
+            "the same weights at model.path on all machines of the learner",
+            f"{len(different)} kinds",
+            "Mount the same directory on all of them.",
+        )
+
+
+def tensor_specs(arch: Architecture, dtype: str) -> list[TensorSpec]:
+    """What a manifest is planned from: every Hugging Face tensor of a version, in the order of the model."""
+    return [TensorSpec(name, DTYPES[dtype][1], shape) for name, shape in hf_mapping.hf_shapes(arch).items()]

@@ -1,0 +1,61 @@
+"""The angles of a rotary embedding, in fp32 operation by operation as transformers computes them.
+
+Invariant: frequencies and angles have the same bits as in transformers. A frequency that is off by its last bit turns into an error of
+1e-3 in log-probabilities at a position of some thousands.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron.families.rope import Rope
+
+
+@functools.lru_cache(maxsize=4)
+def angles(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Tensor:
+    """The angle of every position and pair of features: fp32 [positions, head_dim / 2], in radians. Shared: do not write into it."""
+    frequencies = inverse_frequencies(rope, head_dim)
+    return torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).to(device)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Angular frequencies, in radians per position: fp32 [head_dim / 2], on the CPU."""
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / wavelengths
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(rope, plain)
+    if rope.kind == "yarn":
+        return _yarn(rope, wavelengths, head_dim)
+    return plain
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Long waves are stretched by the factor, short ones are kept, those between are interpolated."""
+    wavelength = 2 * math.pi / plain
+    shortest, longest = rope.original_max_position / rope.high, rope.original_max_position / rope.low
+    stretched = torch.where(wavelength > longest, plain / rope.factor, plain)
+    smooth = (rope.original_max_position / wavelength - rope.low) / (rope.high - rope.low)
+    between = ~(wavelength < shortest) * ~(wavelength > longest)
+    return torch.where(between, (1 - smooth) * stretched / rope.factor + smooth * stretched, stretched)
+
+
+def _yarn(rope: Rope, wavelengths: Tensor, head_dim: int) -> Tensor:
+    """Peng et al. 2023: a linear ramp over the dimensions, from kept frequencies to frequencies divided by the factor."""
+
+    def dimension(turns: float) -> float:
+        turn = math.log(rope.original_max_position / (turns * 2 * math.pi))
+        return (head_dim * turn) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.high), dimension(rope.low)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as the reference: no division by zero
+    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    keep = 1 - ramp
+    return 1.0 / (rope.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep

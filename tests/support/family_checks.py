@@ -1,0 +1,126 @@
+"""What test_model_parity runs inside the ranks for every family: both specs, the critic, entropies and chunks, against transformers."""
+
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from polyreme_trainer.megatron import hf_mapping, policy
+from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.batch import IGNORE
+from polyreme_trainer.megatron.critic import build_critic
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.policy import Policy
+from support import model_checks
+from support.model_checks import TOLERANCE, batch, hf_model, policy_of
+
+
+def family_checks(model: str, tensor: str, folder: str) -> None:
+    device = model_checks.start(tensor)
+    model_checks.logits_and_logprobs_agree(model, device)
+    model_checks.training_agrees_with_plain_torch(model, device)
+    model_checks.slices_fill_shared_views(model, device, folder)
+    entropies_agree_also_in_chunks(model, device)
+    both_specs_agree(model, device)
+    critic_agrees(model, device, folder)
+
+
+def positions_agree(model: str) -> None:
+    """Logits over the whole context, for a model with another rotary embedding."""
+    device = model_checks.start("1")
+    actor, reference = policy_of(model, device), hf_model(model)
+    ids, _ = batch(actor.arch.vocab, rows=2, width=actor.arch.max_position)
+    with torch.no_grad():
+        expected = reference(ids).logits
+    torch.testing.assert_close(actor.logits(ids)[ids > 0], expected[ids > 0], rtol=0, atol=1e-4)
+    both_specs_agree(model, device)
+
+
+def entropies_agree_also_in_chunks(model: str, device: Device) -> None:
+    """Log-probabilities, entropies and their gradients, from one chunk of logits and from several."""
+    reference = hf_model(model)
+    ids, targets = batch(reference.config.vocab_size)
+    wanted = targets != IGNORE
+    weight = torch.linspace(-1, 1, ids.numel()).view(ids.shape)
+    distribution = torch.distributions.Categorical(logits=reference(ids).logits / 0.7)
+    want = [distribution.log_prob(targets.clamp(min=0)) * wanted, distribution.entropy() * wanted]
+    _objective(want, weight).backward()
+    whole = policy.CHUNK_LOGITS
+    try:
+        for limit in (whole, 300):
+            policy.CHUNK_LOGITS = limit
+            actor = policy_of(model, device)
+            got = actor.logprobs(ids, targets, 0.7, with_entropy=True)
+            for ours, theirs in zip(got, want, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+            _objective(got, weight).backward()
+            _gradients_agree(actor, reference)
+    finally:
+        policy.CHUNK_LOGITS = whole
+
+
+def _objective(results: list[Tensor] | tuple[Tensor, ...], weight: Tensor) -> Tensor:
+    logprobs, entropies = results
+    return (logprobs * weight).sum() + (entropies * weight.flip(1)).sum()
+
+
+def _gradients_agree(actor: Policy, reference: torch.nn.Module) -> None:
+    """Of every parameter that tensor ranks cut; replicated ones are summed later, and `training_agrees` compares them."""
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    assert actor.ddp is not None
+    for row, _ in hf_mapping.stage_rows(actor.arch, actor.rank):
+        if row.share == "all":
+            continue
+        gradient = dict(actor.module.named_parameters())[row.param].main_grad
+        for piece in actor.slices:
+            if piece.param == row.param:
+                want = expected[piece.hf_name][piece.hf_index]
+                torch.testing.assert_close(gradient[piece.param_index], want, rtol=1e-4, atol=1e-4)
+
+
+def both_specs_agree(model: str, device: Device) -> None:
+    """megatron-core's own layers on the CPU give the same logits, log-probabilities and gradients as this package's."""
+    ours = policy_of(model, device)
+    theirs = Policy(load_architecture(Path(model)), "float32", device, trainable=True, spec=ACCELERATOR)
+    theirs.load_hf(Path(model))
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    ids, targets = batch(ours.arch.vocab)
+    with device.megatron():
+        torch.testing.assert_close(ours.logits(ids)[ids > 0], theirs.logits(ids)[ids > 0], rtol=0, atol=1e-4)
+        for actor in (ours, theirs):
+            actor.logprobs(ids, targets, 0.9).sum().backward()
+    for (name, one), (_, other) in zip(ours.module.named_parameters(), theirs.module.named_parameters(), strict=True):
+        torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def critic_agrees(model: str, device: Device, folder: str) -> None:
+    """Values and the head's gradient against transformers; a language model's critic starts at zero; weights pass through unchanged."""
+    from transformers import AutoModelForSequenceClassification
+
+    path = Path(folder) / "classifier"
+    if torch.distributed.get_rank() == 0:
+        torch.manual_seed(3)
+        AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).save_pretrained(path)
+    torch.distributed.barrier()
+    reference = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    critic = build_critic(path, "float32", device)
+    ids, _ = batch(critic.arch.vocab)
+    real = ids > 0
+    want = reference.score(reference.model(ids).last_hidden_state).squeeze(-1)
+    got = critic.values(ids)
+    assert got.dtype == torch.float32 and not math.isclose(float(got.detach().std()), 0)
+    torch.testing.assert_close(got[real], want[real], rtol=0, atol=1e-4)
+    (want * real).square().sum().backward()
+    (got * real).square().sum().backward()
+    head = critic.module.output_layer.weight.main_grad
+    torch.testing.assert_close(head, reference.score.weight.grad, rtol=1e-4, atol=1e-4)
+    full = critic.full_tensors()
+    if full is not None:
+        saved = load_file(path / "model.safetensors")
+        assert full.keys() == saved.keys()
+        assert all(torch.equal(full[name], saved[name]) for name in saved)
+    fresh = build_critic(Path(model), "float32", device, trainable=False)
+    assert not fresh.values(ids).any()

@@ -1,0 +1,119 @@
+"""What a config.json may hold: sizes are read, and everything that is missing, damaged or not reproduced is a ConfigError by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.families import known_families, load_architecture, read_architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.families.rope import Rope
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 33,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+
+
+def read(**changes: Any) -> Any:
+    return read_architecture(HfConfig({**LLAMA, **changes}, "the file"))
+
+
+@pytest.mark.parametrize("model_type", known_families())
+def test_every_family_reads_its_sizes(model_type: str) -> None:
+    arch = read(model_type=model_type, head_dim=2, sliding_window=None)
+    sizes = (arch.layers, arch.hidden, arch.heads, arch.kv_heads, arch.head_dim, arch.ffn, arch.vocab, arch.max_position)
+    assert arch.family.name == model_type
+    assert sizes == (2, 8, 4, 2, 2, 8, 33, 16)
+    assert arch.head == "untied"
+    assert read(model_type=model_type, head_dim=2, tie_word_embeddings=True).head == "tied"
+
+
+def test_an_unknown_model_type_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(model_type="gpt2")
+    assert all(name in caught.value.expected for name in known_families())
+    assert "gpt2" in caught.value.found
+    for module in ("base", "hf_config", "os"):  # modules that are no family
+        with pytest.raises(ConfigError):
+            read(model_type=module)
+
+
+@pytest.mark.parametrize("name", LLAMA)
+@pytest.mark.parametrize("value", [None, "two", [], {}, 0, -1, 1.5, True, float("nan")])
+def test_a_missing_or_damaged_field_is_named_with_its_file(name: str, value: Any) -> None:
+    if (name, value) in (("rms_norm_eps", 1.5), ("num_key_value_heads", None)):  # a number; as many as heads
+        return
+    with pytest.raises(ConfigError) as caught:
+        read(**{name: value})
+    if name == "model_type" and isinstance(value, str):
+        return
+    assert name in caught.value.expected and "the file" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": "llama3"}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate"),
+        ({"rope_theta": "10000"}, "rope_theta"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"hidden_size": 2}, "attention heads"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ],
+)
+def test_a_model_that_would_run_differently_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(**changes)
+    assert named in caught.value.expected
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe{}", b"[1]", b"null"])
+def test_a_file_that_is_no_json_object_is_named(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_architecture(tmp_path)
+    assert str(tmp_path) in caught.value.found
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_architecture(tmp_path)
+    assert str(tmp_path / "config.json") in caught.value.expected
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert load_architecture(tmp_path) == read()
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({}, Rope(1e4)),
+        ({"rope_theta": 5e5}, Rope(5e5)),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}, Rope(5e5, "linear", 2.0)),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.5}}, Rope(1e4, "yarn", 4.0, 4, 1.0, 32.0, True, 1.5)),
+        ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, Rope(1e4, "yarn", 4.0, 4, 1.0, 32.0, True, 1.0)),
+    ],
+)
+def test_every_spelling_of_the_rotary_embedding_is_read(fields: dict[str, object], rope: Rope) -> None:
+    assert read(**fields).rope == rope

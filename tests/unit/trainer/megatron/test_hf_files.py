@@ -1,0 +1,88 @@
+"""Weight files that are missing, damaged or of another model are a ConfigError that names the directory."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.hf_files import open_tensors
+
+SHAPES = {"a": (2, 3), "b": (4,)}
+ALIASES = {"c": "a"}
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
+
+
+def save(path: Path, **changes: torch.Tensor | None) -> None:
+    tensors = {name: tensor.clone() for name, tensor in (TENSORS | changes).items() if tensor is not None}
+    save_file(tensors, path / "model.safetensors")
+
+
+def check(path: Path) -> None:
+    with open_tensors(path) as tensors:
+        tensors.check(SHAPES, ALIASES)
+        assert torch.equal(tensors["a"], TENSORS["a"])
+
+
+def test_good_files_are_read_from_one_file_or_several(tmp_path: Path) -> None:
+    save(tmp_path)
+    check(tmp_path)
+    save(tmp_path, c=TENSORS["a"])  # an alias may be stored too
+    check(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    for name, tensor in TENSORS.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in TENSORS}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"a": None}, {"b": torch.ones(5)}, {"b": torch.ones(4, dtype=torch.int8)}, {"c": torch.zeros(2, 3)}],
+    ids=["missing", "shape", "quantized", "alias"],
+)
+def test_weights_of_another_model_are_refused(changes: dict[str, torch.Tensor | None], tmp_path: Path) -> None:
+    save(tmp_path, **changes)
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path)
+    assert next(iter(changes)) in caught.value.expected
+    assert str(tmp_path) in f"{caught.value.expected} {caught.value.found}"
+
+
+def _cut(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def _index(content: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / "model.safetensors").unlink()
+        (path / "model.safetensors.index.json").write_text(content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _cut,
+        lambda path: (path / "model.safetensors").write_bytes(b""),
+        lambda path: (path / "model.safetensors").unlink(),
+        _index("{"),
+        _index("{}"),
+        _index("[]"),
+        _index('{"weight_map": 3}'),
+        _index('{"weight_map": {"a": 3}}'),
+        _index('{"weight_map": {"a": "absent.safetensors"}}'),
+    ],
+)
+def test_damaged_files_are_named(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    save(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path)
+    assert str(tmp_path) in caught.value.expected
