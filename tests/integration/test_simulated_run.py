@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 
 from polyreme.experience.ledger import ExperienceLog
-from polyreme_trainer.testing.simulated_learner import LAYOUT, after_plan, newest
+from polyreme_trainer.testing.simulated_engine import LAYOUT, after_plan, newest
 from support.simulated import ROWS
 from support.simulated_run import simulated_run
 from support.waiting import until
@@ -22,7 +22,7 @@ async def test_it_trains_every_planned_group_once_and_in_order(redis_url: str, r
         for iteration in range(1, 5):
             plan = await log.find_plan(iteration)
             assert plan is not None
-            plans = after_plan(plans, plan)
+            plans = after_plan(plans, plan.iteration, plan.indices)
         last = newest(tmp_path / "run" / "checkpoints")
         assert last is not None
         assert (last.version, last.plans) == (4, plans)
