@@ -20,14 +20,19 @@ class Primitive(Section):
     """A part of a recipe."""
 
 
+class LengthAdaptive(Primitive):
+    """VAPO: lam = 1 - 1 / (alpha * tokens) for each response."""
+
+    alpha: Positive = 0.05
+
+
 class Gae(Primitive):
     """Generalised advantage estimation: the only estimator with a critic."""
 
     kind: Literal["gae"] = "gae"
     gamma: Fraction = 1.0
-    lam: Fraction = Field(0.95, description="Of the policy's advantages, unless it follows the length.")
+    lam: Fraction | LengthAdaptive = Field(0.95, description="Of the policy's advantages.")
     value_lam: Fraction | None = Field(None, description="Of the critic's returns; none: that of the advantages.")
-    length_adaptive_alpha: Positive | None = Field(None, description="VAPO: lam = 1 - 1 / (alpha * tokens) for each response.")
     bootstrap_truncated: bool = Field(False, description="A response that the length limit cut goes on with the critic's value.")
     whiten: bool = True
     value_clip: Positive | None = Field(0.5, description="The critic may move its values so far; none: no clip.")
@@ -157,28 +162,38 @@ PolicyLoss = Annotated[Clip | GeometricMean | Cispo | Sapo | TvMask | PolicyGrad
 
 
 class TokenTis(Primitive):
+    """Truncated importance weights per token."""
+
     kind: Literal["token_tis"] = "token_tis"
     cap: Annotated[float, Field(ge=1)] = 2.0
 
 
 class SequenceTis(Primitive):
+    """One truncated importance weight per response."""
+
     kind: Literal["sequence_tis"] = "sequence_tis"
     cap: Annotated[float, Field(ge=1)] = 5.0
 
 
 class IcePop(Primitive):
+    """Importance weights per token within bounds, 0 outside."""
+
     kind: Literal["icepop"] = "icepop"
     low: Fraction = 0.5
     high: Annotated[float, Field(ge=1)] = 5.0
 
 
 class GeometricMask(Primitive):
+    """Responses whose geometric mean weight is out of bounds are dropped."""
+
     kind: Literal["geometric_mask"] = "geometric_mask"
     low: Fraction = 0.99
     high: Annotated[float, Field(ge=1)] = 1.01
 
 
 class Veto(Primitive):
+    """Responses with one token out of bounds are dropped."""
+
     kind: Literal["veto"] = "veto"
     low: Fraction = 1e-4
     high: Annotated[float, Field(ge=1)] | None = None

@@ -33,7 +33,8 @@ WEIGHTS = (TokenTis, SequenceTis, IcePop)
 
 
 def check(recipe: Recipe, group_size: int, steps: int, critic: bool) -> None:
-    """
+    """Refuses a recipe that makes no sense in this run.
+
     Args:
         recipe: resolved.
         group_size: samples of a prompt.

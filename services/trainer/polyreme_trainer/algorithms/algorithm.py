@@ -62,7 +62,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """
+    """A recipe at work.
+
     Args:
         recipe: checked (see `presets`).
         longest: tokens that a response may have.

@@ -15,6 +15,7 @@ from polyreme.config.recipe import (
     GroupMean,
     GroupNorm,
     LeaveOneOut,
+    LengthAdaptive,
     LengthWeightedBaseline,
     PerPart,
     Positives,
@@ -33,7 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rewards:
-    """
+    """The rewards of a batch after shaping.
+
     Attributes:
         scores: float64 [n], after shaping.
         tokens: float64 [t], rewards per token; see `shaping.token_rewards`.
@@ -139,9 +141,10 @@ def _gae(recipe: Gae, batch: TokenBatch, rewards: Float64) -> tuple[Float64, Flo
     def run(lam: Float64) -> tuple[Float64, Float64]:
         return estimators.gae(rewards, values, batch.mask, batch.offsets, recipe.gamma, lam, final)
 
-    lam = np.full(len(batch), recipe.lam)
-    if recipe.length_adaptive_alpha is not None:
-        lam = estimators.length_adaptive_lambda(batch.lengths, recipe.length_adaptive_alpha)
+    if isinstance(recipe.lam, LengthAdaptive):
+        lam = estimators.length_adaptive_lambda(batch.lengths, recipe.lam.alpha)
+    else:
+        lam = np.full(len(batch), recipe.lam)
     advantages, returns = run(lam)
     if recipe.value_lam is not None:
         _, returns = run(np.full(len(batch), recipe.value_lam))

@@ -18,7 +18,8 @@ from polyreme_trainer.algorithms.ratio import bounded_exp
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """
+    """A loss per token, and which tokens its bounds acted on.
+
     Attributes:
         loss: [t].
         flags: metric name -> bool [t], the tokens that it is the fraction of.

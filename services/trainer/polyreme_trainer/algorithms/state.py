@@ -40,7 +40,8 @@ class Moments:
 
 @dataclass(frozen=True)
 class AlgorithmState:
-    """
+    """The state of every primitive that has one.
+
     Attributes:
         kl_coef: of the KL penalty in the reward, where a controller adapts it; None before the first iteration.
         scores: moments of the scores, where they are normalised.

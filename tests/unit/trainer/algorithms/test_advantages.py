@@ -144,6 +144,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
+@settings(deadline=None)
 @given(st.floats(-1e6, 1e6), st.integers(2, 9))
 def test_equal_scores_give_exactly_zero(name: str, score: float, n: int) -> None:
     scores = np.full(3 * n, score)
@@ -171,6 +172,7 @@ def test_the_greedy_baseline_is_the_greedy_score_of_the_group() -> None:
         estimators.greedy_baseline(scores, group, np.array([False, True, False, False, False]))
 
 
+@settings(deadline=None)
 @given(st.integers(2, 5), st.integers(1, 3), seeds)
 def test_parts_are_normalised_one_by_one(n: int, k: int, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -46,6 +46,7 @@ def test_the_weighted_sum_is_the_mean_of_that_name(mode: str, sizes: list[int], 
 
 
 @pytest.mark.parametrize("mode", MODES)
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 4))
 def test_the_loss_does_not_depend_on_order_or_cut(mode: str, seed: int, parts: int) -> None:
     """Sequences in another order, summed part by part, as micro-batches and ranks do."""

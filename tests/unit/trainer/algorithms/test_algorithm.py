@@ -105,7 +105,7 @@ VARIANTS = {
     "gmpo": Algorithm(resolve("dapo", {"loss": {"kind": "geometric_mean"}, "aggregation": "seq-mean-token-mean"}), LONGEST),
     "masked": Algorithm(resolve("dapo", {"shaping": {"truncation_mask": True, "truncation_penalty": 0.5}}), LONGEST),
     "distilled": Algorithm(resolve("dapo", {"teacher_coef": 0.5, "dynamic_sampling": False}), LONGEST),
-    "vapo": Algorithm(resolve("ppo", {"advantage": {"length_adaptive_alpha": 0.5, "value_lam": 1.0}}), LONGEST),
+    "vapo": Algorithm(resolve("ppo", {"advantage": {"lam": {"alpha": 0.5}, "value_lam": 1.0}}), LONGEST),
 }
 
 
@@ -410,3 +410,43 @@ def test_needs_follow_the_recipe() -> None:
     assert needs("gdpo", entropy_coef=0.1) == {"parts", "entropy"}
     assert needs("remax", shaping={"repetition": {"ngram": 2, "factor": 1.0}}) == {"greedy", "ids"}
     assert needs("grpo", teacher_coef=1.0, kl=None) == {"teacher"}
+
+
+def test_policy_and_critic_have_a_lambda_each() -> None:
+    """VAPO: the advantages' lambda follows the length of a response, that of the returns is the critic's own."""
+    batch = full_batch(0)
+    overrides = {"whiten": False, "lam": {"alpha": 0.5}, "value_lam": 1.0}
+    found = Algorithm(resolve("ppo", {"advantage": overrides, "kl": None}), LONGEST).advantages(batch)
+    assert batch.values is not None and found.returns is not None
+    for i in range(len(batch)):
+        where = [t for t in range(batch.offsets[i], batch.offsets[i + 1]) if batch.mask[t]]
+        lam = max(0.0, 1 - 1 / (0.5 * len(where)))
+        advantage = 0.0
+        for k, t in reversed(list(enumerate(where))):
+            last = t == where[-1]
+            delta = (batch.score[i] if last else float(batch.values[where[k + 1]])) - float(batch.values[t])
+            advantage = delta + lam * advantage
+            assert found.advantages[t] == pytest.approx(advantage, rel=1e-5, abs=1e-6)
+            assert found.returns[t] == pytest.approx(batch.score[i], rel=1e-5, abs=1e-6)
+
+
+def test_greedy_scores_do_not_enter_the_running_moments() -> None:
+    batch = with_greedy(full_batch(0))
+    found = Algorithm(resolve("remax", {"shaping": {"normalise": True}}), LONGEST).advantages(batch)
+    assert found.state.scores == Moments().update(batch.score[~batch.greedy])
+
+
+def test_masked_samples_have_no_gradient() -> None:
+    batch = full_batch(0, equal_group=False)
+    found = VARIANTS["masked"].has_gradient(batch, VARIANTS["masked"].advantages(batch))
+    assert found.tolist() == (~batch.truncated).tolist()
+
+
+def test_the_explained_variance_of_returns() -> None:
+    batch = full_batch(0)
+    found = VARIANTS["ppo"].advantages(batch)
+    assert found.returns is not None and batch.values is not None
+    returns, values = found.returns[batch.trained].astype(float), batch.values[batch.trained].astype(float)
+    mean, error = returns.mean(), returns - values
+    expected = 1 - ((error - error.mean()) ** 2).sum() / ((returns - mean) ** 2).sum()
+    assert found.metrics["explained_variance"] == (pytest.approx(expected, rel=1e-5), 1.0)
