@@ -47,7 +47,7 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
 def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any) -> Path:
     """Saves a random model of any family with `transformers` and returns its directory.
 
-    Tied embeddings, grouped-query (4 heads of 8, 2 groups), 45 tokens, unless `fields` of the config say otherwise.
+    Tied embeddings, grouped-query (4 heads of 12, 2 groups), 45 tokens, unless `fields` of the config say otherwise.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,7 +55,7 @@ def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any)
     sizes = {
         "vocab_size": 45,
         "hidden_size": 32,
-        "head_dim": 8,
+        "head_dim": 12,
         "intermediate_size": 56,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,

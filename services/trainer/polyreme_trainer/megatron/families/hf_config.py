@@ -1,7 +1,7 @@
 """Typed reading of a Hugging Face config.json.
 
 Invariant: whatever the file holds, a reader gets a value of the type and range that it asked for, or a ConfigError that names the file
-and the field. A field that is null counts as absent. Pure but for `load`: no torch, no transformers.
+and the field. Pure but for `load`: no torch, no transformers.
 """
 
 import json
@@ -22,7 +22,7 @@ class HfConfig:
     """
 
     def __init__(self, fields: Mapping[str, Any], source: str = "config.json") -> None:
-        self._fields = {name: value for name, value in fields.items() if value is not None}
+        self._fields = dict(fields)
         self.source = source
 
     @classmethod
@@ -40,11 +40,12 @@ class HfConfig:
         return cls(fields, str(file))
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HfConfig":
-        """The same fields, and `defaults` where the file has none."""
+        """The same fields, and `defaults` for those that are absent. A null is not absent: it says that there is no such thing."""
         return HfConfig({**defaults, **self._fields}, self.source)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._fields
+        """Whether the field is there and not null."""
+        return self._fields.get(name) is not None
 
     def integer(self, name: str) -> int:
         """A positive integer."""
@@ -73,20 +74,20 @@ class HfConfig:
         return value
 
     def section(self, name: str) -> "HfConfig":
-        """The object under `name`; an empty one when it is absent."""
-        value = self._fields.get(name, {})
+        """The object under `name`; an empty one when it is absent or null."""
+        value = self._fields[name] if name in self else {}
         if not isinstance(value, dict):
             raise self._error(name, "an object")
         return HfConfig(value, f"{name} of {self.source}")
 
     def only(self, name: str, value: Any) -> None:
-        """Refuses a model whose field is present and is not `value`."""
-        if name in self._fields and self._fields[name] != value:
+        """Refuses a model whose field is neither `value` nor absent nor null."""
+        if name in self and self._fields[name] != value:
             raise self._error(name, json.dumps(value), "Choose a model without this feature.")
 
     def absent(self, name: str) -> None:
-        """Refuses a model that has the field."""
-        if name in self._fields:
+        """Refuses a model whose field is neither absent nor null."""
+        if name in self:
             raise self._error(name, "absent", "Choose a model without this feature.")
 
     def _error(self, name: str, expected: str, do: str = "Restore the file from the model's source.") -> ConfigError:

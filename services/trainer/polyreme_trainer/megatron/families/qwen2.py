@@ -12,4 +12,9 @@ QKV_BIAS = Row(
     },
 )
 
-FAMILY = ModelFamily(name="qwen2", layer=(*DENSE_LAYER, QKV_BIAS), options={"add_qkv_bias": True})
+FAMILY = ModelFamily(
+    name="qwen2",
+    layer=(*DENSE_LAYER, QKV_BIAS),
+    options={"add_qkv_bias": True},
+    defaults={"num_key_value_heads": 32},
+)

@@ -10,5 +10,5 @@ FAMILY = ModelFamily(
         Row("self_attention.k_layernorm.weight", "all", {"self_attn.k_norm.weight": ("head_dim",)}),
     ),
     options={"qk_layernorm": True},  # also makes megatron-core sum these norms' gradients over the tensor ranks
-    defaults={"head_dim": 128},
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
 )

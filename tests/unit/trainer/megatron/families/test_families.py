@@ -39,6 +39,16 @@ def test_every_family_reads_its_sizes(model_type: str) -> None:
     assert read(model_type=model_type, head_dim=2, tie_word_embeddings=True).head == "tied"
 
 
+def test_an_absent_field_has_the_value_that_transformers_assumes() -> None:
+    """A null is not absent: for the heads it means as many as query heads."""
+    absent = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"} | {"num_attention_heads": 32}
+    for model_type, expected in (("llama", 32), ("qwen2", 32), ("qwen3", 32)):
+        fields = {**absent, "hidden_size": 128, "model_type": model_type}
+        arch = read_architecture(HfConfig(fields))
+        assert arch.kv_heads == expected == read_architecture(HfConfig({**fields, "num_key_value_heads": None})).kv_heads
+    assert read(model_type="qwen3").head_dim == 128
+
+
 def test_an_unknown_model_type_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         read(model_type="gpt2")
