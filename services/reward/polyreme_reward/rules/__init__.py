@@ -24,11 +24,17 @@ Rule = Callable[[Item], object]
 
 @dataclass(frozen=True)
 class Builtin:
-    """A rule's factory (its keyword arguments are the reward's `options`) and where the rule may run."""
+    """A rule's factory (its keyword arguments are the reward's `options`), where the rule may run, what it reads.
+
+    Attributes:
+        preload: modules that its workers share.
+        needs: of these a row must have one, or the rule cannot score it: "label", or a column.
+    """
 
     factory: Callable[..., Rule]
     inline: bool
-    preload: tuple[str, ...] = ()  # modules that its workers share
+    preload: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
@@ -36,13 +42,13 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "exact": Builtin(exact, inline=True),
-    "numeric": Builtin(numeric, inline=True),
-    "choice": Builtin(choice, inline=True),
-    "math": Builtin(math, inline=False, preload=("math_verify",)),
-    "code": Builtin(code, inline=False),
+    "exact": Builtin(exact, inline=True, needs=("label",)),
+    "numeric": Builtin(numeric, inline=True, needs=("label",)),
+    "choice": Builtin(choice, inline=True, needs=("label",)),
+    "math": Builtin(math, inline=False, preload=("math_verify",), needs=("label",)),
+    "code": Builtin(code, inline=False, needs=("tests", "label")),
     "think_format": Builtin(think_format, inline=True),
-    "knights_and_knaves": Builtin(knights_and_knaves, inline=True),
+    "knights_and_knaves": Builtin(knights_and_knaves, inline=True, needs=("label",)),
     "length": Builtin(length, inline=True),
     "overlong": Builtin(overlong, inline=True),
     "repetition": Builtin(repetition, inline=True),
