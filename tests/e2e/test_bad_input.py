@@ -124,6 +124,8 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
         (("up", run, "data.label_key=solution"), 2, ["a column solution", "0 of 256 rows"]),
         (("train", run, "data.prompt_key=question"), 2, ["a column 'question'", "train.jsonl:1"]),
         (("up", run, "reward.rewards=[{file: nowhere.py}]"), 2, ["nowhere.py"]),
+        (("train", run, f"output_dir={tmp_path}", "--http-port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1"]),
+        (("train", run, f"output_dir={tmp_path}", "--learner-port", str(taken)), 2, [f"a free port {taken}"]),
         (("reward", "--config", str(misspelt)), 2, ["reward.atempts", "did you mean reward.attempts?"]),
         (("reward", "--config", str(alone), "--port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1 for gRPC", free]),
         (("reward", "--config", str(alone), "--http-port", str(taken)), 2, [f"a free port {taken}", "for HTTP", free]),

@@ -19,6 +19,7 @@ from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
+from polyreme.net.ports import check_free
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import stop_event
@@ -29,6 +30,7 @@ from polyreme_trainer.observe.exporter import export
 _log = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 10.0
+_ANY = "0.0.0.0"
 
 
 def train(
@@ -61,6 +63,9 @@ def train(
     logging_setup.setup("train")
     resolved = load_config(config, overrides or ())
     notices = check_run(resolved) if run is None else ()  # `polyreme up` has checked the run that it opened
+    for where, number in ((host, http_port), (_ANY, learner_port)):
+        if number:
+            check_free(where, number)
     with owned(resolved.run_dir) if run is None else nullcontext():
         existing = claim(resolved, resume, fork) if run is None else None
         logs_to = log_dir or next_attempt(resolved.run_dir)
