@@ -1,7 +1,8 @@
-"""The `polyreme` command. A subcommand is imported when it is the one asked for, and only then.
+"""The `polyreme` command.
 
-Services add theirs through the entry-point group `polyreme.commands`: a function with typer annotations. So `polyreme --help` is
-fast, and shows what is installed in this image.
+Services add subcommands through the entry-point group `polyreme.commands`: functions with typer annotations.
+
+Invariant: only the subcommand on the command line is imported. So `polyreme --help` is fast, and shows what is installed here.
 """
 
 import ast
@@ -10,24 +11,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from polyreme import API_VERSION
 from polyreme.process.lifecycle import exit_on_error
 
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand that is not imported yet."""
+    """A subcommand that is not imported yet: a function, or a typer application with subcommands of its own."""
 
     name: str
     help: str
-    load: Callable[[], Callable[..., Any]]
+    load: Callable[[], Callable[..., Any] | typer.Typer]
 
 
 def commands() -> list[Command]:
@@ -37,6 +39,7 @@ def commands() -> list[Command]:
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
         ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
+        Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
     ]
     for point in sorted(entry_points(group="polyreme.commands")):
         found.append(Command(point.name, _first_line(point), point.load))
@@ -47,27 +50,43 @@ def build_app(argv: Sequence[str]) -> typer.Typer:
     """The command line for `argv`: the subcommand it names is imported, the others are names with a line of help."""
     app = typer.Typer(
         name="polyreme",
-        help="Reinforcement-learning post-training of language models.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_options)
     for command in commands():
-        if list(argv[:1]) == [command.name]:
-            app.command(command.name)(command.load())
-        else:
+        if list(argv[:1]) != [command.name]:
             app.command(command.name, help=command.help)(_not_imported)
+        elif isinstance(loaded := command.load(), typer.Typer):
+            app.add_typer(loaded, name=command.name)
+        else:
+            app.command(command.name)(loaded)
     return app
 
 
 def main() -> None:
-    """Runs the command of this process's arguments. An error its user can act on is one message and an exit code."""
+    """Runs the command of this process's arguments. An error that the user can act on is one message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show ends no run
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else it would not end a container's first process
+            stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a container's first process ignores SIGTERM by default
     with exit_on_error("polyreme"):
         build_app(sys.argv[1:])(prog_name="polyreme")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"polyreme {version('polyreme')} (API {API_VERSION})")
+        raise typer.Exit
+
+
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training of language models."""
 
 
 def _not_imported() -> None:
@@ -75,7 +94,7 @@ def _not_imported() -> None:
 
 
 def _first_line(point: EntryPoint) -> str:
-    """Of a function's docstring, read from the source: importing it may take seconds."""
+    """The first line of a function's docstring, read from the source, as importing it may take seconds."""
     package, *inside = point.module.split(".")
     spec = find_spec(package)
     [folder] = spec.submodule_search_locations or [] if spec else []

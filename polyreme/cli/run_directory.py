@@ -237,6 +237,8 @@ def _context(path: Path) -> int | None:
         model = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"JSON in {path}", str(error), "Save the model with save_pretrained.") from None
+    if not isinstance(model, dict):
+        raise ConfigError(f"a JSON object in {path}", type(model).__name__, "Save the model with save_pretrained.")
     scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
     return None if scaled else model.get("max_position_embeddings")
 

@@ -1,5 +1,7 @@
 """The summary of a run, computed from its configuration alone and printed before training starts."""
 
+from collections.abc import Iterable
+
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig
 
@@ -8,8 +10,13 @@ _TOKEN_BYTES = 4 + 4 + 1 + 4
 _GROUP_OVERHEAD_BYTES = 1024
 
 
-def summary_lines(config: RunConfig) -> list[str]:
-    """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold; then warnings."""
+def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
+    """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold; then warnings.
+
+    Args:
+        config: of the run.
+        notices: what the checks before the start have found.
+    """
     trainer = config.trainer
     spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
     lines = [
@@ -31,7 +38,7 @@ def summary_lines(config: RunConfig) -> list[str]:
             number - 1,
             f"warm start {number}   {phase.steps} steps x {phase.batch_size} sequences of {phase.data.name}, learning rate {phase.lr:g}",
         )
-    return lines + [f"warning        {text}" for text in _warnings(config)]
+    return lines + [f"warning        {text}" for text in (*_warnings(config), *notices)]
 
 
 def _warnings(config: RunConfig) -> list[str]:

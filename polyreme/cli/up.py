@@ -19,11 +19,11 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from polyreme.cli import view
+from polyreme.cli.checks import check_run
 from polyreme.cli.progress import Progress, stream_time
 from polyreme.cli.run_directory import (
     EMBEDDED,
     RunFile,
-    check_inputs,
     claim,
     next_attempt,
     open_run,
@@ -53,13 +53,20 @@ def up(
     redis: Annotated[str | None, redis_option("A Redis to use; none: one of the run's own.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
     fork: Annotated[bool, typer.Option("--fork", help="Go on from the directory's checkpoint as a new run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the run's summary, and start nothing.")
+    ] = False,
 ) -> None:
     """Train: start every service of a run on this machine and watch it."""
     resolved = load_config(config, overrides or ())
-    check_inputs(resolved)
     console = _Console(markup=False, emoji=False, highlight=False)
+    summary = "\n".join(summary_lines(resolved, check_run(resolved)))
+    if dry_run:
+        console.print(summary, soft_wrap=True)
+        return
     with owned(resolved.run_dir):
         existing = claim(resolved, resume, fork)
+        console.print(summary, soft_wrap=True)
         status = asyncio.run(_up(resolved, redis, existing, console))
     raise typer.Exit(status)
 
@@ -77,8 +84,6 @@ class _Console(Console):
 
 
 async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
-    for line in summary_lines(config):
-        console.print(line, soft_wrap=True)
     async with _store(config, redis_url, existing) as (redis, url, own):
         run = await open_run(redis, config, existing, EMBEDDED if own else url)
         log_dir = next_attempt(config.run_dir)

@@ -1,10 +1,29 @@
-"""What stands in a row of JSON lines, wherever rows are read: by the trainer, and by those who try rewards on a file.
+"""Rows of JSON lines files, for every reader of them: the trainer, the checks before a run, and `polyreme reward test`.
 
-Kept here: a row means the same to all of them.
+Invariant: a row means the same to all readers, and every error names the file and the line.
 """
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from polyreme.errors import DataError
+
+
+def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSON lines file with their line numbers, blank lines left out, read as they are asked for.
+
+    Raises:
+        DataError: the file is missing or empty, or a line is no JSON object.
+    """
+    empty = True
+    for number, line in _lines(path):
+        if line.strip():
+            empty = False
+            yield number, _object(line, f"{path}:{number}")
+    if empty:
+        raise DataError(f"at least one row in {path}", "none", "Put one JSON object per line there.")
 
 
 def lines_of(text: str) -> list[str]:
@@ -27,3 +46,36 @@ def label_text(value: Any) -> str:
     if isinstance(value, int | float):
         return json.dumps(value)
     raise TypeError(f"{value!r:.80}")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:  # other line ends may stand inside a text
+            yield from enumerate(file, 1)
+    except OSError as error:
+        raise DataError(f"a JSON lines file at {path}", error.strerror or str(error), "Fix the path in `data`.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"UTF-8 text in {path}", str(error), "Save the file as UTF-8.") from error
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"a JSON object in {where}", f"{error.msg} at column {error.colno}", "Fix the line.") from None
+    if "\\u" in line:
+        _check_characters(fields, where)
+    if not isinstance(fields, dict):
+        raise DataError(f"a JSON object in {where}", type(fields).__name__, "Write one object per line.")
+    return fields
+
+
+def _check_characters(fields: Any, where: str) -> None:
+    """Refuses half a character. JSON can escape it, but no UTF-8 text can hold it."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("unicode_escape").decode()
+        raise DataError(
+            f"whole characters in {where}", f"{half}, one half of a pair", "Fix the text: it was cut there."
+        ) from None

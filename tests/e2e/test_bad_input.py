@@ -1,7 +1,6 @@
 """Bad input as a user meets it: the real commands as processes, one message that says what to do, a bad status, nothing left.
 
-What `polyreme up` refuses before it starts anything is in tests/unit/cli/test_cli.py, and rewards that hang or are not finite are in
-test_demo.py.
+The checks before a start are in tests/unit/cli/test_checks.py one by one, and rewards that hang or are not finite in test_demo.py.
 """
 
 import os
@@ -37,9 +36,12 @@ calls = 0
 def raises(response):
     global calls
     calls += 1
-    if calls % 2:  # not always: that might be an outage, which is waited out
+    if calls % 2:  # not always: that ends the run at its first groups
         raise KeyError("no such label")
     return 0.0
+
+def always(response):
+    raise KeyError(f"no such label: {response}")
 """
 
 
@@ -114,6 +116,16 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
         (("train", run, "trainer.optimiser.lr=1"), 2, ["trainer.optimiser", "did you mean trainer.optimizer?"]),
         (("up", run, f"model.path={cut}"), 2, ["whole weights in", "Download or save the file again"]),
         (("train", run, "model.path=nowhere"), 2, ["model.path", "nowhere", "no such directory"]),
+        (
+            ("up", run, "data.max_prompt_tokens=4", "data.overlong=error"),
+            2,
+            ["= 4 tokens in", "train.jsonl:", "overlong: filter"],
+        ),
+        (("up", run, "data.label_key=solution"), 2, ["a column solution", "0 of 256 rows"]),
+        (("train", run, "data.prompt_key=question"), 2, ["a column 'question'", "train.jsonl:1"]),
+        (("up", run, "reward.rewards=[{file: nowhere.py}]"), 2, ["nowhere.py"]),
+        (("train", run, f"output_dir={tmp_path}", "--http-port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1"]),
+        (("train", run, f"output_dir={tmp_path}", "--learner-port", str(taken)), 2, [f"a free port {taken}"]),
         (("reward", "--config", str(misspelt)), 2, ["reward.atempts", "did you mean reward.attempts?"]),
         (("reward", "--config", str(alone), "--port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1 for gRPC", free]),
         (("reward", "--config", str(alone), "--http-port", str(taken)), 2, [f"a free port {taken}", "for HTTP", free]),
@@ -175,10 +187,13 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatc
 
 
 @pytest.mark.real
-def test_a_prompt_that_is_too_long_may_be_an_error(task: Path) -> None:
-    up = Up(task, "name=overlong", "data.max_prompt_tokens=4", "data.overlong=error")
-    assert up.wait() == 7
-    one_error(up.output, "at most data.max_prompt_tokens = 4 tokens in", "train.jsonl:", "or set data.overlong: filter.")
+def test_a_reward_that_never_scores_ends_the_run_at_its_first_groups(task: Path) -> None:
+    """Before the grace of an outage is over, and although no group has used up its attempts."""
+    rewards = f"reward.rewards=[{{file: '{task.parent / 'rewards.py'}', function: always}}]"
+    changes = ("trainer.sft=[]", "reward.attempts=1", "reward.start_timeout=1000", "max_failed_fraction=1", "data.eval=null")
+    up = Up(task, "name=never", rewards, *changes)
+    assert up.wait(150) == 7
+    one_error(up.output, "scores for the first groups of the run", "KeyError", "rewards.py")
     assert not up.leftovers()
 
 

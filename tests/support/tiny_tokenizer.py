@@ -13,6 +13,17 @@ CHAT_TEMPLATE = (
 )
 
 
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+}
+
+
 def vocabulary() -> dict[str, int]:
     """Id of every token."""
     return {token: i for i, token in enumerate(SPECIAL + CHARS)}
@@ -34,7 +45,7 @@ def model_files(chat_template: str | None = CHAT_TEMPLATE, eos: str | None = "<e
         "tokenizer.json": _tokenizer_json(),
         "tokenizer_config.json": json.dumps(config).encode(),
         "generation_config.json": json.dumps({"eos_token_id": generation_eos}).encode(),
-        "config.json": json.dumps({"model_type": "qwen2", "vocab_size": len(SPECIAL) + len(CHARS)}).encode(),
+        "config.json": json.dumps({"model_type": "qwen2", "vocab_size": len(SPECIAL) + len(CHARS), **SIZES}).encode(),
     }
     if chat_template is not None:
         files["chat_template.jinja"] = chat_template.encode()

@@ -11,10 +11,9 @@ from polyreme.errors import ConfigError
 from polyreme_reward.items import Reward
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.model.reward import ModelReward
+from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
 from polyreme_reward.rules.reward import RuleReward
-
-_ENTRY_POINTS = "polyreme.rewards"
 
 
 @asynccontextmanager
@@ -42,7 +41,7 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
                 stack.push_async_callback(model.close)
                 await model.start()
                 rewards.append(model)
-            elif _is_builtin(spec) and (builtin := BUILTINS.get(str(spec.name))) is not None and builtin.in_process:
+            elif is_builtin(spec) and (builtin := BUILTINS.get(str(spec.name))) is not None and builtin.in_process:
                 name = str(spec.name)
                 rule = make_rule(name, spec.options)
                 version = builtin_version(name, spec.options)
@@ -67,25 +66,27 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
         yield [reward for reward in rewards if reward is not None]
 
 
-def _is_builtin(spec: RewardSpec) -> bool:
+def is_builtin(spec: RewardSpec) -> bool:
+    """Whether a reward that is neither an endpoint nor a model goes by its name alone."""
     return spec.file is None and spec.module is None
 
 
 def _source(spec: RewardSpec) -> dict[str, Any]:
     """What a worker needs to load the reward, as `plugins.load` takes it."""
     if spec.file is not None:
-        return {"path": str(spec.file), "code": _read(spec.file), "function": spec.function, "options": spec.options}
+        return {"path": str(spec.file), "code": read_file(spec.file), "function": spec.function, "options": spec.options}
     if spec.module is not None:
         return {"module": spec.module, "function": spec.function, "options": spec.options}
-    if spec.name not in BUILTINS and entry_points(group=_ENTRY_POINTS, name=str(spec.name)):
+    if spec.name not in BUILTINS and entry_points(group=ENTRY_POINTS, name=str(spec.name)):
         return {"entry_point": spec.name, "options": spec.options}
     if spec.name not in BUILTINS:
         make_rule(str(spec.name), spec.options)  # raises, naming the nearest
     return {"builtin": spec.name, "options": spec.options}
 
 
-def _read(path: Path) -> str:
+def read_file(path: Path) -> str:
+    """The text of a Python file. Raises ConfigError."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a Python file {path}", str(error), "Mend `file`; it is read where the reward service runs.") from None
+        raise ConfigError(f"a Python file {path}", str(error), "Fix `file`; it is read where the reward service runs.") from None

@@ -5,18 +5,21 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from polyreme.cli.run_directory import RunFile, check_inputs, claim, next_attempt, open_run, owned
+from polyreme.cli.checks import check_run
+from polyreme.cli.run_directory import RunFile, claim, next_attempt, open_run, owned
 from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
+from polyreme.net.ports import check_free
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import stop_event
@@ -27,6 +30,7 @@ from polyreme_trainer.observe.exporter import export
 _log = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 10.0
+_ANY = "0.0.0.0"
 
 
 def train(
@@ -58,16 +62,20 @@ def train(
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
     logging_setup.setup("train")
     resolved = load_config(config, overrides or ())
-    check_inputs(resolved)
+    notices = check_run(resolved) if run is None else ()  # `polyreme up` has checked the run that it opened
+    for where, number in ((host, http_port), (_ANY, learner_port)):
+        if number:
+            check_free(where, number)
     with owned(resolved.run_dir) if run is None else nullcontext():
         existing = claim(resolved, resume, fork) if run is None else None
         logs_to = log_dir or next_attempt(resolved.run_dir)
         place = MeetingPlace(advertise, learner_port)
-        asyncio.run(_train(resolved, redis, run, logs_to, existing, (host, http_port), place, owner, start))
+        asyncio.run(_train(resolved, notices, redis, run, logs_to, existing, (host, http_port), place, owner, start))
 
 
 async def _train(
     config: RunConfig,
+    notices: Sequence[str],
     redis_url: str,
     run_id: str | None,
     log_dir: Path,
@@ -81,7 +89,7 @@ async def _train(
     try:
         if run_id is None:
             run = await open_run(redis, config, existing, redis_url)
-            for line in summary_lines(config):
+            for line in summary_lines(config, notices):
                 _log.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)

@@ -4,11 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
+from polyreme import API_VERSION
+from polyreme.config.load import load_config
 from polyreme.process.lifecycle import exit_on_error
 
 
@@ -31,7 +34,7 @@ def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -
 def test_help_names_every_command_and_imports_none() -> None:
     result = polyreme("--help")
     assert result.returncode == 0
-    for name in ("up", "audit", "rollout", "reward", "train", "learner"):
+    for name in ("up", "audit", "config", "rollout", "reward", "train", "learner"):
         assert f" {name} " in result.stdout
     script = (
         "import sys\nfrom polyreme.cli.main import build_app\nfrom typer.testing import CliRunner\n"
@@ -40,6 +43,38 @@ def test_help_names_every_command_and_imports_none() -> None:
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "[]"
+
+
+def test_version() -> None:
+    result = polyreme("--version")
+    assert result.returncode == 0
+    assert result.stdout == f"polyreme {version('polyreme')} (API {API_VERSION})\n"
+
+
+def test_config_show_reads_back(config_file: Path, tmp_path: Path) -> None:
+    result = polyreme("config", "show", str(config_file), "seed=7")
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(result.stdout)
+    assert result.returncode == 0
+    assert load_config(shown) == load_config(config_file, ["seed=7"])
+
+
+def test_config_check_and_a_dry_run_start_and_write_nothing(config_file: Path, tmp_path: Path) -> None:
+    for command in (("config", "check"), ("up", "--dry-run")):
+        result = polyreme(*command, str(config_file), "trainer.save_interval=5000")
+        assert result.returncode == 0, result.stderr
+        assert "iterations     1000" in result.stdout and "warning        trainer.save_interval" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_config_check_reports_all_errors_and_up_the_first(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    spoilt = (str(config_file), "reward.rewards=[{name: exact}, {name: exat}]", "data.prompt_key=question")
+    checked = polyreme("config", "check", *spoilt)
+    fails(checked, 2, "2 errors")
+    assert "'question'" in checked.stderr and "exat" in checked.stderr
+    fails(polyreme("up", *spoilt), 2, "exat")
+    fails(polyreme("train", *spoilt), 2, "exat")
 
 
 def test_an_unknown_command_gets_the_nearest() -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
@@ -18,7 +18,7 @@ from polyreme_reward.plugins.signatures import adapt
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
 
 ENTRY_POINTS = "polyreme.rewards"
-_USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
+USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,26 @@ def _function(module: Any, name: str | None, where: str) -> Callable[..., Any]:
     if name is not None:
         found: Any = getattr(module, name, None)
         if not callable(found):
-            raise ConfigError(f"a function {name} in {where}", f"the functions {sorted(own)}", "Mend `function`.")
+            raise no_function(name, own, where)
         return cast(Callable[..., Any], found)
-    usual = [own[key] for key in _USUAL_NAMES if key in own]
-    candidates = usual or list(own.values())
+    return own[choose_function(list(own), where)]
+
+
+def choose_function(own: Sequence[str], where: str) -> str:
+    """Which of a module's own public functions is its reward. Raises ConfigError when that is not clear."""
+    candidates = [key for key in USUAL_NAMES if key in own] or list(own)
     if len(candidates) != 1:
         raise ConfigError(
-            f"one reward function in {where} ({', '.join(_USUAL_NAMES)}, or the only public one)",
+            f"one reward function in {where} ({', '.join(USUAL_NAMES)}, or the only public one)",
             f"the functions {sorted(own)}",
             "Name it with `function`.",
         )
     return candidates[0]
+
+
+def no_function(name: str, own: Iterable[str], where: str) -> ConfigError:
+    """The error of a module without the function that the configuration names."""
+    return ConfigError(f"a function {name} in {where}", f"the functions {sorted(own)}", "Fix `function`.")
 
 
 def _code(module: Any) -> str:

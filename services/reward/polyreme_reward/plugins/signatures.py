@@ -21,7 +21,7 @@ from typing import Any
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
 
-_LABEL_COLUMNS = (
+LABEL_NAMES = (
     "label",
     "labels",
     "answer",
@@ -120,7 +120,7 @@ def _trl(
 
     def call(item: Item) -> Any:
         columns = item.metadata
-        for name in _LABEL_COLUMNS:
+        for name in LABEL_NAMES:
             columns.setdefault(name, item.label)
         given: dict[str, Any] = {"prompts": [item.prompt], "completions": [item.response]}
         given |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}

@@ -28,11 +28,17 @@ Rule = Callable[[Item], object]
 
 @dataclass(frozen=True)
 class Builtin:
-    """A rule's factory, whose keyword arguments are the reward's `options`, and whether the rule runs in the service's process."""
+    """A rule's factory (its keyword arguments are the reward's `options`), where the rule may run, what it reads.
+
+    Attributes:
+        preload: modules that its workers share.
+        needs: of these a row must have one, or the rule cannot score it: "label", or a column.
+    """
 
     factory: Callable[..., Rule]
     in_process: bool
-    preload: tuple[str, ...] = ()  # modules that all its workers share
+    preload: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
@@ -40,13 +46,13 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "exact": Builtin(exact, in_process=True),
-    "numeric": Builtin(numeric, in_process=True),
-    "choice": Builtin(choice, in_process=True),
-    "math": Builtin(math, in_process=False, preload=("math_verify",)),
-    "code": Builtin(code, in_process=False),
+    "exact": Builtin(exact, in_process=True, needs=("label",)),
+    "numeric": Builtin(numeric, in_process=True, needs=("label",)),
+    "choice": Builtin(choice, in_process=True, needs=("label",)),
+    "math": Builtin(math, in_process=False, preload=("math_verify",), needs=("label",)),
+    "code": Builtin(code, in_process=False, needs=("tests", "label")),
     "think_format": Builtin(think_format, in_process=True),
-    "knights_and_knaves": Builtin(knights_and_knaves, in_process=True),
+    "knights_and_knaves": Builtin(knights_and_knaves, in_process=True, needs=("label",)),
     "length": Builtin(length, in_process=True),
     "overlong": Builtin(overlong, in_process=True),
     "repetition": Builtin(repetition, in_process=True),

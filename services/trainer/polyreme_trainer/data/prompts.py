@@ -1,29 +1,32 @@
 """Rows of a JSON lines file, as prompts for rollouts and as examples for supervised training.
 
-Invariant: what a row becomes depends on the file and the `data` section alone, so that an index names the same prompt after a restart.
-Every complaint names the file and the line.
+Invariant: what a row becomes depends on the file, the model files and the `data` section alone, so an index names the same prompt after
+a restart. Every token id is one of the model's. Every error names the file and the line.
 """
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from polyreme.config.data import DataConfig
-from polyreme.config.dataset_rows import label_text, lines_of
+from polyreme.config.dataset_rows import label_text, read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.template import PromptSource, Template
 
-log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: `prompt` is a text or chat messages, `metadata` the columns with no role of their own, and the prompt as it stands there."""
+    """One line: `prompt` is a text or chat messages; `metadata` has the columns without a role, and the prompt as the file has it."""
 
     line: int
     prompt: PromptSource
@@ -55,31 +58,24 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Example:
-    """A supervised sequence: `ids` int32 [length] is prompt, response, end token; `loss_mask` uint8 [length], 1 behind the prompt."""
+    """A supervised sequence: `ids` int32 [length] is prompt, response, end token; `loss_mask` uint8 [length], 1 after the prompt."""
 
     ids: np.ndarray
     loss_mask: np.ndarray
 
 
-def read_rows(path: Path, data: DataConfig, *, response_key: str | None = None) -> list[Row]:
-    """All rows of a JSON lines file, blank lines left out.
+def read_rows(path: Path, data: DataConfig, *, response_key: str | None = None, limit: int | None = None) -> list[Row]:
+    """The rows of a JSON lines file, blank lines left out.
 
     Args:
         response_key: a required text column (supervised data); none: rows have no response.
+        limit: how many rows to read; none: all.
 
     Raises:
         DataError: the file is missing or empty, or a line is no usable row.
     """
-    try:
-        lines = lines_of(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"a JSON lines file at {path}", error.strerror or str(error), "Mend the path in `data`.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"UTF-8 text in {path}", str(error), "Save the file as UTF-8.") from error
-    rows = [_row(line, f"{path}:{n}", n, data, response_key) for n, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise DataError(f"at least one row in {path}", "none", "Put one JSON object per line there.")
-    return rows
+    objects = islice(read_objects(path), limit)
+    return [_row(fields, f"{path}:{number}", number, data, response_key) for number, fields in objects]
 
 
 def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
@@ -88,13 +84,25 @@ def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
     Raises:
         DataError: a row is unusable, a prompt is too long under `overlong: error`, or all prompts are.
     """
-    rows = read_rows(path, data)
-    texts = _render(rows, template, path)
+    dataset = encode_prompts(read_rows(path, data), path, data, template)
+    if not dataset.prompts:
+        raise all_too_long(dataset, path, data)
+    if dataset.filtered:
+        total = len(dataset.prompts) + dataset.filtered
+        limit = data.max_prompt_tokens
+        _logger.warning("%s: %d of %d prompts are longer than %d tokens and left out", path, dataset.filtered, total, limit)
+    return dataset
+
+
+def encode_prompts(rows: Sequence[Row], path: Path, data: DataConfig, template: Template) -> Dataset:
+    """The prompts of rows that were read from `path`. Raises DataError: a row is unusable, or too long under `overlong: error`."""
+    texts = _each_or_blame(lambda some: template.render([row.prompt for row in some]), rows, path)
     prompts, filtered = [], 0
     for row, text, ids in zip(rows, texts, template.encode_prompts(texts), strict=True):
         if len(ids) == 0:
             raise DataError(f"a prompt with tokens in {path}:{row.line}", "an empty one", "Remove or fill the row.")
         if len(ids) <= data.max_prompt_tokens:
+            _check_ids(ids, template, f"{path}:{row.line}")
             metadata = json.dumps(row.metadata, ensure_ascii=False)
             prompts.append(Prompt(ids, text, row.label, metadata))
         elif data.overlong == "error":
@@ -105,91 +113,86 @@ def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
             )
         else:
             filtered += 1
-    if not prompts:
-        raise DataError(
-            f"prompts of at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {path}",
-            f"{filtered}, all longer",
-            "Raise data.max_prompt_tokens.",
-        )
-    if filtered:
-        log.warning(
-            "%s: %d of %d prompts are longer than %d tokens and left out", path, filtered, len(rows), data.max_prompt_tokens
-        )
     return Dataset(prompts, filtered)
 
 
+def all_too_long(dataset: Dataset, path: Path, data: DataConfig) -> DataError:
+    """The error of a file whose prompts are all filtered."""
+    return DataError(
+        f"prompts of at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {path}",
+        f"{dataset.filtered}, all longer",
+        "Raise data.max_prompt_tokens.",
+    )
+
+
 def load_examples(path: Path, data: DataConfig, template: Template, max_tokens: int) -> list[Example]:
-    """Supervised examples of a file with a `response` column, in file order.
+    """Supervised examples of a file with a `response` column, in file order: the conversation as the template writes it.
 
     Raises:
-        DataError: a row is unusable, or prompt, response and end token are more than `max_tokens`.
+        DataError: a row is unusable, or has more than `max_tokens` tokens.
     """
-    rows = read_rows(path, data, response_key="response")
-    prompts = template.encode_prompts(_render(rows, template, path))
-    responses = template.encode([row.response for row in rows])
-    end = np.array([template.end_id], dtype=np.int32)
+    return encode_examples(read_rows(path, data, response_key="response"), path, template, max_tokens)
+
+
+def encode_examples(rows: Sequence[Row], path: Path, template: Template, max_tokens: int) -> list[Example]:
+    """The examples of rows that were read from `path`. Raises as `load_examples`."""
+    conversations = _each_or_blame(
+        lambda some: template.converse([row.prompt for row in some], [row.response for row in some]), rows, path
+    )
     examples = []
-    for row, prompt, response in zip(rows, prompts, responses, strict=True):
-        ids = np.concatenate([prompt, response, end])
+    for row, (ids, start) in zip(rows, template.encode_conversations(conversations), strict=True):
         if len(ids) > max_tokens:
             raise DataError(
                 f"prompt, response and end token within {max_tokens} tokens in {path}:{row.line}",
                 f"{len(ids)}",
                 "Shorten the row, or raise rollout.max_model_len.",
             )
+        _check_ids(ids, template, f"{path}:{row.line}")
         mask = np.zeros(len(ids), dtype=np.uint8)
-        mask[len(prompt) :] = 1
+        mask[start:] = 1
         examples.append(Example(ids, mask))
     return examples
 
 
-def _render(rows: Sequence[Row], template: Template, path: Path) -> list[str]:
+def _check_ids(ids: np.ndarray, template: Template, where: str) -> None:
+    """Refuses ids without an embedding. Trained on, they would give losses and gradients without meaning."""
+    if (highest := int(ids.max(initial=0))) >= template.embeddings:
+        raise DataError(
+            f"token ids below the model's {template.embeddings} embeddings (vocab_size in config.json) in {where}",
+            f"id {highest}, of a tokenizer of {template.tokens} tokens",
+            "Take the tokenizer that belongs to the model, or resize the model's embeddings.",
+        )
+
+
+def _each_or_blame(apply: Callable[[Sequence[Row]], list[Result]], rows: Sequence[Row], path: Path) -> list[Result]:
+    """What `apply` makes of all rows at once. Its DataError names the row that it comes from."""
     try:
-        return template.render([row.prompt for row in rows])
+        return apply(rows)
     except DataError:
-        for row in rows:  # only to say which one it was
+        for row in rows:
             try:
-                template.render([row.prompt])
+                apply([row])
             except DataError as error:
                 raise DataError(f"{error.expected} in {path}:{row.line}", error.found, error.do) from error
         raise
 
 
-def _row(line: str, where: str, number: int, data: DataConfig, response_key: str | None) -> Row:
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"a JSON object in {where}", f"{error.msg} at column {error.colno}", "Mend the line.") from None
-    if "\\u" in line:
-        _check_characters(fields, where)
-    if not isinstance(fields, dict):
-        raise DataError(f"a JSON object in {where}", type(fields).__name__, "Write one object per line.")
+def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, response_key: str | None) -> Row:
     prompt = _prompt(_column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
     label = _text(fields.get(data.label_key), f"{data.label_key!r} in {where}")
     response = ""
     if response_key is not None:
         value = _column(fields, response_key, where, "the data")
         if not isinstance(value, str):
-            raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Mend the row.")
+            raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
         response = value
-    roles = {data.label_key, response_key}  # a reward model puts the prompt into a template of its own
+    roles = {data.label_key, response_key}  # the prompt stays: a reward model puts it into a template of its own
     return Row(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
-
-
-def _check_characters(fields: Any, where: str) -> None:
-    """JSON can escape half a character, which no text in UTF-8 can hold."""
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start].encode("unicode_escape").decode()
-        raise DataError(
-            f"whole characters in {where}", f"{half}, one half of a pair", "Mend the text: it was cut there."
-        ) from None
 
 
 def _column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
     if key not in fields:
-        raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", f"Mend the row, or {setting}.")
+        raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", f"Fix the row, or {setting}.")
     return fields[key]
 
 
@@ -205,11 +208,11 @@ def _prompt(value: Any, what: str) -> PromptSource:
         if value[-1]["role"] == "assistant":
             raise DataError(f"messages that end before the answer in {what}", "a last message by the assistant", "Remove it.")
         return tuple(value)
-    raise DataError(f"a text or a list of chat messages {{role, content}} in {what}", f"{value!r:.80}", "Mend the row.")
+    raise DataError(f"a text or a list of chat messages {{role, content}} in {what}", f"{value!r:.80}", "Fix the row.")
 
 
 def _text(value: Any, what: str) -> str:
     try:
         return label_text(value)
     except TypeError as error:
-        raise DataError(f"a text or number in {what}", str(error), "Mend the row, or data.label_key.") from None
+        raise DataError(f"a text or number in {what}", str(error), "Fix the row, or data.label_key.") from None

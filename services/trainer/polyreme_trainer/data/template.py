@@ -1,4 +1,4 @@
-"""From a dataset's prompt to token ids and back, the same way everywhere in the trainer.
+"""From a dataset's prompts and conversations to token ids and back, the same way everywhere in the trainer.
 
 Invariant: the SFT stage and the orchestrator turn equal prompts into equal ids, because both go through one `Template`, built from the
 model files that the run record holds. Imports no torch.
@@ -7,42 +7,58 @@ model files that the run record holds. Imports no torch.
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
 import xxhash
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerFast
 
 from polyreme.config.data import DataConfig
 from polyreme.errors import ConfigError, DataError
 
 PromptSource = str | tuple[dict[str, Any], ...]  # a text, or chat messages
-_SENTINEL = "a7"  # what the assistant says in probes of a template; any plain text does
+_SENTINEL = "a7"  # the assistant's answer in probes of a template; any plain text would do
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt with its answer, as text: the first `prompt_length` characters are the prompt."""
+
+    text: str
+    prompt_length: int
 
 
 class Template:
     """A tokenizer with the run's way of writing a prompt.
 
     Args:
-        files: the model directory's small files by name; `tokenizer.json` is required.
+        files: the model directory's small files by name; `tokenizer.json` and `config.json` are required.
         data: the run's `data` section: `template` and `system` are used.
 
     Attributes:
         stop_ids: ascending ids that end a response: the tokenizer's end token and those of generation_config.json.
-        end_id: the one of them that a supervised response is closed with.
+        end_id: the stop token that closes a supervised response.
+        unstopped: special tokens, as text, that the chat template writes after an answer and that do not stop a rollout.
+        embeddings: rows of the model's embedding (`vocab_size` of config.json): an id must be below.
+        tokens: the size that the tokenizer needs: its highest id plus 1.
         digest: 16 hex digits of what decides a prompt's ids: tokenizer, template, mode and system message.
 
     Raises:
-        ConfigError: no fast tokenizer, no end token, no chat template, or one that opens no turn for the assistant.
+        ConfigError: no fast tokenizer, no end token or one outside the embeddings, no chat template or one that opens no turn for
+            the assistant.
     """
 
     def __init__(self, files: Mapping[str, bytes], data: DataConfig) -> None:
         self._tokenizer = _load_tokenizer(files)
+        self.embeddings = _embeddings(files)
+        self.tokens = 1 + max(self._tokenizer.get_vocab().values())
         self._chat = data.template == "chat"
         self._system = data.system
-        self.stop_ids = _stop_ids(self._tokenizer, files)
+        self.stop_ids = _stop_ids(self._tokenizer, files, self.embeddings)
         if self._chat:
             self._check_chat_template()
         elif data.system is not None:
@@ -51,7 +67,8 @@ class Template:
                 "data.template: none",
                 "Write the system text into the prompts, or use the chat template.",
             )
-        self.end_id = self._find_end_id()
+        self.end_id, self.unstopped = self._find_end()
+        self._end = self.decode([[self.end_id]], special=True)[0]
         self._lead = np.empty(0, np.int32) if self._chat else self._find_lead()
         parts = [files["tokenizer.json"].decode(), data.template, data.system, self._tokenizer.chat_template]
         self.digest = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
@@ -69,24 +86,73 @@ class Template:
             return [str(prompt) for prompt in prompts]
         return self._apply([self._messages(prompt) for prompt in prompts], generation_prompt=True)
 
+    def converse(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Conversation]:
+        """Each prompt with its response, as the chat template writes the whole conversation.
+
+        Some templates write a past answer in another way than the opening of one (DeepSeek-R1's leaves out the thoughts). Then the
+        response follows the prompt as it is, and what the template writes after an answer follows the response.
+
+        Raises:
+            DataError: the template refuses a prompt, or a response has the end token inside.
+        """
+        responses = [response.removesuffix(self._end) for response in responses]
+        if any(self._end in response for response in responses):
+            raise DataError(
+                f"a response without the end token {self._end} inside", "one with it", "Split the row, or remove the token."
+            )
+        texts = self.render(prompts)
+        if not self._chat:
+            return [Conversation(text + response, len(text)) for text, response in zip(texts, responses, strict=True)]
+        pairs = list(zip(map(self._messages, prompts), responses, strict=True))
+        answered = [[*messages, {"role": "assistant", "content": response}] for messages, response in pairs]
+        wholes = self._apply(answered, generation_prompt=False)
+        return [
+            Conversation(whole if whole.startswith(text) else text + response + self._turn_parts(messages, text)[1], len(text))
+            for (messages, response), text, whole in zip(pairs, texts, wholes, strict=True)
+        ]
+
+    def encode_conversations(self, conversations: Sequence[Conversation]) -> list[tuple[np.ndarray, int]]:
+        """Each conversation as int32 ids [length], and the position of the response's first token.
+
+        The text is encoded as a whole, so that a response has the tokens that it has after its prompt. They end with one end token.
+        Where the tokenizer merges the prompt's last characters with the response's first, that token belongs to the response.
+        """
+        prompts = self.encode_prompts([each.text[: each.prompt_length] for each in conversations])
+        encodings = self._encodings([each.text for each in conversations])
+        wholes = self._with_lead([np.array(encoding.ids, dtype=np.int32) for encoding in encodings])
+        examples = []
+        for each, prompt, encoding, whole in zip(conversations, prompts, encodings, wholes, strict=True):
+            start = len(prompt)
+            if not np.array_equal(whole[:start], prompt):
+                inside = sum(end <= each.prompt_length for _, end in encoding.offsets)
+                start = len(whole) - len(encoding.ids) + inside
+            ends = np.flatnonzero(whole[start:] == self.end_id)
+            ids = whole[: start + ends[0]] if len(ends) else whole
+            examples.append((np.append(ids, np.int32(self.end_id)), start))
+        return examples
+
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each rendered prompt.
 
-        A chat template writes what a model's input begins with, a text as it is does not: it gets the tokens that the tokenizer puts in
-        front of texts (a Llama's <|begin_of_text|>), unless it begins with them.
+        A chat template writes the beginning of a model's input itself. A text as it is gets the tokens that the tokenizer puts before
+        texts (a Llama's <|begin_of_text|>), unless it begins with them.
         """
-        prompts = self.encode(texts)
-        lead, size = self._lead, len(self._lead)
-        return [ids if np.array_equal(ids[:size], lead) else np.concatenate([lead, ids]) for ids in prompts]
+        return self._with_lead(self.encode(texts))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each text, as it is."""
-        encodings = self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in self._encodings(texts)]
 
     def decode(self, ids: Iterable[Sequence[int]], *, special: bool) -> list[str]:
         """The text of each id list, with or without the special tokens."""
         return list(self._tokenizer.backend_tokenizer.decode_batch([list(i) for i in ids], skip_special_tokens=not special))
+
+    def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
+        return self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)
+
+    def _with_lead(self, ids: Sequence[np.ndarray]) -> list[np.ndarray]:
+        lead, size = self._lead, len(self._lead)
+        return [each if np.array_equal(each[:size], lead) else np.concatenate([lead, each]) for each in ids]
 
     def _messages(self, prompt: PromptSource) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
@@ -134,15 +200,18 @@ class Template:
         whole = self._tokenizer.backend_tokenizer.encode(_SENTINEL, add_special_tokens=True)
         return np.array(whole.ids[: whole.special_tokens_mask.index(0)], dtype=np.int32)
 
-    def _find_end_id(self) -> int:
-        """The stop token that the template writes behind an answer, else the tokenizer's end token."""
-        if self._chat:
-            question = self._messages("q")
-            for token in self.encode([self._turn_parts(question, "")[1]])[0]:
-                if int(token) in self.stop_ids:
-                    return int(token)
+    def _find_end(self) -> tuple[int, tuple[str, ...]]:
+        """The stop token that the template writes after an answer, else the tokenizer's end token; and the special tokens there
+        that are no stop tokens, when none is."""
         eos = self._tokenizer.eos_token_id
-        return int(eos) if eos is not None else self.stop_ids[0]
+        default = int(eos) if eos is not None else self.stop_ids[0]
+        if not self._chat:
+            return default, ()
+        written = [int(i) for i in self.encode([self._turn_parts(self._messages("q"), "")[1]])[0]]
+        if stops := [i for i in written if i in self.stop_ids]:
+            return stops[0], ()
+        special = self._tokenizer.added_tokens_decoder
+        return default, tuple(special[i].content for i in written if i in special)
 
 
 def _load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
@@ -161,20 +230,44 @@ def _load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
             raise ConfigError(
                 "tokenizer files that transformers loads", f"{type(error).__name__}: {error}", "Save the tokenizer again."
             ) from error
-    # A tokenizer that was used to make batches has been saved with how it cut and filled them up.
+    # A tokenizer that made batches is saved with its truncation and padding.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
 
-def _stop_ids(tokenizer: PreTrainedTokenizerFast, files: Mapping[str, bytes]) -> tuple[int, ...]:
-    generation = json.loads(files.get("generation_config.json", b"{}")).get("eos_token_id")
+def _embeddings(files: Mapping[str, bytes]) -> int:
+    size = _read_json(files, "config.json").get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError("vocab_size, a positive number, in the model's config.json", repr(size), "Save the model again.")
+    return size
+
+
+def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON file of the model directory; empty when there is none."""
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise ConfigError(f"JSON in the model's {name}", str(error), "Save the model again.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"a JSON object in the model's {name}", type(content).__name__, "Save the model again.")
+    return content
+
+
+def _stop_ids(tokenizer: PreTrainedTokenizerFast, files: Mapping[str, bytes], embeddings: int) -> tuple[int, ...]:
+    generation = _read_json(files, "generation_config.json").get("eos_token_id")
     ids = generation if isinstance(generation, list) else [generation]
-    stop = {int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}
+    stop = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
     if not stop:
         raise ConfigError(
             "an end token in tokenizer_config.json (eos_token) or generation_config.json (eos_token_id)",
             "none",
             "Name the token that ends a response.",
+        )
+    if wrong := [i for i in stop if not isinstance(i, int) or not 0 <= i < embeddings]:
+        raise ConfigError(
+            f"end tokens among the model's {embeddings} embeddings (vocab_size in config.json)",
+            f"id {wrong[0]!r} in tokenizer_config.json or generation_config.json",
+            "Take the tokenizer that belongs to the model, or resize the model's embeddings.",
         )
     return tuple(sorted(stop))

@@ -6,6 +6,7 @@ Every group in flight has exactly one task here, working on the attempt that the
 
 import asyncio
 import logging
+import sys
 import time
 from contextlib import suppress
 
@@ -30,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 HEARTBEAT = 2.0
 """Seconds after which everything is looked at, signal or not: a lease that expires gives none."""
+_FIRST_GROUPS = 8
+"""The run ends when so many first groups fail for one reason; fewer where an iteration has fewer."""
 _TOLD_SINGLY = 4
 """Failed groups that are told one by one."""
 _RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease"})
@@ -63,7 +66,7 @@ async def _orchestrate(run: Run) -> None:
     _log.info("term %d", term.counter)
     fleet, rewards = (
         Fleet(run, log, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security),
-        Rewards(run, config.reward),
+        Rewards(run, config.reward, proven=await log.planned() > 0),
     )
     wanted = config.rollout.replicas if await run.check() is RunState.STARTING else 1  # a run under way goes on with those it has
     await together([fleet.wait_for(wanted), rewards.wait_for(1)])
@@ -110,6 +113,8 @@ class Orchestrator:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._planned = 0
         self._failed = 0
+        self._first = sys.maxsize  # index of the first group that was worked on
+        self._verdicts: dict[str, set[int]] = {}  # groups that failed before anything was scored, by the reason
         self._signals: set[str] = set()
         self._beat = 0.0
         self._wake = asyncio.Event()
@@ -173,6 +178,7 @@ class Orchestrator:
 
     def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:
         index = admission.index
+        self._first = min(self._first, index)
         self._attempts[index] = admission.attempt
         task = self._tasks[index] = group.create_task(self._bring_in(admission))
 
@@ -200,9 +206,29 @@ class Orchestrator:
             await self._log.append(index, number, encode_group(record), record.oldest_version, record.mean_reward)
             return None
         except (GenerateError, ScoreError, DataError) as error:
+            if isinstance(error, ScoreError):
+                self._check_first_groups(index, error)
             return await self._try_again(admission, str(error))
         except StaleAttemptError:  # it expired while it was appended
             return await self._try_again(admission, "expired")
+
+    def _check_first_groups(self, index: int, error: ScoreError) -> None:
+        """Ends a run whose first groups all fail for one reason that lies with the rewards: waiting and more attempts change nothing.
+
+        Raises:
+            RunFailedError: with that reason.
+        """
+        if self._rewards.health.proven or not error.verdict:
+            return
+        failed = self._verdicts.setdefault(error.verdict, set())
+        failed.add(index)
+        count = max(2, min(_FIRST_GROUPS, self._config.groups_per_iteration))
+        if failed >= set(range(self._first, self._first + count)):
+            raise RunFailedError(
+                "scores for the first groups of the run",
+                f"all samples of the first {count} groups failed for one reason: {error}",
+                "Fix the reward or the data, then start the run again.",
+            )
 
     async def _try_again(self, failed: Admission, reason: str) -> Admission | None:
         limit = self._config.max_attempts

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,10 +30,20 @@ _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 5.0  # seconds between two tries of a group, doubling
 _OK = reward_pb2.SCORE_STATUS_OK
+_VARIABLE = re.compile(r"""'[^']*'|"[^"]*"|\d+(\.\d+)?""")  # parts of a message that differ between items with one problem
 
 
 class ScoreError(Exception):
-    """Some samples of this attempt have no score after all tries."""
+    """Some samples of this attempt have no score after all tries.
+
+    Attributes:
+        verdict: why, when the rewards themselves failed every sample of the group for one reason; "" otherwise. Texts in quotes and
+            numbers, which differ from sample to sample, are masked.
+    """
+
+    def __init__(self, message: str, verdict: str = "") -> None:
+        super().__init__(message)
+        self.verdict = verdict
 
 
 @dataclass(frozen=True)
@@ -55,16 +66,18 @@ class Health:
 
     Attributes:
         grace: seconds that this is waited out for, with admission paused, before failures count.
+        proven: whether anything has ever been scored in this run. Until then, an error of the rewards themselves is no outage.
         down_since: the first failure after which nothing has succeeded.
     """
 
     grace: float
+    proven: bool = True
     down_since: float | None = None
     announced: bool = False
     _suspects: set[Hashable] = field(default_factory=set)
 
     def succeeded(self) -> None:
-        self.down_since, self.announced = None, False
+        self.proven, self.down_since, self.announced = True, None, False
         self._suspects.clear()
 
     def failed(self, now: float, *who: Hashable) -> None:
@@ -123,12 +136,14 @@ class _Try:
     Attributes:
         counts: whether it was an answer about the items, and so one of their attempts.
         outage: whether it looks like the reward being down, and not like the items being bad.
+        verdict: as ScoreError's.
     """
 
     scored: dict[int, reward_pb2.ScoreResult] = field(default_factory=dict)
     trouble: str = ""
     counts: bool = True
     outage: bool = False
+    verdict: str = ""
     retry_after: float = 0.0
 
 
@@ -137,17 +152,19 @@ class Rewards:
 
     Args:
         run: for leases and notices.
-        config: `attempts`, `item_timeout`, `start_timeout` (the grace of an outage) and `security` are used.
+        config: `attempts`, `item_timeout`, `start_timeout` (the grace of an outage), `security` and the labels of `rewards` are used.
+        proven: as Health's.
     """
 
-    def __init__(self, run: Run, config: RewardConfig) -> None:
+    def __init__(self, run: Run, config: RewardConfig, proven: bool = True) -> None:
         self._run, self._config = run, config
         self._leases = Servers(run, "reward")
         self._servers: dict[str, _Server] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()  # set, and another put in its place, when a server is new
         self._grace = min(config.item_timeout + 1.0, 30.0)  # as long as a server drains
-        self.health = Health(config.start_timeout)
+        self._remote = tuple(f"{spec.label}: " for spec in config.rewards if spec.urls)
+        self.health = Health(config.start_timeout, proven)
 
     @property
     def paused(self) -> bool:
@@ -197,7 +214,10 @@ class Rewards:
             if len(scored) == len(questions):
                 self.health.succeeded()
                 return [scored[position] for position in range(len(questions))]
+            if len(missing) < len(questions):
+                outcome.verdict = ""
             outcome.outage &= not (outcome.counts and scored)  # these items are bad: others of the group have their scores
+            outcome.outage &= self.health.proven or not outcome.verdict
             if outcome.scored:
                 self.health.succeeded()
             elif outcome.outage:
@@ -215,7 +235,7 @@ class Rewards:
             return
         if not (outcome.outage and self.paused):
             if outcome.counts:
-                raise ScoreError(f"{which} have no score after {attempts} tries: {outcome.trouble}")
+                raise ScoreError(f"{which} have no score after {attempts} tries: {outcome.trouble}", outcome.verdict)
             if self.health.down_since is None:
                 return  # others are being scored meanwhile
             raise UnavailableError(
@@ -255,7 +275,19 @@ class Rewards:
             if not rpc.channel_closed():
                 raise
             return _Try(trouble=f"reward server {server.lease.id} left", counts=False, outage=True)
-        return _sort(response, items, positions)
+        outcome = _sort(response, items, positions)
+        outcome.verdict = _verdict(response.results, self._remote)
+        return outcome
+
+
+def _verdict(results: Sequence[reward_pb2.ScoreResult], remote: tuple[str, ...]) -> str:
+    """The one reason for which rewards that run in the service failed all items; "" when there is none, or it may pass: a deadline,
+    or a failure of a reward whose messages begin with one of `remote`."""
+    reasons = {_VARIABLE.sub("_", result.message) for result in results}
+    passing = any(
+        result.status in (_OK, reward_pb2.SCORE_STATUS_TIMEOUT) or result.message.startswith(remote) for result in results
+    )
+    return "" if passing or len(reasons) != 1 else reasons.pop()
 
 
 def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreItem], positions: Sequence[int]) -> _Try:

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from polyreme.config.data import DataConfig
 from polyreme.errors import ConfigError, DataError
@@ -171,6 +171,95 @@ def test_examples_too_long_or_without_response(write):
         load_examples(write({"prompt": "1+1=", "response": "#2"}), data, template, max_tokens=8)
     with pytest.raises(DataError, match="a column 'response'"):
         load_examples(write({"prompt": "1+1="}), data, template, max_tokens=8)
+
+
+def examples(path, files, **fields):
+    """Each example as the texts of its prompt and of its labels."""
+    data = section(**fields)
+    template = Template(files, data)
+    return [
+        (template.decode([e.ids[e.loss_mask == 0]], special=True)[0], template.decode([e.ids[e.loss_mask == 1]], special=True)[0])
+        for e in load_examples(path, data, template, max_tokens=40)
+    ]
+
+
+def test_a_response_that_ends_in_the_end_token_gets_no_second_one(write):
+    path = write({"prompt": "1+1=", "response": "2<eos>"}, {"prompt": "1+1=", "response": "2"})
+    assert examples(path, model_files()) == [("<user>1+1=<assistant>", "2<eos>")] * 2
+    assert examples(path, model_files(), template="none") == [("1+1=", "2<eos>")] * 2
+
+
+@pytest.mark.parametrize("mode", ["chat", "none"])
+def test_an_end_token_inside_a_response_names_the_line(write, mode):
+    path = write({"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "2<eos>3"})
+    with pytest.raises(DataError, match=r"rows.jsonl:2"):
+        examples(path, model_files(), template=mode)
+
+
+def test_labels_have_what_the_template_writes_before_an_answer(write):
+    template = CHAT_TEMPLATE.replace("<{{ m['role'] }}>{{", "<{{ m['role'] }}>{% if m['role'] == 'assistant' %} {% endif %}{{")
+    assert examples(write({"prompt": "1=", "response": "1"}), model_files(template)) == [("<user>1=<assistant>", " 1<eos>")]
+
+
+def test_what_the_template_writes_after_the_end_token_is_left_out(write):
+    template = CHAT_TEMPLATE.replace("<eos>", "<eos> ")
+    assert examples(write({"prompt": "1=", "response": "1"}), model_files(template)) == [("<user>1=<assistant>", "1<eos>")]
+
+
+def test_a_template_that_opens_an_answer_in_another_way_than_it_writes_a_past_one(write):
+    template = CHAT_TEMPLATE.replace(
+        "{{ m['content'] }}", "{{ m['content'].split('#')[-1] if m['role'] == 'assistant' else m['content'] }}"
+    ).replace("%}<assistant>{%", "%}<assistant>,{%")
+    assert examples(write({"prompt": "1=", "response": "a#1"}), model_files(template)) == [("<user>1=<assistant>,", "a#1<eos>")]
+
+
+def test_a_conversation_has_the_tokens_of_its_whole_text(write):
+    """A tokenizer of sentencepiece's kind puts a space before every text: a response has none when it follows its prompt."""
+
+    def prefix_space(tokenizer):
+        tokenizer.normalizer = normalizers.Prepend(" ")
+
+    files = tokenizer_that(prefix_space)
+    assert examples(write({"prompt": "1+1=", "response": "2"}), files, template="none") == [(" 1+1=", "2<eos>")]
+
+
+def test_a_token_across_the_seam_belongs_to_the_response(write):
+    def whole_words(tokenizer):
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.add_tokens(["a+a"])
+
+    files = tokenizer_that(whole_words)
+    files["config.json"] = json.dumps({"vocab_size": 49}).encode()
+    path = write({"prompt": "a a+", "response": "a b"}, {"prompt": "a ", "response": "b"})
+    assert examples(path, files, template="none") == [("a", "a+ab<eos>"), ("a", "b<eos>")]
+
+
+@pytest.mark.parametrize("kind", ["prompt", "response"])
+def test_an_id_without_an_embedding_names_file_row_id_and_sizes(write, kind):
+    files = {**model_files(), "config.json": b'{"vocab_size": 46}'}  # the last two of the tokenizer's 48 tokens are y and z
+    data = section()
+    template = Template(files, data)
+    fine = {"prompt": "x", "response": "x"}
+    path = write(fine, fine | {kind: "z"})
+    with pytest.raises(DataError) as caught:
+        load_examples(path, data, template, max_tokens=20)
+    for piece in ("rows.jsonl:2", "46", "47", "48"):
+        assert piece in str(caught.value)
+    if kind == "prompt":
+        with pytest.raises(DataError, match=r"rows.jsonl:2"):
+            load_prompts(path, data, template)
+
+
+def test_an_end_token_without_an_embedding():
+    with pytest.raises(ConfigError, match=r"48 embeddings .* id 48"):
+        Template(model_files(generation_eos=[1, 48]), section())
+
+
+def test_a_closing_token_that_is_no_stop_token():
+    template = CHAT_TEMPLATE.replace("<eos>", "<pad>")
+    assert Template(model_files(template), section()).unstopped == ("<pad>",)
+    assert Template(model_files(template, generation_eos=0), section()).unstopped == ()
+    assert Template(model_files(), section()).unstopped == ()
 
 
 def test_stop_ids_are_a_union():

@@ -156,11 +156,25 @@ async def test_no_reward_server_in_time(world):
             await orchestrate(w.run)
 
 
-async def test_a_reward_that_always_raises_fails_the_run(world):
+@pytest.mark.parametrize("sections", [{}, {"groups_per_iteration": 1, "max_attempts": 1}])
+async def test_a_reward_that_fails_every_sample_from_the_start_ends_the_run(world, sections):
+    """Not after an outage's grace, which is longer than the test may take."""
     bad = [{**row, "answer": "bad"} for row in ROWS]
     async with world(
-        rows=bad, plugin=True, reward={"start_timeout": 1.0, "attempts": 1}, max_attempts=1, max_failed_fraction=0.05
+        rows=bad, plugin=True, reward={"start_timeout": 1000.0, "attempts": 1}, max_failed_fraction=1.0, **sections
     ) as w:
+        with pytest.raises(RunFailedError) as caught:
+            await orchestrate(w.run)
+        assert f"first {2 if sections else 4} groups" in caught.value.found
+        state, reason = await w.run.state()
+        assert state is RunState.FAILED and "cannot score this" in reason
+
+
+async def test_a_reward_that_always_raises_later_fails_the_run(world):
+    """Something was scored before, so it may be an outage: the groups fail after its grace."""
+    good, sections = ROWS[row_of(0, 0, len(ROWS))], {"start_timeout": 1.0, "attempts": 1}
+    bad = [row if row == good else {**row, "answer": "bad"} for row in ROWS]
+    async with world(rows=bad, plugin=True, reward=sections, max_attempts=1, max_failed_fraction=0.05) as w:
         with pytest.raises(RunFailedError, match=r"\d% failed, the last one because 3 of 3 samples .*cannot score this"):
             await orchestrate(w.run)
         state, reason = await w.run.state()

@@ -7,10 +7,11 @@ from contextlib import AsyncExitStack
 import pytest
 
 from polyreme import API_VERSION
+from polyreme.api.v1 import reward_pb2
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme_reward.server import serve
-from polyreme_trainer.orchestrator.reward_client import Health, Question, Rewards, ScoreError
+from polyreme_trainer.orchestrator.reward_client import Health, Question, Rewards, ScoreError, _verdict
 from support.proxy import bad_network
 from support.simulated import ROWS, config_tree, make_run
 from support.waiting import until
@@ -114,6 +115,36 @@ async def test_a_hang_is_a_failure(start):
             await rewards.score([question(0, mode="hang")])
         assert not rewards.paused
         await rewards.close()
+
+
+@pytest.mark.parametrize(("mode", "final"), [("raise", True), ("nan", True), ("hang", False)])
+async def test_an_error_of_the_rewards_themselves_is_no_outage_before_anything_is_scored(start, mode, final):
+    run, config = await start(attempts=1, start_timeout=1.0)
+    async with serve(config.model_copy(update={"start_timeout": 30.0}), run=run):
+        rewards = Rewards(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), proven=False)
+        await rewards.refresh()
+        verdicts = []
+        for g in range(2):
+            with pytest.raises(ScoreError) as caught:
+                await rewards.score(
+                    [Question(("run", g, 1, i), "p", str(i), str(i), "", f'{{"mode": "{mode}"}}') for i in range(2)]
+                )
+            verdicts.append(caught.value.verdict)
+        assert len(set(verdicts)) == 1 and bool(verdicts[0]) is final
+        assert not rewards.health.proven
+        await rewards.close()
+
+
+def test_a_verdict_is_one_reason_that_does_not_pass():
+    def verdict(*results, remote=()):
+        return _verdict([reward_pb2.ScoreResult(status=status, message=message) for status, message in results], remote)
+
+    error, timeout, ok = reward_pb2.SCORE_STATUS_ERROR, reward_pb2.SCORE_STATUS_TIMEOUT, reward_pb2.SCORE_STATUS_OK
+    assert verdict((error, "mine: found 'a' in 3 s"), (error, "mine: found 'b' in 4.5 s")) == "mine: found _ in _ s"
+    assert verdict((error, "mine: a"), (error, "mine: b")) == ""
+    assert verdict((timeout, "mine: a")) == verdict((ok, "")) == ""
+    assert verdict((error, "far: refused"), remote=("far: ",)) == ""
+    assert verdict((error, "mine: refused"), remote=("far: ",)) == "mine: refused"
 
 
 async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start):

@@ -1,0 +1,58 @@
+"""`polyreme config`: a run's configuration, shown, checked, and the reference of all keys. Starts nothing."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyreme.cli.checks import findings
+from polyreme.cli.summary import summary_lines
+from polyreme.config.describe import annotated_yaml, reference
+from polyreme.config.load import load_config
+from polyreme.errors import PolyremeError
+
+ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")]
+
+config = typer.Typer(no_args_is_help=True, help="Show or check a run's configuration.")
+
+
+@config.command("show")
+def show(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved configuration with every default, and each key's description as a comment."""
+    print(annotated_yaml(load_config(file, overrides or ())), end="")
+
+
+@config.command("check")
+def check(file: ConfigFile, overrides: Overrides = None) -> None:
+    """Check everything that can be checked before processes start, and print the run's summary."""
+    resolved = load_config(file, overrides or ())
+    found = findings(resolved)
+    for line in summary_lines(resolved, found.notices):
+        print(line)
+    match found.errors:
+        case []:
+            print("checks         passed")
+        case [error]:
+            raise error
+        case errors:
+            raise _Several(errors)
+
+
+@config.command("reference")
+def print_reference() -> None:
+    """Print the reference of all configuration keys as Markdown."""
+    print(reference(), end="")
+
+
+class _Several(PolyremeError):
+    """Several errors at once, each on a line of its own."""
+
+    exit_code = 2
+
+    def __init__(self, errors: tuple[PolyremeError, ...]) -> None:
+        super().__init__("a run that can start", f"{len(errors)} errors", "Fix them.")
+        self._errors = errors
+
+    def __str__(self) -> str:
+        return "\n".join([f"{len(self._errors)} errors", *(f"- {error}" for error in self._errors)])

@@ -1,0 +1,128 @@
+"""The reward service's check of a run before anything starts: sources, options, and whether rows have what rewards need.
+
+Invariant: a reward of the user's is read, never run, and bounded work is done: of a long file, the first rows stand for the rest.
+"""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from polyreme.config.data import DataConfig
+from polyreme.config.dataset_rows import label_text, read_objects
+from polyreme.config.reward import RewardConfig, RewardSpec
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme_reward.build import is_builtin, read_file
+from polyreme_reward.metrics import Metrics
+from polyreme_reward.model.reward import ModelReward
+from polyreme_reward.plugins.load import ENTRY_POINTS
+from polyreme_reward.plugins.signatures import LABEL_NAMES, adapt
+from polyreme_reward.plugins.source import find_source, stand_in
+from polyreme_reward.rules import BUILTINS, make_rule
+
+_ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a row must have for a reward: one of these columns, "label" for data.label_key. Without it, the reward fails for the row;
+    where that is not certain, as in a function of the user's, it may."""
+
+    columns: tuple[str, ...] = ()
+    certain: bool = True
+
+
+def check(config: RunConfig) -> Iterator[str | PolyremeError]:
+    """Notices and errors of a run's rewards."""
+    needs: dict[str, Need] = {}
+    for spec in config.reward.rewards:
+        try:
+            needs[spec.label] = _check_source(spec, config.reward)
+        except ConfigError as error:
+            yield error
+    if len(needs) == len(config.reward.rewards):
+        for path in filter(None, (config.data.train, config.data.eval)):
+            yield from _check_rows(path, config, needs)
+
+
+def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
+    """What a row must have for the reward. Raises ConfigError for a reward that could not be loaded."""
+    if spec.url is not None:
+        from polyreme_reward.remote.reward import HttpReward  # imports httpx: only where it is used
+
+        remote = HttpReward(spec.label, spec.weight, spec.urls, str(spec.protocol), 1.0, spec.options, spec.security)
+        asyncio.run(remote.close())
+    elif spec.model is not None:
+        ModelReward(spec.label, spec.weight, spec.model, spec.options, 1.0, 1.0, config.worker_memory_mib, Metrics())
+    elif is_builtin(spec):
+        if spec.name in BUILTINS or not entry_points(group=ENTRY_POINTS, name=str(spec.name)):
+            make_rule(str(spec.name), spec.options)
+            return Need(BUILTINS[str(spec.name)].needs)
+    else:
+        path = spec.file or find_source(str(spec.module))
+        function = stand_in(read_file(path), str(spec.file or spec.module), spec.function) if path else None
+        if function is not None:
+            adapt(function, spec.options)
+            parameters = inspect.signature(function).parameters.values()
+            required = {p.name for p in parameters if p.default is p.empty} - set(spec.options)
+            return Need(("label",) if required & set(LABEL_NAMES) else (), certain=False)
+    return Need()
+
+
+def _check_rows(path: Path, config: RunConfig, needs: dict[str, Need]) -> Iterator[str | PolyremeError]:
+    """Whether the rows of a file have what their rewards need."""
+    asked, lacking = Counter[str](), Counter[str]()
+    try:
+        for number, fields in islice(read_objects(path), _ROWS):
+            for name in _rewards_of(fields, config.reward, f"{path}:{number}"):
+                asked[name] += 1
+                lacking[name] += not _has(fields, needs[name], config.data)
+    except DataError as error:
+        yield error
+        return
+    for name, count in lacking.items():
+        if not count:
+            continue
+        columns = " or ".join(config.data.label_key if need == "label" else need for need in needs[name].columns)
+        found = f"{asked[name] - count} of {asked[name]} rows have one"
+        if count == asked[name] and needs[name].certain:
+            yield DataError(
+                f"a column {columns} in {path}, for the reward {name}",
+                found,
+                "Add the column, set data.label_key to the column with the reference answers, or choose another reward.",
+            )
+        else:
+            yield f"the reward {name} reads the column {columns}: {found} in {path}"
+
+
+def _rewards_of(fields: Mapping[str, Any], config: RewardConfig, where: str) -> Sequence[str]:
+    """The rewards that score a row. Raises DataError when it names others than there are."""
+    known = [spec.label for spec in config.rewards]
+    if config.choose_by is None:
+        return known
+    named = fields.get(config.choose_by)
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, list) or not names or not all(name in known for name in names):
+        raise DataError(
+            f"names of rewards ({', '.join(known)}) in the column {config.choose_by!r} in {where}",
+            f"{named!r:.80}",
+            "Fix the row, or reward.choose_by.",
+        )
+    return list(dict.fromkeys(names))
+
+
+def _has(fields: Mapping[str, Any], need: Need, data: DataConfig) -> bool:
+    if not need.columns or any(fields.get(column) is not None for column in need.columns if column != "label"):
+        return True
+    if "label" not in need.columns:
+        return False
+    try:
+        return label_text(fields.get(data.label_key)) != ""
+    except TypeError:  # the trainer refuses such a row itself
+        return True
