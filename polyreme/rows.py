@@ -1,9 +1,10 @@
-"""What stands in a row of JSON lines, wherever rows are read: by the trainer, and by those who try rewards on a file.
+"""The meaning of a row of JSON lines.
 
-Kept here: a row means the same to all of them.
+Invariant: a row means the same to every reader: to the trainer, and to `polyreme reward test`.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -27,3 +28,23 @@ def label_text(value: Any) -> str:
     if isinstance(value, int | float):
         return json.dumps(value)
     raise TypeError(f"{value!r:.80}")
+
+
+def plain_prompt(value: Any) -> str:
+    """A prompt as plain text: a text as it is, a list of one text (PaddleNLP's `src`), of chat messages the last one by the user.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(value, str):
+        return value
+    messages = value if isinstance(value, Sequence) else ()
+    if len(messages) == 1 and isinstance(messages[0], str):
+        return messages[0]
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise TypeError(f"{value!r:.80}")
+    by_user = [message for message in messages if message.get("role") == "user"]
+    content = (by_user or messages)[-1].get("content")
+    if isinstance(content, list):  # parts of a message: texts, and what is no text
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""

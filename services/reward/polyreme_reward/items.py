@@ -74,6 +74,9 @@ class RewardError(Exception):
     """A reward cannot score this item; the message says what was expected and what was found."""
 
 
+NO_LABEL = "expected a label to compare with; found none"
+"""What the message of every item says that fails for want of a label."""
+
 MESSAGE_LIMIT = 2000
 EXTRAS_LIMIT = 32
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from polyreme.config import DataConfig
 from polyreme.errors import DataError
-from polyreme.rows import label_text, lines_of
+from polyreme.rows import label_text, lines_of, plain_prompt
 from polyreme_trainer.template import PromptSource, Template
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,15 @@ class Row:
 class Prompt:
     """A prompt ready for generation and scoring.
 
-    `ids` int32 [length], the templated prompt; `text` the same as text; `metadata_json` the row's columns without its label.
+    `ids` int32 [length], the templated prompt; `text` the same as text; `metadata_json` the row's columns without its label; `plain` the
+    prompt before the template, as `plain_prompt` gives it.
     """
 
     ids: np.ndarray
     text: str
     label: str
     metadata_json: str
+    plain: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
             raise DataError(f"a prompt with tokens in {path}:{row.line}", "an empty one", "Remove or fill the row.")
         if len(ids) <= data.max_prompt_tokens:
             metadata = json.dumps(row.metadata, ensure_ascii=False)
-            prompts.append(Prompt(ids, text, row.label, metadata))
+            prompts.append(Prompt(ids, text, row.label, metadata, plain_prompt(row.prompt)))
         elif data.overlong == "error":
             raise DataError(
                 f"at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {path}:{row.line}",

@@ -59,7 +59,7 @@ class Classifier:
 
     def encode(self, item: Item) -> list[int]:
         """Token ids of prompt and response. Raises RewardError when there are none, too many, or some the model does not know."""
-        text = self._conversation(item) if self._chat else (item.prompt + item.raw).removeprefix(self._tokenizer.bos_token or "")
+        text = self._conversation(item) if self._chat else (item.seen + item.raw).removeprefix(self._tokenizer.bos_token or "")
         if len(text) > self._most_chars:  # tokenizing it would take much memory for nothing
             raise RewardError(f"expected prompt and response of at most {self._longest} tokens; found {len(text)} characters")
         try:

@@ -46,7 +46,7 @@ def parse(http_status: int, body: bytes, protocol: Protocol, count: int) -> list
 
 
 def _encode_paddlenlp(items: Sequence[Item]) -> dict[str, Any]:
-    return {"src": [i.prompt for i in items], "tgt": [i.label for i in items], "response": [i.raw for i in items]}
+    return {"src": [i.seen for i in items], "tgt": [i.label for i in items], "response": [i.raw for i in items]}
 
 
 def _decode_paddlenlp(tree: dict[str, Any], count: int) -> list[Outcome]:
@@ -56,7 +56,7 @@ def _decode_paddlenlp(tree: dict[str, Any], count: int) -> list[Outcome]:
 
 
 def _encode_openrlhf(items: Sequence[Item]) -> dict[str, Any]:
-    return {"query": [i.prompt + i.raw for i in items], "prompts": [i.prompt for i in items], "labels": [i.label for i in items]}
+    return {"query": [i.seen + i.raw for i in items], "prompts": [i.seen for i in items], "labels": [i.label for i in items]}
 
 
 def _decode_openrlhf(tree: dict[str, Any], count: int) -> list[Outcome]:
@@ -75,6 +75,7 @@ def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
             {
                 "key": i.key,
                 "prompt": i.prompt,
+                "templated_prompt": i.templated_prompt,
                 "response": i.response,
                 "response_raw": i.response_raw,
                 "label": i.label,

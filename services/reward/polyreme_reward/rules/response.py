@@ -6,7 +6,7 @@ Invariant: text inside <think>...</think> is never an answer, a later answer rep
 import re
 from collections.abc import Iterator
 
-from polyreme_reward.items import Item, RewardError
+from polyreme_reward.items import NO_LABEL, Item, RewardError
 
 TAIL = 1 << 18
 """Characters at the end of a response in which an answer is looked for."""
@@ -40,7 +40,7 @@ _MATHEMATICAL = re.compile(r"[\d$\\]")
 def required_label(item: Item) -> str:
     """The item's label. Raises RewardError when it has none."""
     if not item.label.strip():
-        raise RewardError("expected a label to compare with; found none. Give every row one (data.label_key)")
+        raise RewardError(f"{NO_LABEL}. Give every row one (data.label_key)")
     return item.label
 
 
