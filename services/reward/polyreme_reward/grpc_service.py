@@ -1,4 +1,4 @@
-"""RewardService over gRPC: the native wire. Invariant: it only translates; what a score is, is decided in `scorer`."""
+"""RewardService over gRPC: the native wire. Invariant: it only translates; scores are computed in `scorer`."""
 
 from typing import Any, NoReturn
 
