@@ -4,7 +4,7 @@ Invariant: a row means the same to all readers, and every error names the file a
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +79,23 @@ def _check_characters(fields: Any, where: str) -> None:
         raise DataError(
             f"whole characters in {where}", f"{half}, one half of a pair", "Fix the text: it was cut there."
         ) from None
+
+
+def plain_prompt(value: Any) -> str:
+    """A prompt as plain text: a text as it is, a list of one text (PaddleNLP's `src`), of chat messages the last one by the user.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(value, str):
+        return value
+    messages = value if isinstance(value, Sequence) else ()
+    if len(messages) == 1 and isinstance(messages[0], str):
+        return messages[0]
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise TypeError(f"{value!r:.80}")
+    by_user = [message for message in messages if message.get("role") == "user"]
+    content = (by_user or messages)[-1].get("content")
+    if isinstance(content, list):  # parts of a message: texts, and what is no text
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""

@@ -48,6 +48,14 @@ def load_reward_config(path: Path) -> RewardConfig:
         raise ConfigError(f"a valid reward section in {path}", "; ".join(map(_explain, problems)), "Fix these keys.") from None
 
 
+def data_columns(path: Path) -> tuple[str, str]:
+    """The columns of prompt and label in the data of a run's YAML file; `prompt` and `label` of one without a run. Raises as load_config."""
+    if set(_read_tree(path)) == {"reward"}:
+        return "prompt", "label"
+    data = load_config(path).data
+    return data.prompt_key, data.label_key
+
+
 def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
     """The checked configuration of a tree of plain values; `source` names its origin in errors. Raises ConfigError."""
     try:

@@ -63,7 +63,7 @@ class RewardConfig(Section):
         16384, ge=1, description="Items that a reward server accepts at once. It refuses further ones."
     )
     special_tokens: list[str] = Field(
-        [], description="Tokens removed from responses on foreign HTTP wires, which carry them as text."
+        [], description="Tokens removed from prompts, responses and labels of foreign HTTP wires, which carry them as text."
     )
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of both ports. Without it, plain ports, for loopback only."

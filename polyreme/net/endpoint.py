@@ -1,6 +1,7 @@
 """Where a server listens and where others reach it: the same options and the same rule for every service.
 
-Kept here: nobody is told an address that only this machine understands, a wildcard's or its loopback's, unless they are on it too.
+Invariant: an address that only this machine understands, a wildcard's or a loopback's, is never announced to another machine; an IPv6
+address before a port is in brackets.
 """
 
 import socket
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 import typer
 
 from polyreme.errors import ConfigError
+from polyreme.net.ports import join
 
 _WILDCARDS = ("0.0.0.0", "::")
 _LOOPBACK = "127.0.0.1"
@@ -50,15 +52,33 @@ class Place:
 
     def grpc_address(self, port: int) -> str:
         """host:port at which others reach gRPC, which is served at `port`."""
-        return self.advertise if self.advertise and ":" in self.advertise else f"{self._reached}:{port}"
+        given = _port_of(self.advertise) if self.advertise else None
+        return join(self._reached, port if given is None else given)
 
     def http_address(self, port: int) -> str:
         """host:port at which others reach HTTP, which is served at `port`."""
-        return f"{self._reached}:{port}"
+        return join(self._reached, port)
 
     @property
     def _reached(self) -> str:
-        return self.advertise.partition(":")[0] if self.advertise else self.host
+        return _host_of(self.advertise) if self.advertise else self.host
+
+
+def _host_of(address: str) -> str:
+    """The host of `host`, `host:port`, `::1`, `[::1]` or `[::1]:port`."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address if address.count(":") > 1 else address.partition(":")[0]
+
+
+def _port_of(address: str) -> int | None:
+    """The port of `host:port` or `[::1]:port`; None without one. Raises ConfigError: it is no number."""
+    port = address.rpartition("]")[2].removeprefix(":") if address.startswith("[") else address.partition(":")[2]
+    if not port or (not address.startswith("[") and address.count(":") > 1):
+        return None
+    if not port.isdecimal():
+        raise ConfigError("HOST[:PORT] for --advertise, an IPv6 address in brackets", address, "Fix --advertise.")
+    return int(port)
 
 
 def place_of(host: str | None, port: int, http_port: int | None, advertise: str | None, redis_url: str | None) -> Place:
@@ -68,8 +88,10 @@ def place_of(host: str | None, port: int, http_port: int | None, advertise: str 
         redis_url: of the run that is served; None: there is none.
 
     Raises:
-        ConfigError: there is no way to Redis.
+        ConfigError: there is no way to Redis, or `advertise` is no HOST[:PORT].
     """
+    if advertise:
+        _port_of(advertise)
     interface = address_towards(redis_url) if redis_url else None
     host = host or interface or _LOOPBACK
     if host in _WILDCARDS:
@@ -82,7 +104,8 @@ def address_towards(redis_url: str) -> str:
     redis = urlsplit(redis_url)
     host, port = redis.hostname or _LOOPBACK, redis.port or 6379
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 where there is a choice
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # of a datagram socket: sends nothing
             return str(probe.getsockname()[0])

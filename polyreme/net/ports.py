@@ -1,7 +1,7 @@
-"""Ports for processes that bind them a moment later.
+"""Ports, in addresses and for processes that bind them a moment later.
 
-Kept here: they lie below those that the kernel gives to outgoing connections, so that none of these takes one in between; not even a
-client of ours that goes on trying to reach it, which would be connected to itself.
+Invariant: free ports are below the kernel's range for outgoing connections, so that no connection takes one in between; not even a client of
+ours that retries to reach the port, which would be connected to itself.
 """
 
 import random
@@ -13,12 +13,17 @@ from polyreme.errors import ConfigError
 _FIRST, _LAST, _TRIES = 20_000, 29_999, 200
 
 
+def join(host: str, port: int) -> str:
+    """host:port, with the host in brackets where it is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port of this machine's address `host` that nobody listens at now. Raises ConfigError: there is hardly one."""
     draw = random.SystemRandom()  # processes with one seed must not all draw the same
     for _ in range(_TRIES):
         port = draw.randint(_FIRST, _LAST)
-        with suppress(OSError), socket.socket() as probe:
+        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, port))
             return port
     raise ConfigError(f"a free port between {_FIRST} and {_LAST} on {host}", f"none in {_TRIES} tries", "End what holds them.")

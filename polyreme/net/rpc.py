@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
+from polyreme.net.ports import join
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _CHANNEL_OPTIONS = (
@@ -86,7 +87,7 @@ async def serve(
     add(server)
     reflection.enable_server_reflection((*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server)  # fmt: skip
     try:
-        place = f"{host}:{port}"
+        place = join(host, port)
         bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
     except RuntimeError as error:
         raise ConfigError(

@@ -2,9 +2,21 @@
 
 import asyncio
 import socket
+import threading
+from pathlib import Path
 
+import httpx
+import pytest
+
+from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
+from polyreme.errors import ConfigError
+from polyreme.net import rpc
+from polyreme.net.endpoint import Place
 from polyreme_reward.http_server import BODY_LIMIT
-from support.rewards import EXACT, item, scoring, serving
+from polyreme_reward.items import Item
+from polyreme_reward.server import serve
+from support.ipv6 import needs_ipv6
+from support.rewards import EXACT, item, reward_config, scoring, serving, summary
 
 
 async def test_every_item_has_a_status_and_a_failure_no_number() -> None:
@@ -99,3 +111,65 @@ async def test_connections_that_say_nothing_or_nonsense_do_no_harm() -> None:
         writer.close()
         assert (await client.get("/health")).status_code == 200
         silent.close()
+
+
+async def test_the_service_answers_while_long_texts_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(item: Item) -> float:
+        loop.call_soon_threadsafe(begun.set)
+        assert may_end.wait(20), "the service did not answer meanwhile"
+        return 1.0
+
+    monkeypatch.setattr("polyreme_reward.build.make_rule", lambda name, options: slow)
+    async with serving({"name": "numeric"}) as (_, client, _):
+        items = [{"response": "x" * 1_000_000, "label": "3"}] * 20
+        scoring = asyncio.ensure_future(client.post("/v1/score", json={"items": items}, timeout=60))
+        try:
+            await asyncio.wait_for(begun.wait(), 60)
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert not scoring.done()
+        finally:
+            may_end.set()
+        assert [result["score"] for result in (await scoring).json()["results"]] == [1.0] * 20
+
+
+async def test_both_prompts_travel_over_both_wires(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "def reward(prompt, templated_prompt):\n    return (prompt, templated_prompt) == ('p', '<user>p')\n"
+    )
+    async with serving({"file": str(tmp_path / "r.py")}) as (stub, client, _):
+        texts = {"prompt": "p", "templated_prompt": "<user>p", "response": "r"}
+        by_http = (await client.post("/v1/score", json={"items": [texts]})).json()["results"]
+        request = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(**texts)])
+        by_grpc = (await stub.Score(request, timeout=20)).results
+        assert (by_http[0]["score"], by_grpc[0].score) == (1.0, 1.0)
+
+
+@needs_ipv6
+async def test_both_ports_are_served_on_ipv6() -> None:
+    async with (
+        serve(reward_config(EXACT), Place("::1")) as addresses,
+        rpc.connect(addresses.grpc) as channel,
+        httpx.AsyncClient(trust_env=False, timeout=20) as client,
+    ):
+        assert addresses.grpc.startswith("[::1]:") and addresses.url.startswith("http://[::1]:")
+        assert (await client.get(f"{addresses.url}health")).status_code == 200
+        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        asked = reward_pb2.ScoreItem(response="#3", label="3")
+        assert (await stub.Score(reward_pb2.ScoreRequest(items=[asked]), timeout=20)).results[0].score == 1.0
+        far = {"name": "far", "url": f"{addresses.url}v1/score", "protocol": "native"}
+        async with scoring(far) as scorer:
+            assert summary(await scorer.score([item("#3")])) == [("OK", 1.0)]
+
+
+@needs_ipv6
+async def test_a_taken_port_of_ipv6_is_named() -> None:
+    with socket.socket(socket.AF_INET6) as holder:
+        holder.bind(("::1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"a free port {port} on ::1"):
+            async with serve(reward_config(EXACT), Place("::1", port)):
+                pass

@@ -1,6 +1,7 @@
 """OpenRLHF's remote reward wire: its trainers against our server, and its servers behind our HTTP reward."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -9,6 +10,8 @@ import pytest
 from support.raw_http import raw_server, reply
 from support.rewards import EXACT, item, scoring, serving
 
+UNPROCESSABLE = b'{"detail":[{"type":"value_error","loc":["body"],"msg":"%b"}]}'
+PROMPTS = "def reward(prompt, templated_prompt):\n    return (prompt, templated_prompt) == ('p ', '<s>p ')\n"
 NO_LABEL = b"expected a label to compare with; found none. Give every row one (data.label_key)"
 
 
@@ -51,11 +54,11 @@ async def test_older_trainers_send_the_query_alone() -> None:
 @pytest.mark.parametrize(
     ("data", "status", "golden"),
     [
-        ({"query": ["#3"], "prompts": [""], "labels": [None]}, 500, b'{"detail":"item 0: ERROR exact: %b"}' % NO_LABEL),
+        ({"query": ["#3"], "prompts": [""], "labels": [None]}, 422, UNPROCESSABLE % b"item 0: ERROR exact: %b" % NO_LABEL),
         (
             {"query": ["#3", "#3"], "prompts": ["", ""], "labels": ["3", ""]},
-            500,
-            b'{"detail":"item 1: ERROR exact: %b"}' % NO_LABEL,
+            422,
+            UNPROCESSABLE % b"item 1: ERROR exact: %b" % NO_LABEL,
         ),
         (
             {"query": ["#3"], "prompts": [], "labels": ["3"]},
@@ -70,13 +73,37 @@ async def test_older_trainers_send_the_query_alone() -> None:
         ),
     ],
 )
-async def test_a_failure_is_an_http_error_for_their_retries(data: dict[str, Any], status: int, golden: bytes) -> None:
+async def test_a_failure_is_an_http_error_and_logged(
+    data: dict[str, Any], status: int, golden: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving(EXACT) as (_, _, addresses):
         url = f"http://{addresses.http}/get_reward"
         with pytest.raises(aiohttp.ClientResponseError) as caught:
             await theirs(url, data, tries=2)
         assert caught.value.status == status
         assert await raw(url, data) == (status, golden)
+    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_api"]
+    assert len(logged) == 3 and all(line.startswith("a request to /get_reward failed: ") for line in logged)
+
+
+async def test_a_failure_that_may_pass_is_a_500_for_their_retries(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def reward(response):\n    raise OSError('disk')\n")
+    async with serving({"file": str(tmp_path / "r.py")}) as (_, _, addresses):
+        status, body = await raw(f"http://{addresses.http}/get_reward", {"query": ["a"]})
+        assert status == 500 and b"disk" in body
+
+
+async def test_labels_may_be_numbers() -> None:
+    async with serving({"name": "exact"}) as (_, _, addresses):
+        data = {"query": ["42", "0.5", "x", "42"], "prompts": [""] * 4, "labels": [42, 0.5, "x", "41"]}
+        assert (await theirs(f"http://{addresses.http}/get_reward", data))["rewards"] == [1.0, 1.0, 1.0, 0.0]
+
+
+async def test_special_tokens_are_taken_off_prompt_and_label_too(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(PROMPTS)
+    async with serving({"name": "exact"}, {"file": str(tmp_path / "r.py")}, special_tokens=["<s>", "<eos>"]) as (_, _, addresses):
+        data = {"query": ["<s>p 42<eos>"], "prompts": ["<s>p "], "labels": ["<s>42"]}
+        assert (await theirs(f"http://{addresses.http}/get_reward", data))["rewards"] == [2.0]
 
 
 @pytest.mark.parametrize("query", ["p#3<eos>", "<s>p#3<eos>", "<pad><pad><s>p#3<eos>"])

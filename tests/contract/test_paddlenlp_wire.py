@@ -40,6 +40,16 @@ async def test_special_tokens_in_their_responses_are_taken_out_where_the_configu
         assert answer.json()["score"] == [1.0]
 
 
+async def test_special_tokens_are_taken_off_prompts_and_labels_too(tmp_path: Path) -> None:
+    """PaddleNLP decodes labels with their special tokens."""
+    (tmp_path / "r.py").write_text(
+        "def reward(prompt, templated_prompt):\n    return (prompt, templated_prompt) == ('p', '<s>p')\n"
+    )
+    async with serving({"name": "exact"}, {"file": str(tmp_path / "r.py")}, special_tokens=["<s>", "</s>"]) as (_, _, addresses):
+        answer = await ask(addresses, {"src": ["<s>p"], "tgt": ["<s>42"], "response": ["42</s>"]})
+        assert answer.json()["score"] == [2.0]
+
+
 @pytest.mark.parametrize(
     ("data", "golden"),
     [
@@ -55,10 +65,12 @@ async def test_special_tokens_in_their_responses_are_taken_out_where_the_configu
         ),
     ],
 )
-async def test_errors_are_theirs_but_never_zeros(data: Any, golden: bytes) -> None:
+async def test_errors_are_theirs_but_never_zeros(data: Any, golden: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(EXACT) as (_, _, addresses):
         answer = await ask(addresses, data)
         assert (answer.status_code, answer.content) == (200, golden)
+    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_api"]
+    assert [line.partition(":")[0] for line in logged] == ["a request to / failed"] * (b"Success" not in golden)
 
 
 async def test_a_body_of_another_shape_is_a_422_as_theirs_is() -> None:
@@ -150,6 +162,44 @@ async def test_what_their_server_cannot_answer_is_a_status(answer: bytes, status
         (scored,) = await scorer.score([item("r")])
         assert scored.status.name == status
         assert said in scored.message
+
+
+@pytest.mark.parametrize("status", ["307 Temporary Redirect", "308 Permanent Redirect"])
+async def test_a_redirect_within_the_origin_is_followed(status: str) -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        moved = len(server.bodies) == 1
+        writer.write(reply(b"", status, "location: /scores/\r\n") if moved else reply(b'{"error_code":0,"score":[1]}'))
+
+    async with raw_server(handler) as server, scoring(endpoint(server)) as scorer:
+        assert summary(await scorer.score([item("r")])) == [("OK", 1.0)]
+        assert server.bodies[0] == server.bodies[1]
+        assert server.heads[1].startswith(b"POST /scores/ ")
+
+
+@pytest.mark.parametrize(
+    ("status", "target"),
+    [
+        ("307 Temporary Redirect", "http://elsewhere:1/scores"),
+        ("308 Permanent Redirect", "https://127.0.0.1/scores"),
+        ("302 Found", "/scores"),
+    ],
+)
+async def test_another_redirect_is_refused_and_its_target_named(status: str, target: str) -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b"", status, f"location: {target}\r\n"))
+
+    async with raw_server(handler) as server, scoring(endpoint(server)) as scorer:
+        (scored,) = await scorer.score([item("r")])
+        assert (scored.status.name, target in scored.message, len(server.bodies)) == ("ERROR", True, 1)
+
+
+async def test_redirects_without_end_are_refused() -> None:
+    async def handler(body: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(reply(b"", "307 Temporary Redirect", "location: /again\r\n"))
+
+    async with raw_server(handler) as server, scoring(endpoint(server)) as scorer:
+        (scored,) = await scorer.score([item("r")])
+        assert (scored.status.name, "/again" in scored.message, len(server.bodies)) == ("ERROR", True, 4)
 
 
 async def test_a_server_out_of_its_range_is_invalid() -> None:

@@ -44,7 +44,7 @@ async def test_a_failure_is_a_status_and_its_other_parts_are_still_told() -> Non
         (result,) = (await stub.Score(request("#three", label="three"), timeout=60)).results
         assert result.status == reward_pb2.SCORE_STATUS_ERROR
         assert (result.score, [part.name for part in result.parts]) == (0.0, ["exact"])
-        assert result.message.startswith("numeric: expected a number in the label")
+        assert result.message.startswith("numeric: expected one number in the label")
 
 
 @pytest.mark.parametrize("count", [0, 4097])

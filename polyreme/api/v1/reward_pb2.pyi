@@ -22,20 +22,22 @@ SCORE_STATUS_TIMEOUT: ScoreStatus
 SCORE_STATUS_INVALID: ScoreStatus
 
 class ScoreItem(_message.Message):
-    __slots__ = ("key", "prompt", "response", "response_raw", "label", "metadata_json")
+    __slots__ = ("key", "prompt", "response", "response_raw", "label", "metadata_json", "templated_prompt")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_RAW_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     METADATA_JSON_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATED_PROMPT_FIELD_NUMBER: _ClassVar[int]
     key: str
     prompt: str
     response: str
     response_raw: str
     label: str
     metadata_json: str
-    def __init__(self, key: _Optional[str] = ..., prompt: _Optional[str] = ..., response: _Optional[str] = ..., response_raw: _Optional[str] = ..., label: _Optional[str] = ..., metadata_json: _Optional[str] = ...) -> None: ...
+    templated_prompt: str
+    def __init__(self, key: _Optional[str] = ..., prompt: _Optional[str] = ..., response: _Optional[str] = ..., response_raw: _Optional[str] = ..., label: _Optional[str] = ..., metadata_json: _Optional[str] = ..., templated_prompt: _Optional[str] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("run_id", "items")

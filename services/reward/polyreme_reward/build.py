@@ -1,4 +1,4 @@
-"""From the configuration to rewards that are ready. Invariant: only built-in linear-time rules run in this process."""
+"""Loads the configured rewards. Invariant: only built-in rules of linear time run in this process."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,7 +28,7 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
         pooled: list[tuple[int, dict[str, Any]]] = []
         for position, spec in enumerate(config.rewards):
             if spec.url is not None:
-                from polyreme_reward.remote.reward import HttpReward  # imports httpx: only where it is used
+                from polyreme_reward.remote.reward import HttpReward  # it imports httpx: only where it is needed
 
                 remote = HttpReward(
                     spec.label, spec.weight, spec.urls, str(spec.protocol), config.item_timeout, spec.options, spec.security
@@ -72,7 +72,7 @@ def is_builtin(spec: RewardSpec) -> bool:
 
 
 def _source(spec: RewardSpec) -> dict[str, Any]:
-    """What a worker needs to load the reward, as `plugins.load` takes it."""
+    """The reward's source, as `plugins.load` takes it."""
     if spec.file is not None:
         return {"path": str(spec.file), "code": read_file(spec.file), "function": spec.function, "options": spec.options}
     if spec.module is not None:

@@ -1,4 +1,7 @@
-"""`polyreme reward`: one reward server, of a run in Redis or on its own; `polyreme reward test FILE`: its rewards tried out."""
+"""`polyreme reward` serves the rewards of a run in Redis or of a file; `polyreme reward test FILE` scores a file with them.
+
+Invariant: from the first signal on, the server drains before it ends.
+"""
 
 import asyncio
 import gc
@@ -11,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.config.load import load_reward_config
+from polyreme.config.load import data_columns, load_reward_config
 from polyreme.errors import ConfigError
 from polyreme.net.endpoint import Advertise, Host, HttpPort, Place, Port, place_of
 from polyreme.net.redis_url import redis_option
@@ -22,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def reward(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[test FILE.jsonl]", help="Score a file and end.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[test FILE.jsonl]", help="Score a file and exit.")] = None,
     redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML with a `reward` section: serve it without a run.")] = None,
@@ -30,7 +33,7 @@ def reward(
     port: Port = 0,
     http_port: HttpPort = 0,
     advertise: Advertise = None,
-    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
+    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run.")] = 60.0,
 ) -> None:
     """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
     logging_setup.setup("reward")
@@ -44,12 +47,12 @@ def reward(
 
 def _test(words: list[str], config: Path | None) -> None:
     if len(words) != 2 or words[0] != "test" or config is None:
-        raise ConfigError("polyreme reward test FILE.jsonl --config FILE", " ".join(words), "Write it like this.")
+        raise ConfigError("polyreme reward test FILE.jsonl --config FILE", " ".join(words), "Use this form.")
     from rich.console import Console
 
     from polyreme_reward.reward_test import test_rewards
 
-    if asyncio.run(test_rewards(load_reward_config(config), Path(words[1]), Console())):
+    if asyncio.run(test_rewards(load_reward_config(config), Path(words[1]), Console(), data_columns(config))):
         raise typer.Exit(1)
 
 
@@ -69,7 +72,7 @@ async def _serve(
     client = await connect(str(redis))
     try:
         run = await Run.attach(client, run_id, wait, ended=False)
-        stop = stop_event()  # until here there is nothing to end in order
+        stop = stop_event()  # no graceful shutdown is needed before this point
         settings = (await run.config()).reward
         following = run.telling(stop) if run_id is None else nullcontext()
         async with serve(settings, place_towards(redis), run) as addresses, following:
@@ -79,7 +82,7 @@ async def _serve(
 
 
 async def _until(stop: asyncio.Event, grpc: str, url: str) -> None:
-    gc.freeze()  # what is loaded stays: full collections need not look at it
+    gc.freeze()  # loaded modules stay: full collections need not scan them
     log.info("ready: gRPC at %s, HTTP at %s", grpc, url)
     await stop.wait()
     log.info("draining")

@@ -1,4 +1,4 @@
-"""RewardService over gRPC: the native wire. Invariant: it only translates; what a score is, is decided in `scorer`."""
+"""RewardService over gRPC: the native wire. Invariant: it only translates; scores are computed in `scorer`."""
 
 from typing import Any, NoReturn
 
@@ -23,7 +23,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
-        items = [Item(i.key, i.prompt, i.response, i.response_raw, i.label, i.metadata_json) for i in request.items]
+        items = [
+            Item(i.key, i.prompt, i.response, i.response_raw, i.label, i.metadata_json, i.templated_prompt) for i in request.items
+        ]
         try:
             scored = await self._scorer.score(items)
         except BadBatch as error:

@@ -1,10 +1,12 @@
-"""The HTTP wires: PaddleNLP's, OpenRLHF's and our own. Invariant: they only translate, and a failure carries no number.
+"""The HTTP wires: PaddleNLP's, OpenRLHF's and our own.
 
-The foreign wires have no status per item, so one failed item fails their whole request. Where PaddleNLP's server answers an error
-with zeros as scores, this one answers `null`: its trainer puts zeros in their place too, but not without a warning.
+Invariant: they only translate, and a failure carries no number. The foreign wires have no status per item, so one failed item fails
+their whole request, which is logged. Where PaddleNLP's server answers an error with zeros as scores, this one answers `null`: its
+trainer uses zeros then too, but logs a warning.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,9 +18,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from polyreme import API_VERSION
-from polyreme_reward.items import Item, Status, printable
+from polyreme.config.dataset_rows import label_text
+from polyreme_reward.items import NO_LABEL, Item, Status, printable
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import BATCH_LIMIT, BadBatch, Refused, Scored, Scorer
+
+log = logging.getLogger(__name__)
 
 
 class PaddleNlpRequest(BaseModel):
@@ -30,7 +35,7 @@ class PaddleNlpRequest(BaseModel):
 
 
 class PaddleNlpReply(BaseModel):
-    """What they read. `score` is null unless `error_code` is 0."""
+    """What PaddleNLP's trainers read. `score` is null unless `error_code` is 0."""
 
     error_code: int = 0
     error_msg: str = "Success"
@@ -38,11 +43,11 @@ class PaddleNlpReply(BaseModel):
 
 
 class OpenRlhfRequest(BaseModel):
-    """What OpenRLHF's trainers send. `query` is prompt and response; the other lists, when given, have its length."""
+    """What OpenRLHF's trainers send. `query` is prompt and response; the other lists, if given, have its length. A label may be a number."""
 
     query: list[str]
     prompts: list[str] | None = None
-    labels: list[str | None] | None = None
+    labels: list[str | bool | int | float | None] | None = None
 
 
 class OpenRlhfReply(BaseModel):
@@ -53,7 +58,8 @@ class OpenRlhfReply(BaseModel):
 
 class NativeItem(BaseModel):
     key: str = Field("", description="Names this exact question, so that a retry is answered once; empty: not remembered.")
-    prompt: str = Field("", description="The prompt, template included.")
+    prompt: str = Field("", description="The prompt as plain text.")
+    templated_prompt: str = Field("", description="The prompt as the model saw it, template and special tokens included.")
     response: str = Field(description="The response without special tokens.")
     response_raw: str = Field("", description="The response with special tokens.")
     label: str = Field("", description="The reference answer.")
@@ -99,12 +105,14 @@ class Problem(BaseModel):
     detail: str
 
 
+_LOGGED = 1000  # characters of a failure
+
 _BUSY: dict[int | str, dict[str, Any]] = {
-    400: {"model": Problem, "description": "The body is no text in UTF-8."},
+    400: {"model": Problem, "description": "The body is not UTF-8 text."},
     401: {"model": Problem, "description": "The service has a token, and the request does not carry it."},
     413: {"model": Problem, "description": "The body is too large."},
     429: {"model": Problem, "description": "The queue is full; ask again after `retry-after` seconds."},
-    503: {"model": Problem, "description": "The service shuts down; ask again after `retry-after` seconds, elsewhere."},
+    503: {"model": Problem, "description": "The service shuts down; ask another one after `retry-after` seconds."},
 }
 
 
@@ -112,10 +120,10 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
     """The HTTP application.
 
     Args:
-        scorer: what scores.
+        scorer: computes the scores.
         metrics: shown under /metrics.
-        special_tokens: texts taken out of the foreign wires' responses, which carry them, to get the clean response.
-        ready: its only element is whether /ready says so.
+        special_tokens: texts that are removed from the prompts, responses and labels of the foreign wires, which carry them.
+        ready: its only element is the answer of /ready.
     """
     app = FastAPI(title="Polyreme reward service", version=str(API_VERSION))
 
@@ -125,7 +133,7 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
         return text
 
     def behind(query: str, prompt: str) -> str | None:
-        """The query without its prompt, in front of which a decoded sequence may have padding and a beginning; None: it has it not."""
+        """The query without its prompt, before which a decoded sequence may have padding and a begin token; None: it has no such prompt."""
         while not query.startswith(prompt):
             lead = next((token for token in special_tokens if token and query.startswith(token)), None)
             if lead is None:
@@ -133,8 +141,12 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
             query = query[len(lead) :]
         return query[len(prompt) :]
 
+    def note(path: str, problem: object) -> None:
+        log.warning("a request to %s failed: %s", path, str(problem)[:_LOGGED].replace("\n", " "))
+
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
+        note(request.url.path, error)
         status = 503 if error.draining else 429
         headers = {"retry-after": str(max(1, round(error.retry_after)))}
         if request.url.path == "/":
@@ -143,6 +155,7 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
 
     @app.exception_handler(BadBatch)
     async def bad_batch(request: Request, error: BadBatch) -> Response:
+        note(request.url.path, error)
         if request.url.path == "/":
             return JSONResponse(PaddleNlpReply(error_code=500, error_msg=str(error)).model_dump())
         return _unprocessable(str(error))
@@ -150,21 +163,25 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
     @app.exception_handler(RequestValidationError)
     async def bad_request(request: Request, error: RequestValidationError) -> Response:
         detail = jsonable_encoder(error.errors(), custom_encoder={bytes: lambda value: value.decode("utf-8", "replace")})
+        note(request.url.path, [{k: v for k, v in entry.items() if k != "input"} for entry in detail])
         try:
             return JSONResponse({"detail": detail}, 422)
-        except ValueError:  # the input shown in it has what JSON cannot hold: NaN, lone surrogates
+        except ValueError:  # the input in it has what JSON cannot hold: NaN, lone surrogates
             return JSONResponse({"detail": [{k: v for k, v in entry.items() if k != "input"} for entry in detail]}, 422)
 
     @app.post("/", response_model=PaddleNlpReply, responses=_BUSY, summary="PaddleNLP's wire")
     async def paddlenlp(body: PaddleNlpRequest) -> Any:
         if not len(body.src) == len(body.tgt) == len(body.response):
             lengths = f"{len(body.src)}, {len(body.tgt)} and {len(body.response)}"
-            return PaddleNlpReply(error_code=500, error_msg=f"expected src, tgt and response of one length; found {lengths}")
+            problem = f"expected src, tgt and response of one length; found {lengths}"
+            note("/", problem)
+            return PaddleNlpReply(error_code=500, error_msg=problem)
         if not body.src:
             return PaddleNlpReply(score=[])
         rows = zip(body.src, body.tgt, body.response, strict=True)
-        answers = await scorer.score([Item("", src, clean(response), response, tgt) for src, tgt, response in rows])
-        if problem := _failures(answers):
+        items = [Item("", clean(src), clean(response), response, clean(tgt), templated_prompt=src) for src, tgt, response in rows]
+        if problem := _failures(answers := await scorer.score(items)):
+            note("/", problem)
             return PaddleNlpReply(error_code=500, error_msg=problem)
         return PaddleNlpReply(score=[answer.score for answer in answers])
 
@@ -179,22 +196,28 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
         prompts = body.prompts if body.prompts is not None else [""] * count
         labels = body.labels if body.labels is not None else [None] * count
         if not len(prompts) == len(labels) == count:
-            return _unprocessable(
-                f"expected query, prompts and labels of one length; found {count}, {len(prompts)} and {len(labels)}"
-            )
+            problem = f"expected query, prompts and labels of one length; found {count}, {len(prompts)} and {len(labels)}"
+            note("/get_reward", problem)
+            return _unprocessable(problem)
         if not count:
             return OpenRlhfReply(rewards=[], scores=[], extra_logs={})
         items = []
         for place, (query, prompt, label) in enumerate(zip(body.query, prompts, labels, strict=True)):
             response = behind(query, prompt)
             if response is None:
-                return _unprocessable(
+                problem = (
                     f"item {place}: expected a query that begins with its prompt; found {query[:80]!r}. Add tokens that stand in "
                     "front of it to reward.special_tokens, and leave prompts whole"
                 )
-            items.append(Item("", prompt, clean(response), response, label or ""))
+                note("/get_reward", problem)
+                return _unprocessable(problem)
+            text = clean(label_text(label))
+            items.append(Item("", clean(prompt), clean(response), response, text, templated_prompt=prompt))
         answers = await scorer.score(items)
         if problem := _failures(answers):
+            note("/get_reward", problem)
+            if all(NO_LABEL in answer.message for answer in answers if answer.status is not Status.OK):
+                return _unprocessable(problem)  # the same request would fail again
             return JSONResponse({"detail": problem}, 500)
         scores = [answer.score for answer in answers]
         return OpenRlhfReply(rewards=scores, scores=scores, extra_logs=_columns(answers))
@@ -202,7 +225,15 @@ def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], re
     @app.post("/v1/score", response_model=NativeReply, responses=_BUSY, summary="The native wire: a status for every item")
     async def native(body: NativeRequest) -> Any:
         items = [
-            Item(i.key, i.prompt, i.response, i.response_raw, i.label, json.dumps(i.metadata) if i.metadata else "")
+            Item(
+                i.key,
+                i.prompt,
+                i.response,
+                i.response_raw,
+                i.label,
+                json.dumps(i.metadata) if i.metadata else "",
+                i.templated_prompt,
+            )
             for i in body.items
         ]
         answers = await scorer.score(items)
@@ -246,8 +277,8 @@ def _native(key: str, answer: Scored) -> dict[str, Any]:
 def _failures(answers: Sequence[Scored]) -> str:
     """What went wrong with the items that have no score; empty when all have one."""
     bad = [(position, answer) for position, answer in enumerate(answers) if answer.status is not Status.OK]
-    told = [f"item {position}: {answer.status.name} {answer.message}" for position, answer in bad[:5]]
-    return "; ".join(told) + (f"; and {len(bad) - 5} more" if len(bad) > 5 else "")
+    shown = [f"item {position}: {answer.status.name} {answer.message}" for position, answer in bad[:5]]
+    return "; ".join(shown) + (f"; and {len(bad) - 5} more" if len(bad) > 5 else "")
 
 
 def _columns(answers: Sequence[Scored]) -> dict[str, list[float]]:
@@ -258,5 +289,5 @@ def _columns(answers: Sequence[Scored]) -> dict[str, list[float]]:
 
 
 def _unprocessable(message: str) -> Response:
-    """A 422 in FastAPI's own form, for what its validation does not see."""
+    """A 422 in FastAPI's own form, for what its validation does not check."""
     return JSONResponse({"detail": [{"type": "value_error", "loc": ["body"], "msg": message}]}, 422)

@@ -1,5 +1,7 @@
-"""uvicorn inside this process's event loop. Invariants: it takes no signal handler and ends with its block; with a token, nothing but
-/health and /ready is answered without it."""
+"""uvicorn inside this process's event loop.
+
+Invariant: it installs no signal handler and ends with its block; where there is a token, only /health and /ready are answered without it.
+"""
 
 import asyncio
 import socket
@@ -24,7 +26,7 @@ class _TooLarge(Exception):
 
 
 class BodyLimit:
-    """Answers 413 to a body beyond `limit` bytes, without keeping more than that of it."""
+    """Answers 413 to a body of more than `limit` bytes, and keeps at most that many of them."""
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -47,7 +49,7 @@ class BodyLimit:
 
         async def watched(message: Message) -> None:
             nonlocal started
-            if not too_large or started:  # else the application answers its own failure to read the body
+            if not too_large or started:  # else it is the application's answer to its own failure to read the body
                 started = True
                 await send(message)
 
@@ -65,7 +67,7 @@ class BodyLimit:
 
 
 async def _discard(receive: Receive, size: int, most: int) -> None:
-    """Reads on for a while: a client that is still sending would see a reset connection instead of the answer."""
+    """Reads on for a limited time: a client that is still sending would see a reset connection instead of the answer."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_SECONDS):
             while size < most:
@@ -86,19 +88,19 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The process has its own handlers."""
+        """Does nothing: the process has its own handlers."""
         yield
 
 
 @asynccontextmanager
 async def serve_http(host: str, port: int, app: Any, grace: float, security: SecurityConfig | None = None) -> AsyncIterator[int]:
-    """Serves `app` until the block ends; gives the port. Raises ConfigError when it is taken, or the security cannot be used.
+    """Serves `app` until the block ends; yields the port. Raises ConfigError: the port is taken, or `security` cannot be used.
 
     Args:
         host: the address to bind.
         port: 0 takes a free one.
         app: the ASGI application.
-        grace: seconds for requests under way at the end.
+        grace: seconds for unfinished requests at the end.
         security: TLS and token; None: plain.
     """
     limited: ASGIApp = BodyLimit(app, BODY_LIMIT)
@@ -130,7 +132,7 @@ async def serve_http(host: str, port: int, app: Any, grace: float, security: Sec
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        # asyncio turns Nagle's algorithm off only where it reads TCP: else every reply waits 40 ms for an acknowledgement
+        # asyncio disables Nagle's algorithm only on a socket that names TCP; else every reply waits 40 ms for an acknowledgement
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""What a reward is asked and what it answers. Invariant: a value exists only beside Status.OK, and then it is finite."""
+"""The question to a reward and its answer. Invariant: a value exists only with Status.OK, and then it is finite."""
 
 import json
 import math
@@ -74,6 +74,9 @@ class RewardError(Exception):
     """A reward cannot score this item; the message says what was expected and what was found."""
 
 
+NO_LABEL = "expected a label to compare with; found none"
+"""Begins the message of every item that fails because it has no label."""
+
 MESSAGE_LIMIT = 2000
 EXTRAS_LIMIT = 32
 
@@ -93,7 +96,7 @@ def printable(text: str) -> str:
 
 
 def judge(answer: object) -> Outcome:
-    """The outcome of whatever a reward returned: a number, or a mapping with `score` and further numbers beside it."""
+    """The outcome of a reward's return value: a number, or a mapping with `score` and further numbers."""
     extras: dict[str, float] = {}
     if isinstance(answer, Mapping):
         if "score" not in answer:
@@ -131,22 +134,22 @@ class Reward(Protocol):
 
     @property
     def name(self) -> str:
-        """What its part of a score is called."""
+        """The name of its part of a score."""
         ...
 
     @property
     def weight(self) -> float:
-        """Its value times this goes into the score."""
+        """The factor of its value in the score."""
         ...
 
     @property
     def version(self) -> str:
-        """Changes whenever its scores may."""
+        """Changes whenever its scores may change."""
         ...
 
     @property
     def description(self) -> str:
-        """One line for people."""
+        """One line for readers."""
         ...
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:

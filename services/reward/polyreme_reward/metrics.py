@@ -1,4 +1,4 @@
-"""What the service counts about itself, in a registry of its own. Invariant: counting costs per batch, not per item."""
+"""The service's Prometheus metrics, in a registry of their own. Invariant: counting costs time per batch, not per item."""
 
 from collections import Counter as Tally
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Metrics:
             "polyreme_reward_outcomes", "Answers of each reward, by status.", ["reward", "status"], registry=self.registry
         )
         self.refused = Counter("polyreme_reward_refused", "Items refused because the queue was full.", registry=self.registry)
-        self.inside = Gauge("polyreme_reward_items_inside", "Items being scored.", registry=self.registry)
+        self.inside = Gauge("polyreme_reward_items_inside", "Items accepted and unanswered.", registry=self.registry)
         self.batch_seconds = Histogram(
             "polyreme_reward_batch_seconds", "Wall-clock seconds to score one batch.", registry=self.registry
         )
@@ -31,6 +31,6 @@ class Metrics:
         )
 
     def count(self, reward: str, outcomes: Sequence[Outcome]) -> None:
-        """Adds one reward's answers to a batch."""
+        """Counts one reward's outcomes of a batch."""
         for status, number in Tally(outcome.status for outcome in outcomes).items():
             self._outcomes.labels(reward, status.name.lower()).inc(number)

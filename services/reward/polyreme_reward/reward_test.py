@@ -1,16 +1,18 @@
-"""`polyreme reward test`: responses from a file, scored exactly as a run would score them, as a table for people."""
+"""`polyreme reward test`: scores the responses of a file and prints a table.
+
+Invariant: a reward gets the same texts and columns here as in a run. Only the templated prompt is missing, unless the file has it.
+"""
 
 import json
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from polyreme.config.dataset_rows import label_text, lines_of
+from polyreme.config.dataset_rows import label_text, lines_of, plain_prompt
 from polyreme.config.reward import RewardConfig
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
@@ -18,25 +20,26 @@ from polyreme_reward.items import Item, Status
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import BATCH_LIMIT, Scored, Scorer
 
-_TEXTS = ("prompt", "response", "response_raw", "label")
+_TEXTS = ("response", "response_raw", "templated_prompt")
 _WIDTH = 40
 
 
-async def test_rewards(config: RewardConfig, path: Path, console: Console) -> int:
+async def test_rewards(config: RewardConfig, path: Path, console: Console, columns: tuple[str, str] = ("prompt", "label")) -> int:
     """Scores a file of JSON lines and prints a row for each.
 
     Args:
         config: the rewards.
-        path: JSON lines with `response` and, as the rewards need them, `prompt`, `response_raw`, `label` and any columns more.
-        console: where the table goes.
+        path: JSON lines with `response` and, as the rewards need them, `response_raw`, `templated_prompt` and a run's columns.
+        console: receives the table.
+        columns: the columns of prompt and label.
 
     Returns:
-        How many lines have no score.
+        The number of lines without a score.
 
     Raises:
-        DataError: the file is missing or a line is not as above. ConfigError: a reward cannot be loaded.
+        DataError: the file is missing or a line does not fit. ConfigError: a reward cannot be loaded.
     """
-    items = list(read_items(path))
+    items = list(read_items(path, columns))
     metrics = Metrics()
     async with open_rewards(config, metrics) as rewards:
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
@@ -52,8 +55,8 @@ async def test_rewards(config: RewardConfig, path: Path, console: Console) -> in
     return failures
 
 
-def read_items(path: Path) -> Iterator[Item]:
-    """The items of a file of JSON lines; columns beyond the known ones are metadata. Raises DataError."""
+def read_items(path: Path, columns: tuple[str, str] = ("prompt", "label")) -> Iterator[Item]:
+    """The items of a file of JSON lines; all columns but response and label are metadata, as in a run. Raises DataError."""
     try:
         lines = lines_of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -62,19 +65,27 @@ def read_items(path: Path) -> Iterator[Item]:
     if not rows:
         raise DataError(f"JSON lines in {path}", "none", "Write one JSON object with a `response` on each line.")
     for number, line in rows:
+        yield _item(line, f"{path}, line {number}", columns)
+
+
+def _item(line: str, where: str, columns: tuple[str, str]) -> Item:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"a JSON object in {where}", str(error), "Fix the line.") from None
+    if not isinstance(row, dict) or "response" not in row:
+        raise DataError(f"a JSON object with `response` in {where}", line[:100], "Fix the line.")
+    prompt_key, label_key = (name if name in row else usual for name, usual in zip(columns, ("prompt", "label"), strict=True))
+    texts = {name: row.get(name, "") for name in _TEXTS}
+    for name, key, read in (("prompt", prompt_key, plain_prompt), ("label", label_key, label_text)):
         try:
-            row: Any = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"a JSON object in {path}, line {number}", str(error), "Mend the line.") from None
-        if not isinstance(row, dict) or "response" not in row:
-            raise DataError(f"a JSON object with `response` in {path}, line {number}", line[:100], "Mend the line.")
-        texts = {name: row.get(name, "") for name in _TEXTS}
-        with suppress(TypeError):  # what cannot be one is told below
-            texts["label"] = label_text(row.get("label"))
-        columns = {name: value for name, value in row.items() if name == "prompt" or name not in _TEXTS}
-        if odd := [name for name, text in texts.items() if not isinstance(text, str)]:
-            raise DataError(f"text under {', '.join(odd)} in {path}, line {number}", line[:100], "Mend the line.")
-        yield Item("", **texts, metadata_json=json.dumps(columns) if columns else "")
+            texts[name] = read(row[key]) if key in row else ""
+        except TypeError as error:
+            raise DataError(f"text under {key} in {where}", str(error), "Fix the line.") from None
+    if odd := [name for name, text in texts.items() if not isinstance(text, str)]:
+        raise DataError(f"text under {', '.join(odd)} in {where}", line[:100], "Fix the line.")
+    metadata = {name: value for name, value in row.items() if name not in (*_TEXTS, label_key)}
+    return Item("", **texts, metadata_json=json.dumps(metadata) if metadata else "")
 
 
 def _table(items: list[Item], answers: list[Scored]) -> Table:

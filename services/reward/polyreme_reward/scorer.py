@@ -1,5 +1,8 @@
-"""From items to scores, whatever the wire. Invariants: a score exists only when every reward gave a finite value; an item key is
-scored once, at any time; no more than `limit` items are inside."""
+"""From items to scores, for every wire.
+
+Invariant: a score exists only when every reward returned a finite value, an item key is scored once at a time, and at most `limit` items
+are accepted and unanswered.
+"""
 
 import asyncio
 import logging
@@ -28,7 +31,7 @@ class Part(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The answer to one item. `score` means something only with Status.OK; `parts` holds the rewards that succeeded."""
+    """The answer to one item. `score` is valid only with Status.OK; `parts` holds the rewards that succeeded."""
 
     status: Status
     score: float
@@ -37,11 +40,11 @@ class Scored(NamedTuple):
 
 
 class BadBatch(ValueError):
-    """A batch that no retry can make right."""
+    """A batch that fails however often it is sent."""
 
 
 class Refused(RuntimeError):
-    """The queue is full (`draining` is False) or the service is on its way out. Ask again after `retry_after` seconds."""
+    """The queue is full (`draining` is False) or the service drains. Retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float, draining: bool = False) -> None:
         super().__init__(message)
@@ -53,7 +56,7 @@ class Scorer:
 
     Args:
         rewards: all of them score every item, or those that its row names; a score is the sum of their weighted values.
-        limit: items that may be inside at once; more are refused, never queued without bound.
+        limit: items that may be accepted and unanswered; a call beyond it is refused.
         metrics: counts every outcome.
         choose_by: the column that names a row's rewards, one or a list; None: all rewards score all rows.
     """
@@ -79,7 +82,7 @@ class Scorer:
     async def score(self, items: Sequence[Item]) -> list[Scored]:
         """Scores items; answers come in their order.
 
-        A cancelled call leaves its keyed items running to their deadline, so that the retry finds them answered.
+        The items of a cancelled call run on to their deadline, so that a retry finds the keyed ones answered.
 
         Raises:
             BadBatch: no items, or more than BATCH_LIMIT or than `limit` of them.
@@ -120,12 +123,12 @@ class Scorer:
         return [answer for answer in answers if answer is not None]
 
     async def drain(self, grace: float) -> int:
-        """Refuses new calls and waits for those under way. Returns the number of items given up after `grace` seconds."""
+        """Refuses new calls and waits for the unfinished ones. Returns the number of items abandoned after `grace` seconds."""
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace)
         except TimeoutError:
-            log.warning("%d items were still being scored after %.0f s and are given up", self._inside, grace)
+            log.warning("%d items were still being scored after %.0f s and are abandoned", self._inside, grace)
         return self._inside
 
     async def _admit(self, batch: Sequence[Item]) -> list[Scored]:
@@ -173,7 +176,7 @@ class Scorer:
         return await self._compose_chosen(batch, self._choose_by)
 
     async def _compose_chosen(self, batch: Sequence[Item], column: str) -> list[Scored]:
-        """Each item by the rewards its row names: every reward is asked once, for all items that name it."""
+        """Each item by the rewards its row names: every reward is called once, for all items that name it."""
         rows: list[list[tuple[Reward, Outcome]]] = [[] for _ in batch]
         asked: dict[str, list[int]] = {reward.name: [] for reward in self.rewards}
         errors: dict[int, Scored] = {}
@@ -201,7 +204,9 @@ class Scorer:
             outcomes = await reward.score(batch)
             if len(outcomes) != len(batch):
                 raise AssertionError(f"the reward {reward.name} gave {len(outcomes)} outcomes for {len(batch)} items")
-        except Exception as error:  # a defect of ours; the batch's other rewards, and its callers, still get their answers
+        except (
+            Exception
+        ) as error:  # a defect of this package: the batch's other rewards still count, and its callers get their answers
             log.exception("the reward %s broke its contract", reward.name)
             outcomes = [failed(Status.ERROR, f"the reward itself failed: {type(error).__name__}: {error}")] * len(batch)
         self._metrics.count(reward.name, outcomes)

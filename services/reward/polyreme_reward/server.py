@@ -1,5 +1,8 @@
-"""The service as one process. Invariant: it is ready exactly while its rewards are loaded and it is not on its way out; on the way
-out it leaves the registry first, refuses new items next, and ends its processes last."""
+"""The service as one process.
+
+Invariant: it is ready exactly while its rewards are loaded and it does not drain. To drain, it first leaves the registry, then refuses
+new items, and ends its processes last.
+"""
 
 import logging
 import os
@@ -24,12 +27,12 @@ from polyreme_reward.scorer import Scorer
 log = logging.getLogger(__name__)
 
 NEARBY = Place()
-"""Free ports of the loopback."""
+"""Free ports on the loopback."""
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where a running service listens, as others reach it: host:port of both, and HTTP's as a URL."""
+    """The addresses at which others reach a running service: host:port of gRPC and HTTP, and HTTP's as a URL."""
 
     grpc: str
     http: str
@@ -42,8 +45,8 @@ async def serve(config: RewardConfig, place: Place = NEARBY, run: Run | None = N
 
     Args:
         config: the rewards and their limits.
-        place: beyond loopback, without config.security, everyone who reaches the machine may call.
-        run: where to register; None: nowhere.
+        place: where to listen. Beyond loopback and without config.security, every host that reaches the machine may call.
+        run: the run to register with; None: none.
 
     Raises:
         ConfigError: a reward cannot be loaded, a port is taken, `security` cannot be used. UnavailableError: loading takes too long.

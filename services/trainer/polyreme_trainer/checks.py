@@ -11,7 +11,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme_trainer.data.prompts import all_too_long, encode_examples, encode_prompts, read_rows
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.families import load_architecture
 
 _PARSED = 20_000
 """Rows of a file whose columns are checked."""
@@ -22,7 +22,7 @@ _ENCODED = 1_000
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     """Notices and errors of what the trainer reads of a run."""
     try:
-        Architecture.load(config.model.path)
+        load_architecture(config.model.path)
     except ConfigError as error:
         yield error
     template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check

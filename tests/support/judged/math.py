@@ -411,4 +411,5 @@ ROWS: list[tuple[str, str, float | str, str]] = [
     (r"\boxed{4\pi}", r"4\pi \text{ square units}", 1.0, "the unit is left out"),
     (r"\boxed{4\pi \text{ cm}}", r"4\pi \text{ cm}^2", 0.0, "a length is no area"),
     (r"\boxed{\sqrt{16}}", "4 cm", 1.0, "the unit is left out"),
+    (r"\boxed{1e400!}", "1e-05", 0.0, "a factorial that nothing can compute is not this number"),
 ]

@@ -6,6 +6,8 @@ import pytest
 
 from polyreme.errors import ConfigError
 from polyreme.net.endpoint import address_towards, place_of
+from polyreme.net.ports import free_port
+from support.ipv6 import needs_ipv6
 
 
 def test_beside_redis_it_is_the_loopback() -> None:
@@ -44,8 +46,29 @@ REDIS = "redis://127.0.0.1:6379"
         ("192.0.2.1", "proxy", REDIS, ("proxy:7", "proxy:8")),
         ("0.0.0.0", "proxy:80", REDIS, ("proxy:80", "proxy:8")),
         (None, "proxy:80", None, ("proxy:80", "proxy:8")),
+        ("::1", None, None, ("[::1]:7", "[::1]:8")),
+        ("::1", None, REDIS, ("[::1]:7", "[::1]:8")),
+        ("::", "2001:db8::5", None, ("[2001:db8::5]:7", "[2001:db8::5]:8")),
+        ("::", "[2001:db8::5]", None, ("[2001:db8::5]:7", "[2001:db8::5]:8")),
+        ("::", "[2001:db8::5]:80", None, ("[2001:db8::5]:80", "[2001:db8::5]:8")),
     ],
 )
 def test_what_is_told_others(host: str | None, advertise: str | None, redis: str | None, told: tuple[str, str]) -> None:
     place = place_of(host, 0, 0, advertise, redis)
     assert (place.grpc_address(7), place.http_address(8)) == told
+
+
+def test_a_port_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="proxy:http"):
+        place_of("192.0.2.1", 0, 0, "proxy:http", None)
+
+
+@needs_ipv6
+def test_beside_redis_on_ipv6_it_is_the_loopback_of_ipv6() -> None:
+    assert address_towards("redis://[::1]:6379") == "::1"
+
+
+@needs_ipv6
+def test_a_free_port_of_ipv6_can_be_bound() -> None:
+    with socket.socket(socket.AF_INET6) as bound:
+        bound.bind(("::1", free_port("::1")))

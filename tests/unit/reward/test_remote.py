@@ -11,15 +11,20 @@ from polyreme_reward.remote.endpoints import Endpoints
 from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
 from polyreme_reward.remote.reward import HttpReward
 
-ITEMS = [Item("k", "p", "r", "r<eos>", "l", '{"a": 1}'), Item("", "q", "s", "", "m")]
+ITEMS = [Item("k", "p", "r", "r<eos>", "l", '{"a": 1}', "<user>p"), Item("", "q", "s", "", "m")]
 
 
 def test_requests_carry_what_each_protocol_names() -> None:
-    assert PROTOCOLS["paddlenlp"].encode(ITEMS) == {"src": ["p", "q"], "tgt": ["l", "m"], "response": ["r<eos>", "s"]}
-    assert PROTOCOLS["openrlhf"].encode(ITEMS) == {"query": ["pr<eos>", "qs"], "prompts": ["p", "q"], "labels": ["l", "m"]}
+    assert PROTOCOLS["paddlenlp"].encode(ITEMS) == {"src": ["<user>p", "q"], "tgt": ["l", "m"], "response": ["r<eos>", "s"]}
+    assert PROTOCOLS["openrlhf"].encode(ITEMS) == {
+        "query": ["<user>pr<eos>", "qs"],
+        "prompts": ["<user>p", "q"],
+        "labels": ["l", "m"],
+    }
     assert PROTOCOLS["native"].encode(ITEMS)["items"][0] == {
         "key": "k",
         "prompt": "p",
+        "templated_prompt": "<user>p",
         "response": "r",
         "response_raw": "r<eos>",
         "label": "l",

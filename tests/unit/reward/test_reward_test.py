@@ -1,22 +1,61 @@
-"""Files for trying rewards out are read as a run reads its data."""
+"""Files for `polyreme reward test` are read as a run reads its data."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from polyreme.config.data import DataConfig
 from polyreme.errors import DataError
 from polyreme_reward.reward_test import read_items
+from polyreme_trainer.data import load_prompts
+from polyreme_trainer.template import Template
+from support.tiny_tokenizer import model_files
+
+MESSAGES = [{"role": "system", "content": "add"}, {"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
+ROWS = [
+    {"question": "1+2=", "answer": 3, "level": 2},
+    {"question": ["1+2="], "answer": ["3"]},
+    {"question": MESSAGES, "answer": "2"},
+    {"question": "1=", "answer": None, "label": "a column of its own"},
+]
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    return path
 
 
 def test_rows_mean_what_they_mean_in_a_run(tmp_path: Path) -> None:
     rows = [{"response": "a\u2028b", "label": 42}, {"response": "", "label": ["x"]}, {"response": "r", "label": None}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    path = write(tmp_path / "rows.jsonl", rows)
     assert [(item.response, item.label) for item in read_items(path)] == [("a\u2028b", "42"), ("", "x"), ("r", "")]
 
 
-def test_a_label_that_is_none_is_told_with_its_line(tmp_path: Path) -> None:
-    (path := tmp_path / "rows.jsonl").write_text('{"response": "r"}\n{"response": "r", "label": {"a": 1}}')
-    with pytest.raises(DataError, match=r"text under label in .*rows.jsonl, line 2"):
+def test_a_reward_gets_the_texts_and_columns_of_a_run(tmp_path: Path) -> None:
+    rows = ROWS[:2] + ROWS[3:]  # the template of this test takes no parts of messages
+    data = DataConfig(train=tmp_path / "unused", prompt_key="question", label_key="answer")
+    trained = load_prompts(write(tmp_path / "train.jsonl", rows), data, Template(model_files(), data)).prompts
+    tried = list(read_items(write(tmp_path / "tried.jsonl", [{**row, "response": "r"} for row in rows]), ("question", "answer")))
+    assert [(item.prompt, item.label, json.loads(item.metadata_json)) for item in tried] == [
+        (prompt.plain, prompt.label, json.loads(prompt.metadata_json)) for prompt in trained
+    ]
+    assert all(prompt.plain != prompt.text for prompt in trained)
+
+
+def test_the_prompt_of_messages_is_the_last_one_by_the_user(tmp_path: Path) -> None:
+    (item,) = read_items(write(tmp_path / "rows.jsonl", [{"prompt": MESSAGES, "response": "2"}]))
+    assert (item.prompt, item.metadata["prompt"]) == ("1+1=", MESSAGES)
+
+
+def test_a_templated_prompt_may_be_given(tmp_path: Path) -> None:
+    row = {"prompt": "1+1=", "templated_prompt": "<user>1+1=<assistant>", "response": "2"}
+    (item,) = read_items(write(tmp_path / "rows.jsonl", [row]))
+    assert (item.seen, item.metadata) == ("<user>1+1=<assistant>", {"prompt": "1+1="})
+
+
+@pytest.mark.parametrize("row", [{"response": "r", "label": {"a": 1}}, {"response": "r", "prompt": 3}, {"response": 3}])
+def test_a_column_that_is_no_text_is_named_with_its_line(tmp_path: Path, row: dict[str, object]) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"response": "r"}, row])
+    with pytest.raises(DataError, match=r"text under \w+ in .*rows.jsonl, line 2"):
         list(read_items(path))

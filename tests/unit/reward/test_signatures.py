@@ -10,7 +10,8 @@ from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError, judge
 from polyreme_reward.plugins.signatures import adapt
 
-ITEM = Item("key", "Q: 1+2=", "3", "3<eos>", "3", '{"data_source": "sums", "level": 2, "extra_info": {"split": "train"}}')
+METADATA = '{"data_source": "sums", "level": 2, "extra_info": {"split": "train"}}'
+ITEM = Item("key", "1+2=", "3", "3<eos>", "3", METADATA, templated_prompt="Q: 1+2=")
 
 
 def score(function: Callable[..., Any], item: Item = ITEM, **options: Any) -> tuple[str, Any]:
@@ -27,9 +28,16 @@ def ours_whole(item: Item) -> float:
 
 
 def ours_everything(
-    prompt: str, response: str, response_raw: str, label: str, metadata: dict[str, Any], bonus: float = 0.0
+    prompt: str,
+    templated_prompt: str,
+    response: str,
+    response_raw: str,
+    label: str,
+    metadata: dict[str, Any],
+    bonus: float = 0.0,
 ) -> float:
-    return float((prompt, response, response_raw, label, metadata["level"]) == ("Q: 1+2=", "3", "3<eos>", "3", 2)) + bonus
+    texts = (prompt, templated_prompt, response, response_raw, label, metadata["level"])
+    return float(texts == ("1+2=", "Q: 1+2=", "3", "3<eos>", "3", 2)) + bonus
 
 
 def paddlenlp(
@@ -61,7 +69,7 @@ def openrlhf_bare(queries: list[str]) -> np.ndarray:
 
 
 def trl(prompts: list[str], completions: list[str], level: list[int], solution: list[str], **kwargs: Any) -> list[float]:
-    return [float((prompts, completions, level, solution) == (["Q: 1+2="], ["3"], [2], ["3"]))]
+    return [float((prompts, completions, level, solution) == (["1+2="], ["3"], [2], ["3"]))]
 
 
 def trl_hooks(completions: list[str], trainer_state: Any, log_extra: Any, log_metric: Any, **kwargs: Any) -> list[float]:
@@ -153,3 +161,29 @@ def test_a_list_of_the_wrong_length_is_an_error(function: Callable[..., Any], fo
 def test_a_missing_column_is_an_error() -> None:
     with pytest.raises(RewardError, match="level"):
         score(trl, Item("", "p", "3"))
+
+
+def test_without_a_template_the_plain_prompt_stands_for_the_templated_one() -> None:
+    item = ITEM._replace(templated_prompt="")
+    assert adapt(lambda prompt, templated_prompt: prompt == templated_prompt == "1+2=", {}).call(item) is True
+
+
+def yields(response: str) -> Any:
+    yield 1.0
+
+
+async def yields_asynchronously(response: str) -> Any:
+    yield 1.0
+
+
+@pytest.mark.parametrize("function", [yields, yields_asynchronously])
+def test_a_generator_function_is_refused_at_load(function: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="yield"):
+        adapt(function, {})
+
+
+def test_a_generator_as_answer_is_an_error_that_says_so() -> None:
+    with pytest.raises(RewardError, match="generator"):
+        adapt(lambda response: (number for number in [1.0]), {}).call(ITEM)
+    with pytest.raises(RewardError, match="generator"):
+        adapt(lambda completions: (number for number in [1.0]), {}).call(ITEM)

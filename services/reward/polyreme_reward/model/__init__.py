@@ -1,2 +1,1 @@
-"""Reward models: `reward` asks, in the service; `worker`, `classifier` and `device` run in a process of the model's own, and they alone
-import torch."""
+"""Reward models: `reward` runs in the service; `worker`, `classifier` and `device` run in the model's own process and alone import torch."""

@@ -1,4 +1,4 @@
-"""Which waiting texts make the next batch. Pure. Invariants: the oldest is always in it, and its padded size keeps to the budget."""
+"""Chooses the next batch; pure. Invariant: the oldest text is always in it, and its padded size stays within the budget."""
 
 from collections.abc import Sequence
 

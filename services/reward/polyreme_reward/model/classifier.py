@@ -1,5 +1,6 @@
-"""A Hugging Face sequence classifier that scores texts. Invariants: a text's score does not depend on the batch it is in (but for
-rounding); nothing is truncated; no weight is made up.
+"""A Hugging Face sequence classifier that scores texts.
+
+Invariant: a text's score does not depend on its batch (except for rounding), nothing is truncated, and no weight is invented.
 
 Only a model's own process imports this module.
 """
@@ -23,7 +24,7 @@ from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, ju
 from polyreme_reward.model.device import open_device
 
 _UNBOUNDED = 1 << 24  # tokenizers without a limit say 1e30
-_MEND = "Mend the model's directory, or its options under reward.rewards."
+_FIX = "Fix the model's directory, or its options under reward.rewards."
 
 
 class Classifier:
@@ -59,12 +60,12 @@ class Classifier:
 
     def encode(self, item: Item) -> list[int]:
         """Token ids of prompt and response. Raises RewardError when there are none, too many, or some the model does not know."""
-        text = self._conversation(item) if self._chat else (item.prompt + item.raw).removeprefix(self._tokenizer.bos_token or "")
-        if len(text) > self._most_chars:  # tokenizing it would take much memory for nothing
+        text = self._conversation(item) if self._chat else (item.seen + item.raw).removeprefix(self._tokenizer.bos_token or "")
+        if len(text) > self._most_chars:  # tokenizing it would take much memory in vain
             raise RewardError(f"expected prompt and response of at most {self._longest} tokens; found {len(text)} characters")
         try:
             ids: list[int] = self._tokenizer(text, add_special_tokens=not self._chat)["input_ids"]  # a chat template is complete
-        except TypeError:  # it means lone surrogates
+        except TypeError:  # lone surrogates
             raise RewardError(f"expected text that UTF-8 can hold; found {text[:200]!r}") from None
         if not 0 < len(ids) <= self._longest:
             raise RewardError(
@@ -117,7 +118,7 @@ class Classifier:
         if self._column not in columns:
             raise RewardError(
                 f"expected the prompt in the row's column {self._column!r}; found the columns {sorted(columns)}. "
-                "Mend options.prompt_column; null takes the prompt as it is sent"
+                "Fix options.prompt_column; null takes the plain prompt of the request"
             )
         value = columns[self._column]
         return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
@@ -130,21 +131,21 @@ class Classifier:
         messages = [*messages, {"role": "assistant", "content": item.response}]
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:  # noqa: BLE001 the template is a program of the model's
+        except Exception as error:  # noqa: BLE001 the template is the model's program
             raise RewardError(
                 f"expected messages that the model's chat template accepts; found {type(error).__name__}: {error}"
             ) from None
         return text
 
     def _probe(self, path: str) -> None:
-        """One short text, so that what cannot work is an error at start; on an accelerator it also warms up."""
+        """Scores a short text, so that a model that cannot score fails at start; on an accelerator this also warms up."""
         row = Item("", "Hi", "Hi", metadata_json=json.dumps({self._column: "Hi"}))
         try:
             (outcome,) = self.score([self.encode(row)])
         except RewardError as error:
-            raise ConfigError(f"a model in {path} that scores a short text", str(error), _MEND) from None
+            raise ConfigError(f"a model in {path} that scores a short text", str(error), _FIX) from None
         if outcome.status is not Status.OK:
-            raise ConfigError(f"a model in {path} that scores a short text", outcome.message, _MEND)
+            raise ConfigError(f"a model in {path} that scores a short text", outcome.message, _FIX)
 
 
 def _load(path: str, dtype: str) -> tuple[Any, Any]:
@@ -155,7 +156,7 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
         )
     except Exception as error:  # noqa: BLE001 transformers raises whatever a file makes it raise
         raise ConfigError(
-            f"a sequence classifier and its tokenizer in {path}", f"{type(error).__name__}: {str(error)[:1000]}", _MEND
+            f"a sequence classifier and its tokenizer in {path}", f"{type(error).__name__}: {str(error)[:1000]}", _FIX
         ) from None
     wanted = list(tokenizer.vocab_files_names.values())
     if wanted and not any(Path(path, name).is_file() for name in wanted):  # transformers makes up an empty one
@@ -177,7 +178,7 @@ def _label(outputs: int, label: int | None) -> int:
             "Say which one is the score with options.label.",
         )
     if label is not None and label >= outputs:
-        raise ConfigError(f"options.label below the model's {outputs} outputs", str(label), "Mend it; the first one is 0.")
+        raise ConfigError(f"options.label below the model's {outputs} outputs", str(label), "Fix it; the first one is 0.")
     return label or 0
 
 

@@ -1,4 +1,4 @@
-"""What differs between kinds of machines: cpu, cuda, npu. Nothing else in the reward service asks which one a model runs on."""
+"""The devices cpu, cuda and npu. Invariant: nothing else in the reward service depends on the device of a model."""
 
 import torch
 

@@ -1,9 +1,11 @@
-"""A reward that a model gives, asked in a process of its own. Invariants: every item gets an outcome, whatever becomes of the process;
-no more than a window of items is in it, and batches are formed of whatever callers' items are there.
+"""A reward model in a process of its own.
 
-The process says which items it has under way. When it falls silent for an item's deadline it is killed, and those items are asked once
-more, each alone: one that is alone then is to blame itself. The same goes for a process that dies. A model that can score nothing any
-more does not come up again: loading includes a first score.
+Invariant: every item gets an outcome, whatever happens to the process; at most a window of items is in it, and a batch may hold the items
+of several callers.
+
+The process reports which items it is scoring. When it does not answer within an item's deadline it is killed, and those items are sent
+again, each alone: an item that fails alone is itself the cause. The same holds when the process dies. A model that can score nothing any
+more is not restarted: loading includes a first score.
 """
 
 import asyncio
@@ -42,7 +44,7 @@ class ModelOptions:
         batch_tokens: padded tokens in one batch; a longer text goes alone.
         template: chat: the model's own template around prompt and response; none: prompt and response as the policy wrote them.
         prompt_column: under chat, the row's column with the prompt, a text or messages; null: the prompt as it is sent.
-        max_length: tokens of prompt and response beyond which an item is an ERROR; null: as many as the model takes.
+        max_length: tokens of prompt and response beyond which an item is an ERROR; null: the model's own limit.
         label: which output is the score, of a model that has several.
     """
 
@@ -102,10 +104,10 @@ class ModelReward:
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             known = ", ".join(ModelOptions.__dataclass_fields__)
-            raise ConfigError(f"options of a reward model ({known})", problems, "Mend reward.rewards.") from None
+            raise ConfigError(f"options of a reward model ({known})", problems, "Fix reward.rewards.") from None
         if not (path / "config.json").is_file():
             raise ConfigError(
-                f"a Hugging Face model directory {path}", "no config.json there", "Mend `model`; nothing is downloaded."
+                f"a Hugging Face model directory {path}", "no config.json there", "Fix `model`; nothing is downloaded."
             )
         self.name, self.weight = name, weight
         self._item_timeout, self._metrics = item_timeout, metrics
@@ -113,7 +115,7 @@ class ModelReward:
         self._processes = Workers(setup, _PRELOAD, start_timeout)
         self._numbers = itertools.count()
         self._queue: deque[_Job] = deque()
-        self._inside: dict[int, _Job] = {}  # sent to the process
+        self._inside: dict[int, _Job] = {}  # sent to the process, not answered
         self._under_way: list[int] = []
         self._wake = asyncio.Event()
         self._deadline: asyncio.Timeout | None = None
@@ -166,7 +168,7 @@ class ModelReward:
             worker = await self._processes.respawn(self._give_up)
 
     async def _feed(self, worker: Worker) -> None:
-        """Sends what is queued as long as the window has room."""
+        """Sends queued jobs as long as the window has room."""
         while True:
             while not (jobs := self._take()):
                 self._wake.clear()
@@ -190,7 +192,7 @@ class ModelReward:
         return jobs
 
     async def _hear(self, worker: Worker) -> Outcome:
-        """Takes the process's answers until it fails; gives the outcome for what it had under way."""
+        """Receives the process's answers until it fails; returns the outcome of the items that it was scoring."""
         while True:
             try:
                 async with asyncio.timeout(self._item_timeout if self._inside else None) as self._deadline:
@@ -212,7 +214,7 @@ class ModelReward:
                 return failed(Status.ERROR, f"the model's process {gone}")
             except (ValueError, TypeError, KeyError) as error:
                 self._metrics.workers_replaced.labels("exit").inc()
-                return failed(Status.INVALID, f"the model's process sent what is no answer: {error}")
+                return failed(Status.INVALID, f"expected an answer of the model's process; found {error}")
 
     def _answer(self, done: Iterable[Sequence[Any]]) -> None:
         for number, status, value, text in done:
@@ -221,10 +223,10 @@ class ModelReward:
         self._wake.set()
 
     def _blame(self, failure: Outcome) -> None:
-        """After a process is lost: whose doing it may have been is asked again alone, or has its outcome; the others go on."""
+        """After a process failed: the items that may be the cause are sent again, each alone, or get their outcome; the others are requeued."""
         inside, self._inside = self._inside, {}
         blamed = [inside.pop(number) for number in self._under_way if number in inside]
-        if not blamed and inside:  # it heard nothing
+        if not blamed and inside:  # it had not reported any
             blamed, inside = list(inside.values()), {}
         self._under_way = []
         for job in blamed:

@@ -1,8 +1,9 @@
-"""The life of a model's process: load, then batch after batch. Invariant: every text it is sent is answered once, or the process ends
-after it has said which ones it had under way.
+"""The main loop of a model's process: load, then batch after batch.
 
-Frames in: lists of [number, item]. Frames out: {"begin": numbers under way now, "done": [[number, status, value, message], ...]}; and
-{"broken": why} before an end of its own.
+Invariant: every text that is received is answered once, or the process ends after it has reported which ones it was scoring.
+
+Frames in: lists of [number, item]. Frames out: {"begin": numbers that are scored now, "done": [[number, status, value, message], ...]}; and
+{"broken": reason} before it ends itself.
 """
 
 import select

@@ -1,1 +1,1 @@
-"""Rewards written as Python functions, in the signatures people already have. Loaded and called in worker processes only."""
+"""Rewards written as Python functions, in the signatures of several systems. Loaded and called in worker processes only."""

@@ -1,4 +1,4 @@
-"""From a source to a function ready to call. Invariant: the version says exactly which code and options gave a score."""
+"""Loads a reward function from its source. Invariant: the version identifies the code and options behind a score."""
 
 import hashlib
 import importlib
@@ -23,7 +23,7 @@ USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A reward in its worker: `unwrap(call(item))`, the call maybe awaited in between, is a number or a mapping with `score`."""
+    """A reward in its worker: `unwrap(call(item))` is a number or a mapping with `score`; `call` may return a coroutine to await first."""
 
     call: Callable[[Item], Any]
     unwrap: Callable[[Any], object]
@@ -39,7 +39,7 @@ def load(source: Mapping[str, Any]) -> Loaded:
             `module`; `entry_point`. `function` may name the function.
 
     Raises:
-        ConfigError: nothing usable is there. The plugin's own import errors come through as they are.
+        ConfigError: the source has no usable function. The plugin's own import errors are not caught.
     """
     options = source["options"]
     if (name := source.get("builtin")) is not None:
@@ -62,7 +62,7 @@ def load(source: Mapping[str, Any]) -> Loaded:
 
 
 def _module_of(path: str, code: str) -> types.ModuleType:
-    """The file as a module of its own name; its folder is importable, so that it may have neighbours."""
+    """The file as a module of its own name; its folder is importable, so that it can import its neighbours."""
     name = os.path.splitext(os.path.basename(path))[0]
     module = types.ModuleType(name)
     module.__file__ = path
@@ -106,5 +106,5 @@ def no_function(name: str, own: Iterable[str], where: str) -> ConfigError:
 def _code(module: Any) -> str:
     try:
         return inspect.getsource(module)
-    except (OSError, TypeError):  # an extension module: its file decides
+    except (OSError, TypeError):  # an extension module has no source
         return str(getattr(module, "__version__", getattr(module, "__name__", "")))

@@ -1,16 +1,20 @@
-"""Five signatures of a reward function, told apart once by their parameters' names. Invariant: a function is called with exactly
-the names it takes, and one that fits no signature is refused at load, not at the first item.
+"""The signatures of reward functions, recognized by their parameters' names.
+
+Invariant: a function is called with exactly the names it takes, and one that fits no signature is refused at load, not at the first
+item.
 
 | convention | parameters                                                          | one call is | texts                  |
 |------------|---------------------------------------------------------------------|-------------|------------------------|
-| polyreme   | any of prompt, response, response_raw, label, metadata, item        | an item     | as named               |
+| polyreme   | any of prompt, templated_prompt, response[_raw], label, metadata, item | an item   | as named               |
 | paddlenlp  | solution_str, ground_truth[, query]                                 | an item     | with special tokens    |
 | verl       | data_source, solution_str, ground_truth[, extra_info]               | an item     | without special tokens |
 | verl-batch | data_sources, solution_strs, ground_truths[, extra_infos]           | a list      | without special tokens |
 | openrlhf   | queries[, prompts][, labels]                                        | a list      | with special tokens    |
 | trl        | completions[, prompts][, trainer_state, log_*][, dataset columns]   | a list      | without special tokens |
 
-Lists have one element: items are isolated from each other. Further parameters come from the reward's `options`.
+Lists have one element: items are isolated from each other. Further parameters come from the reward's `options`. `prompt` is plain text and
+`templated_prompt` what the model saw. PaddleNLP's `query` and OpenRLHF's `queries` and `prompts` are templated as theirs are; TRL's
+`prompts` are plain as its datasets' are.
 """
 
 import inspect
@@ -35,6 +39,7 @@ LABEL_NAMES = (
 )
 _OURS: dict[str, Callable[[Item], Any]] = {
     "prompt": lambda item: item.prompt,
+    "templated_prompt": lambda item: item.seen,
     "response": lambda item: item.response,
     "response_raw": lambda item: item.raw,
     "label": lambda item: item.label,
@@ -45,7 +50,7 @@ _OURS: dict[str, Callable[[Item], Any]] = {
 
 @dataclass(frozen=True)
 class Adapted:
-    """A function and how to call it: `call(item)` gives its answer (maybe a coroutine), `unwrap` the number or mapping in it."""
+    """A function and how to call it: `call(item)` returns its answer or a coroutine, `unwrap` the number or mapping in the answer."""
 
     convention: str
     call: Callable[[Item], Any]
@@ -58,6 +63,12 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
     Raises:
         ConfigError: the parameters fit no signature, or an option has no parameter.
     """
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(
+            f"a reward function {function.__name__} that returns a score",
+            "a generator, which yields",
+            "Use `return` instead of `yield`.",
+        )
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -65,7 +76,7 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
     if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
         raise _misfit(function, f"positional-only parameters {positional}")
     if strangers := [name for name in options if name not in names and not takes_any]:
-        raise ConfigError(f"options that {function.__name__} takes ({', '.join(names)})", ", ".join(strangers), "Mend `options`.")
+        raise ConfigError(f"options that {function.__name__} takes ({', '.join(names)})", ", ".join(strangers), "Fix `options`.")
     wanted = [name for name in names if name not in options]
     if "completions" in names:
         return _trl(function, wanted, required - set(options), takes_any, options)
@@ -78,7 +89,7 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
         arguments = {name: source(item) for name, source in sources.items()}
         if listed:
             arguments = {name: [value] for name, value in arguments.items()}
-        return function(**arguments, **options)
+        return _score(function(**arguments, **options))
 
     return Adapted(convention, call, _unwrap_openrlhf if convention == "openrlhf" else _first if listed else _same)
 
@@ -86,7 +97,7 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
 def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], Any]], bool]:
     """The convention's name, its parameters, and whether they are lists."""
     if "queries" in names:
-        query = {"queries": lambda item: item.prompt + item.raw, "prompts": lambda item: item.prompt}
+        query = {"queries": lambda item: item.seen + item.raw, "prompts": lambda item: item.seen}
         return "openrlhf", {**query, "labels": lambda item: item.label}, True
     if "solution_strs" in names:
         return "verl-batch", {f"{name}s": source for name, source in _verl().items()}, True
@@ -94,7 +105,7 @@ def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], Any]]
         return "verl", _verl(), False
     if "solution_str" in names:
         texts = {"solution_str": lambda item: item.raw, "ground_truth": lambda item: item.label}
-        return "paddlenlp", {**texts, "query": lambda item: item.prompt}, False
+        return "paddlenlp", {**texts, "query": lambda item: item.seen}, False
     return "polyreme", _OURS, False
 
 
@@ -129,13 +140,20 @@ def _trl(
                 given[name] = [columns[name]]
         if absent := required - given.keys():
             raise RewardError(f"expected the columns {sorted(absent)} in the row; found {sorted(item.metadata)}")
-        return function(**{name: value for name, value in given.items() if takes_any or name in wanted}, **options)
+        return _score(function(**{name: value for name, value in given.items() if takes_any or name in wanted}, **options))
 
     return Adapted("trl", call, _first)
 
 
+def _score(answer: object) -> object:
+    """The answer itself. Raises RewardError for a generator, which an event loop would take for a coroutine."""
+    if inspect.isgenerator(answer) or inspect.isasyncgen(answer):
+        raise RewardError("expected a score or a coroutine; found a generator. Return the score instead of yielding it")
+    return answer
+
+
 def _ignore(*_: object, **__: object) -> None:
-    """TRL's logging hooks: the service reports a reward's numbers by its parts."""
+    """Stands for TRL's logging hooks: the service reports a reward's numbers as its parts."""
 
 
 def _same(answer: object) -> object:
@@ -169,7 +187,7 @@ def _unwrap_openrlhf(answer: Any) -> object:
 
 def _misfit(function: Callable[..., Any], found: str) -> ConfigError:
     return ConfigError(
-        "a reward function whose parameters are among (prompt, response, response_raw, label, metadata, item), or in PaddleNLP's, "
+        "a reward function whose parameters are among (prompt, templated_prompt, response, response_raw, label, metadata, item), or in PaddleNLP's, "
         "verl's, OpenRLHF's or TRL's signature",
         f"{getattr(function, '__name__', function)} with {found}",
         "Rename its parameters, or give the others a value in `options`.",

@@ -1,1 +1,1 @@
-"""Rewards behind HTTP: `protocols` is what goes over the wire, `endpoints` where it goes, `reward` when, how often and for how long."""
+"""Rewards behind HTTP: `protocols` encodes and decodes, `endpoints` chooses the URL, `reward` sends, retries and keeps the deadlines."""

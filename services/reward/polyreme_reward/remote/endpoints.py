@@ -1,4 +1,4 @@
-"""Which of several URLs is asked next. Invariant: an endpoint that failed repeatedly is left alone, then probed by one request."""
+"""The choice between several URLs. Invariant: an endpoint that failed repeatedly gets no requests for a while, then a single probe."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ _LONGEST_PAUSE = 30.0
 
 @dataclass
 class Endpoint:
-    """One URL and how it has been doing."""
+    """One URL and the state of its requests."""
 
     url: str
     busy: int = 0
@@ -25,7 +25,7 @@ class Endpoints:
 
     Args:
         deadline: seconds for a request.
-        clock: gives monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, urls: Sequence[str], deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,17 +34,17 @@ class Endpoints:
 
     @property
     def count(self) -> int:
-        """How many there are, dead ones too."""
+        """The number of URLs, dead ones included."""
         return len(self._all)
 
     def take(self) -> Endpoint | None:
-        """The least busy live endpoint, or a dead one whose time for a probe has come; None when all are being left alone."""
+        """The least busy live endpoint, or a dead one that is due for a probe; None when all are dead and none is due."""
         now = self._clock()
         due = [e for e in self._all if e.failures >= _FAILURES and e.retry_at <= now]
         live = [e for e in self._all if e.failures < _FAILURES]
         if due:
             chosen = due[0]
-            chosen.retry_at = now + _pause(chosen.failures)  # nobody else probes meanwhile
+            chosen.retry_at = now + _pause(chosen.failures)  # one probe at a time
         elif live:
             chosen = min(live, key=lambda e: (e.failures, e.busy))
         else:
@@ -53,7 +53,7 @@ class Endpoints:
         return chosen
 
     def give_back(self, endpoint: Endpoint, alive: bool | None) -> None:
-        """Ends a request. `alive`: it answered; False: nobody is there; None: what failed may have been the item's doing."""
+        """Ends a request. `alive`: the server answered; False: no server is there; None: the item may be the cause of the failure."""
         endpoint.busy -= 1
         if alive:
             endpoint.failures, endpoint.answered_at = 0, self._clock()
@@ -61,8 +61,8 @@ class Endpoints:
             self._failed(endpoint)
 
     def let_pass(self, endpoint: Endpoint) -> None:
-        """A deadline has passed while it was asked. That may have been the item's doing, unless it has answered nobody for as long: then
-        its machine may be gone without a word, and others are asked first, where there are any."""
+        """Records that a request missed its deadline. The item may be the cause, unless the endpoint has answered no request for as long:
+        then its machine may be gone, and other endpoints are preferred."""
         others = any(other.failures < _FAILURES for other in self._all if other is not endpoint)
         if others and self._clock() - endpoint.answered_at >= self._deadline:
             self._failed(endpoint)

@@ -1,4 +1,6 @@
-"""The wires of reward servers, as pure functions. Invariant: a reply is a list of outcomes as long as the request, or BadReply.
+"""The wires of reward servers, as pure functions.
+
+Invariant: a reply becomes a list of outcomes as long as the request, or BadReply.
 
 paddlenlp: {"src", "tgt", "response"} -> {"error_code", "error_msg", "score"}; its servers answer errors with HTTP 200.
 openrlhf: {"query", "prompts", "labels"} -> {"rewards"[, "scores"][, "extra_logs"]}.
@@ -14,7 +16,7 @@ from polyreme_reward.items import Item, Outcome, Status, failed, judge
 
 
 class BadReply(Exception):
-    """A reply that scores nothing. `status` is what its items get; `again` says that asking again may help."""
+    """A reply without scores. `status` is that of its items; `again`: a retry may help."""
 
     def __init__(self, message: str, status: Status = Status.ERROR, again: bool = False) -> None:
         super().__init__(message)
@@ -23,7 +25,7 @@ class BadReply(Exception):
 
 @dataclass(frozen=True)
 class Protocol:
-    """`encode` makes the JSON body; `decode` takes the parsed JSON object of a 200 and the number of items asked for."""
+    """`encode` makes the JSON body; `decode` takes the parsed JSON object of a 200 and the number of items in the request."""
 
     encode: Callable[[Sequence[Item]], dict[str, Any]]
     decode: Callable[[dict[str, Any], int], list[Outcome]]
@@ -46,7 +48,7 @@ def parse(http_status: int, body: bytes, protocol: Protocol, count: int) -> list
 
 
 def _encode_paddlenlp(items: Sequence[Item]) -> dict[str, Any]:
-    return {"src": [i.prompt for i in items], "tgt": [i.label for i in items], "response": [i.raw for i in items]}
+    return {"src": [i.seen for i in items], "tgt": [i.label for i in items], "response": [i.raw for i in items]}
 
 
 def _decode_paddlenlp(tree: dict[str, Any], count: int) -> list[Outcome]:
@@ -56,7 +58,7 @@ def _decode_paddlenlp(tree: dict[str, Any], count: int) -> list[Outcome]:
 
 
 def _encode_openrlhf(items: Sequence[Item]) -> dict[str, Any]:
-    return {"query": [i.prompt + i.raw for i in items], "prompts": [i.prompt for i in items], "labels": [i.label for i in items]}
+    return {"query": [i.seen + i.raw for i in items], "prompts": [i.seen for i in items], "labels": [i.label for i in items]}
 
 
 def _decode_openrlhf(tree: dict[str, Any], count: int) -> list[Outcome]:
@@ -75,6 +77,7 @@ def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
             {
                 "key": i.key,
                 "prompt": i.prompt,
+                "templated_prompt": i.templated_prompt,
                 "response": i.response,
                 "response_raw": i.response_raw,
                 "label": i.label,

@@ -1,5 +1,8 @@
-"""A reward that another server computes. Invariants: no request outlives its items' deadline; no more than `concurrency` are open;
-every failure to get a finite number in range is a status."""
+"""A reward that another server computes.
+
+Invariant: no request outlives its items' deadline, no more than `concurrency` are open, every failure to get a finite number in range is
+a status, and texts and token go to the configured origins only.
+"""
 
 import asyncio
 import hashlib
@@ -25,6 +28,8 @@ _REPLY_BYTES = 32 << 20
 _FIRST_PAUSE = 0.1
 _CONNECT_SHARE = 0.3  # of an item's time: a machine that is gone without a word leaves enough of it for another
 _NOBODY_THERE = (502, 503, 504)
+_REPEAT_ELSEWHERE = (307, 308)
+_REDIRECTS = 3
 
 
 @checked(frozen=True, config={"extra": "forbid"})
@@ -32,12 +37,12 @@ class HttpOptions:
     """What a reward's `options` may set.
 
     Args:
-        concurrency: requests open at once.
-        batch: items per request. Beyond 1 the item deadline is the whole request's, and a batch that the server
-            refuses is asked again item by item.
+        concurrency: open requests.
+        batch: items per request. With more than one, the item deadline applies to the whole request, and a batch that the server refuses
+            is sent again item by item.
         tries: requests for the same items, as long as their deadline allows.
-        min: the least score the server may answer.
-        max: the greatest.
+        min: the least valid score.
+        max: the greatest valid score.
     """
 
     concurrency: int = 16
@@ -51,14 +56,15 @@ class HttpOptions:
 class _Failure:
     status: Status
     message: str
-    answered: bool  # the server was there and spoke: its word may be about one item of the batch
-    wait: float = 0.0  # seconds that it asks to be left alone
+    answered: bool  # the server replied: its failure may be about one item of the batch
+    wait: float = 0.0  # seconds until it wants the next request
 
 
 class _Reply(NamedTuple):
     status: int
-    wait: float  # seconds, by its retry-after
+    wait: float  # seconds, from its retry-after
     body: bytes
+    target: str = ""  # of a redirect
 
 
 class HttpReward:
@@ -90,7 +96,7 @@ class HttpReward:
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             known = ", ".join(HttpOptions.__dataclass_fields__)
-            raise ConfigError(f"options of an HTTP reward ({known})", problems, "Mend reward.rewards.") from None
+            raise ConfigError(f"options of an HTTP reward ({known})", problems, "Fix reward.rewards.") from None
         for url in urls:
             _check(url)
         self.name, self.weight = name, weight
@@ -101,7 +107,7 @@ class HttpReward:
         self._protocol = PROTOCOLS[protocol]
         self._item_timeout = item_timeout
         self._security = security
-        self._outage = ""  # why nobody was there when last asked
+        self._outage = ""  # why the last request found no server
         self._endpoints = Endpoints(urls, item_timeout)
         self._slots = asyncio.Semaphore(self._options.concurrency)
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
@@ -189,6 +195,23 @@ class HttpReward:
             self._endpoints.give_back(endpoint, alive)
 
     async def _post(self, url: str, body: bytes) -> _Reply:
+        """The reply of `url`, or of the place on the same origin that it redirects to."""
+        for _ in range(_REDIRECTS + 1):
+            reply = await self._post_once(url, body)
+            if not reply.target:
+                return reply
+            target = httpx.URL(url).join(reply.target)
+            if reply.status not in _REPEAT_ELSEWHERE or not _same_origin(httpx.URL(url), target):
+                kind = (
+                    "a redirect to another origin" if reply.status in _REPEAT_ELSEWHERE else "a redirect that drops the request"
+                )
+                raise BadReply(
+                    f"expected HTTP 200; found {reply.status}, {kind}: {target}. Set the reward's url to the final address"
+                )
+            url = str(target)
+        raise BadReply(f"expected HTTP 200; found more than {_REDIRECTS} redirects, the last one to {url}")
+
+    async def _post_once(self, url: str, body: bytes) -> _Reply:
         async with self._client.stream("POST", url, content=body, headers=self._headers) as response:
             reply = bytearray()
             async for chunk in response.aiter_bytes():
@@ -196,7 +219,8 @@ class HttpReward:
                 if len(reply) > _REPLY_BYTES:
                     raise BadReply(f"expected a reply of at most {_REPLY_BYTES} bytes; found more", Status.INVALID)
             wait = response.headers.get("retry-after", "")
-            return _Reply(response.status_code, float(wait) if wait.isdecimal() else 0.0, bytes(reply))
+            target = response.headers.get("location", "") if response.is_redirect else ""
+            return _Reply(response.status_code, float(wait) if wait.isdecimal() else 0.0, bytes(reply), target)
 
     def _ranged(self, outcome: Outcome) -> Outcome:
         low, high = self._options.min, self._options.max
@@ -205,12 +229,21 @@ class HttpReward:
         return outcome
 
 
+def _same_origin(one: httpx.URL, other: httpx.URL) -> bool:
+    ports = {"http": 80, "https": 443}
+    return (one.scheme, one.host, one.port or ports.get(one.scheme)) == (
+        other.scheme,
+        other.host,
+        other.port or ports.get(other.scheme),
+    )
+
+
 def _check(url: str) -> None:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError("the URL of a reward server", f"{url!r} ({error})", "Mend reward.rewards.") from None
+        raise ConfigError("the URL of a reward server", f"{url!r} ({error})", "Fix reward.rewards.") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError("a URL like http://host:8731/", repr(url), "Mend reward.rewards.")
+        raise ConfigError("a URL like http://host:8731/", repr(url), "Fix reward.rewards.")
     if parsed.userinfo:
         raise ConfigError("a URL without a password in it", f"one for {parsed.host}", "Send a token instead: security.token_env.")

@@ -1,4 +1,4 @@
-"""What a failed request means, in words that help. Pure."""
+"""Explains failed requests. Invariant: pure functions."""
 
 import ssl
 
@@ -6,12 +6,12 @@ from polyreme.config.security import EndpointSecurity
 
 
 def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tuple[str, bool]:
-    """Says why there was no HTTP reply, and whether another try may help.
+    """Why there was no HTTP reply, and whether a retry may help.
 
     Args:
-        error: what httpx raised, or its transport.
-        url: what was asked.
-        security: what its client was given.
+        error: raised by httpx or by its transport.
+        url: of the request.
+        security: of the client.
     """
     what = str(error) or type(error).__name__
     if not url.startswith("https:"):
@@ -19,10 +19,10 @@ def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tu
     cause = _tls(error)
     if isinstance(cause, ssl.SSLCertVerificationError):
         trusted = f"`security.ca` ({security.ca})" if security and security.ca else "this system, without `security.ca`,"
-        return f"expected a certificate that {trusted} vouches for; found {cause.verify_message.rstrip('.')}", False
+        return f"expected a certificate that {trusted} trusts; found {cause.verify_message.rstrip('.')}", False
     if cause is not None and cause.reason == "WRONG_VERSION_NUMBER":
         return "expected TLS; found another protocol. Write http:// if the server has no TLS", False
-    if not str(error) or cause is not None:  # the server hung up without a word of HTTP
+    if not str(error) or cause is not None:  # the server closed the connection without an HTTP reply
         shown = (
             f"does not accept the certificate in `security.certificate` ({security.certificate})"
             if security and security.certificate
@@ -33,7 +33,7 @@ def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tu
 
 
 def refused(http_status: int, security: EndpointSecurity | None) -> str:
-    """What to do about a 401 or 403; empty for any other status."""
+    """Advice for a 401 or 403; empty for any other status."""
     if http_status not in (401, 403):
         return ""
     if security is None or security.token_env is None:

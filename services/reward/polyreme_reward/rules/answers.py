@@ -7,6 +7,8 @@ from polyreme_reward.rules import quantity
 from polyreme_reward.rules.quantity import Quantity, plain
 from polyreme_reward.rules.response import answer_text, between, marked, required_label
 
+_END = 4000  # characters
+
 
 def exact(after: str | None = None, before: str | None = None, ignore_case: bool = False) -> Callable[[Item], float]:
     """1 if the response equals the label, white space around both left out; else 0.
@@ -64,6 +66,10 @@ def _gold(label: str) -> Quantity:
 
 
 def _number(text: str) -> Quantity | None:
-    named = marked(text)
-    text = plain(text if named is None else named)
+    text = text if (named := marked(text)) is None else named
+    if len(text) > 2 * _END:  # its last words are enough where they have a number, and no number begins before them
+        number, place = quantity.last_in(plain(text[-_END:]))
+        if place > _END // 2:
+            return number
+    text = plain(text)
     return quantity.read(text) or quantity.last_in(text)[0]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from polyreme_reward.items import Item, RewardError
-from polyreme_reward.rules.response import answer_text, corrected, last_box, required_label
+from polyreme_reward.rules.response import MENTIONS, answer_text, corrected, last_box, required_label
 
 _WORD = re.compile(r"[^\W_]+")
 _CUE = re.compile(r"\b(?:answer|(?:option|choice)\s+is|choose|pick|select)\b|^\W*(?:option|choice)\b(?=\W*\w\W*$)", re.IGNORECASE)
@@ -62,7 +62,7 @@ def _chosen(text: str, letters: str) -> str | None:
 def _named(text: str, letters: str) -> tuple[str | None, int]:
     """The letter that the last cue names, and where the cue ends; 0 when the text has no cue."""
     cues = list(_CUE.finditer(text))
-    for cue in reversed(cues):
+    for cue in reversed(cues[-MENTIONS:]):
         behind = _DENIED.sub(lambda denied: " " * len(denied[0]), text[cue.end() : cue.end() + _WINDOW])
         capitals = [word for word in _CAPITAL.finditer(behind) if word[0] in letters]
         chosen = [word for word in capitals if not _PRONOUN.match(behind, word.start())] or capitals

@@ -19,6 +19,7 @@ from polyreme_reward.rules.response import answer_text, marked, required_label, 
 from polyreme_reward.rules.units import Unit, simple, unit
 
 _TAIL = 20_000
+_INCOMPARABLE = (ArithmeticError, NotImplementedError, RecursionError, TypeError, ValueError)
 _ONE_LINE = 200  # characters of a response that may be an answer as a whole
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
 _SHORT_WORDS = frozenset(["yes", "no", "on", "off", "odd", "up", "down", "in", "out", "one", "two", "ten", "red", "blue"])
@@ -68,14 +69,19 @@ def math(after: str | None = None, before: str | None = None) -> Callable[[Item]
         gold = _gold(required_label(item))
         text = answer_text(item, after, before)
         answer = None if text is None else _answer(text[-_TAIL:], gold)
-        return float(answer is not None and _equal(gold, answer))
+        if answer is None:
+            return 0.0
+        try:
+            return float(_equal(gold, answer))
+        except _INCOMPARABLE:  # sympy has no value for the response, such as 1e400!
+            return 0.0
 
     return score
 
 
 @lru_cache(maxsize=64)
 def _gold(label: str) -> _Read:
-    """What the label states. Raises RewardError when that cannot be judged."""
+    """The meaning of the label. Raises RewardError when it cannot be judged."""
     from polyreme_reward.rules import formula
 
     named = marked(label, words=True)
@@ -106,7 +112,7 @@ def _last(text: str) -> _Read | None:
 
 
 def _read(text: str) -> _Read | None:
-    """What the whole text states: a quantity, a ratio, words or a formula."""
+    """The meaning of the whole text: a quantity, a ratio, words or a formula; None when it has none."""
     from polyreme_reward.rules import formula
 
     shown = plain(text)

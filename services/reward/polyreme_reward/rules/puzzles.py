@@ -1,4 +1,4 @@
-"""Knights and Knaves: who tells the truth. Invariant: a role counts only when it is stated for a name that the label has."""
+"""Knights and Knaves. Invariant: a role counts only when it is stated for a name in the label."""
 
 import re
 from collections.abc import Callable

@@ -6,10 +6,13 @@ Invariant: text inside <think>...</think> is never an answer, a later answer rep
 import re
 from collections.abc import Iterator
 
-from polyreme_reward.items import Item, RewardError
+from polyreme_reward.items import NO_LABEL, Item, RewardError
 
 TAIL = 1 << 18
 """Characters at the end of a response in which an answer is looked for."""
+
+MENTIONS = 50
+"""Places at the end of a response that are examined for an answer or a correction."""
 
 _THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _OPENING = ("<think>", "<thinking>")
@@ -40,7 +43,7 @@ _MATHEMATICAL = re.compile(r"[\d$\\]")
 def required_label(item: Item) -> str:
     """The item's label. Raises RewardError when it has none."""
     if not item.label.strip():
-        raise RewardError("expected a label to compare with; found none. Give every row one (data.label_key)")
+        raise RewardError(f"{NO_LABEL}. Give every row one (data.label_key)")
     return item.label
 
 
@@ -107,7 +110,7 @@ def last_box(text: str) -> tuple[str, int] | None:
 
 def corrected(text: str, start: int) -> Iterator[tuple[int, str]]:
     """What follows each word of correction behind `start`, to the end of its sentence, with its position."""
-    for word in _CORRECTION.finditer(text, start):
+    for word in list(_CORRECTION.finditer(text, start))[-MENTIONS:]:
         yield word.end(), text[word.end() : _until(text, word.end(), _SENTENCE_END)]
 
 
@@ -150,7 +153,7 @@ def _closing(text: str, start: int) -> int | None:
 
 def _named(text: str, words: bool) -> tuple[str, int] | None:
     """The sentence behind the last "answer is" that has a value, and where it ends."""
-    for cue in reversed(list(_CUE.finditer(text))):
+    for cue in reversed(list(_CUE.finditer(text))[-MENTIONS:]):
         formula = _FORMULA.match(text, cue.end(), cue.end() + _SENTENCE)
         end = _until(text, formula.end() if formula else cue.end(), _SENTENCE_END)
         sentence = text[cue.end() : end]

@@ -1,4 +1,4 @@
-"""The form of a response: its tags, its length, its repetitions. Invariant: no label is needed, and time is linear."""
+"""The form of a response: tags, length, repetition. Invariant: no label is needed, and the time is linear."""
 
 from collections.abc import Callable
 from typing import Annotated, Literal

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from polyreme.config.data import DataConfig
-from polyreme.config.dataset_rows import label_text, read_objects
+from polyreme.config.dataset_rows import label_text, plain_prompt, read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.template import PromptSource, Template
 
@@ -39,13 +39,15 @@ class Row:
 class Prompt:
     """A prompt ready for generation and scoring.
 
-    `ids` int32 [length], the templated prompt; `text` the same as text; `metadata_json` the row's columns without its label.
+    `ids` int32 [length], the templated prompt; `text` the same as text; `metadata_json` the row's columns without its label; `plain` the
+    prompt before the template, as `plain_prompt` gives it.
     """
 
     ids: np.ndarray
     text: str
     label: str
     metadata_json: str
+    plain: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def encode_prompts(rows: Sequence[Row], path: Path, data: DataConfig, template: 
         if len(ids) <= data.max_prompt_tokens:
             _check_ids(ids, template, f"{path}:{row.line}")
             metadata = json.dumps(row.metadata, ensure_ascii=False)
-            prompts.append(Prompt(ids, text, row.label, metadata))
+            prompts.append(Prompt(ids, text, row.label, metadata, plain_prompt(row.prompt)))
         elif data.overlong == "error":
             raise DataError(
                 f"at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {path}:{row.line}",

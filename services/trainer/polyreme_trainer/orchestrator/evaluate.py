@@ -93,7 +93,15 @@ class Evaluator:
         ids = [draft.token_ids().tolist() for draft in drafts]
         clean, raw = self._template.decode(ids, special=False), self._template.decode(ids, special=True)
         questions = [
-            Question((self._run.run_id, "eval", version, i), prompt.text, clean[i], raw[i], prompt.label, prompt.metadata_json)
+            Question(
+                (self._run.run_id, "eval", version, i),
+                prompt.plain,
+                clean[i],
+                raw[i],
+                prompt.label,
+                prompt.metadata_json,
+                prompt.text,
+            )
             for i, prompt in enumerate(self._prompts)
         ]
         return clean, questions

@@ -60,11 +60,12 @@ class GroupMaker:
             [
                 Question(
                     (self._run_id, admission.index, admission.attempt, draft.index),
-                    prompt.text,
+                    prompt.plain,
                     texts[draft.index],
                     raw[draft.index],
                     prompt.label,
                     prompt.metadata_json,
+                    prompt.text,
                 )
                 for draft in drafts
             ]

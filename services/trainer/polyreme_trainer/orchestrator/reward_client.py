@@ -48,7 +48,7 @@ class ScoreError(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """One sample to be scored. `name` tells it apart from other samples with the same text."""
+    """One sample to be scored. `name` distinguishes it from other samples with the same text; `templated_prompt` is what the model saw."""
 
     name: tuple[str | int, ...]
     prompt: str
@@ -56,6 +56,7 @@ class Question:
     response_raw: str
     label: str
     metadata_json: str
+    templated_prompt: str = ""
 
 
 @dataclass
@@ -313,7 +314,7 @@ async def _describe(server: _Server) -> str:
 
 
 def _item(question: Question, rewards: str) -> reward_pb2.ScoreItem:
-    identity = [*question.name, question.prompt, question.response_raw, question.label, rewards]
+    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards]
     return reward_pb2.ScoreItem(
         key=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         prompt=question.prompt,
@@ -321,6 +322,7 @@ def _item(question: Question, rewards: str) -> reward_pb2.ScoreItem:
         response_raw=question.response_raw,
         label=question.label,
         metadata_json=question.metadata_json,
+        templated_prompt=question.templated_prompt,
     )
 
 

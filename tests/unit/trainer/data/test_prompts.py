@@ -318,3 +318,10 @@ def test_digest_tells_templates_apart():
 def test_imports_no_torch():
     code = "import sys, polyreme_trainer.data.prompts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_prompt_keeps_its_plain_text(write):
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "1+1="}]
+    found = prompts(write({"prompt": "2="}, {"prompt": ["3="]}, {"prompt": messages})).prompts
+    assert [prompt.plain for prompt in found] == ["2=", "3=", "1+1="]
+    assert all(prompt.text.startswith("<") for prompt in found)
