@@ -1,5 +1,6 @@
 """From the configuration to rewards that are ready. Invariant: only built-in linear-time rules run in this process."""
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import entry_points
@@ -13,6 +14,8 @@ from polyreme_reward.items import Reward
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
+
+log = logging.getLogger(__name__)
 
 _ENTRY_POINTS = "polyreme.rewards"
 
@@ -62,7 +65,8 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
             await pool.start()
             for index, (position, _) in enumerate(pooled):
                 spec = config.rewards[position]
-                rewards[position] = PooledReward(spec.label, spec.weight, pool, index)
+                reward = rewards[position] = PooledReward(spec.label, spec.weight, pool, index)
+                log.info("the reward %s: %s", reward.name, reward.description)
         yield [reward for reward in rewards if reward is not None]
 
 
