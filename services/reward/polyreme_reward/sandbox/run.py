@@ -329,7 +329,8 @@ def _packages() -> list[str]:
 @cache
 def _readable() -> list[str]:
     """What a program reads beside the system's files: Python, its packages, the code of `inside`."""
-    return [path for path in dict.fromkeys([os.path.realpath(sys.base_prefix), *_packages(), _INSIDE]) if path != "/usr"]
+    python = [os.path.realpath(sys.base_prefix), os.path.dirname(os.path.dirname(_PYTHON))]
+    return [path for path in dict.fromkeys([*python, *_packages(), _INSIDE]) if path != "/usr"]
 
 
 def _prepare(mode: Mode, folder: str, stack: ExitStack) -> Callable[[], None]:
