@@ -138,6 +138,9 @@ class RewardConfig(Section):
     item_timeout: float = Field(10.0, gt=0, description="Seconds for one item, queueing excluded.")
     workers: int = Field(1, ge=1, description="Worker processes for rewards that run in this service.")
     worker_memory_mib: int = Field(4096, ge=64, description="Data memory of each worker process.")
+    worker_environment: list[str] = Field(
+        [], description="Variables that worker processes get beside the usual ones, such as an API key that a Python reward reads."
+    )
     queue: int = Field(16384, ge=1, description="Items a reward server takes in at once; it refuses more.")
     special_tokens: list[str] = Field([], description="Taken out of responses on foreign HTTP wires, which carry them as text.")
     security: SecurityConfig | None = Field(None, description="TLS and tokens on both ports; none: plain, for loopback.")
@@ -353,6 +356,7 @@ _NOT_TRAINED_ON = (
         "rollout.chunk_timeout",
         "reward.workers",
         "reward.worker_memory_mib",
+        "reward.worker_environment",
         "reward.queue",
         "reward.start_timeout",
         "reward.security",

@@ -135,7 +135,7 @@ fcntl.fcntl(read, fcntl.F_SETFL, os.O_ASYNC); os.write(write, b"x")""",
     Attempt("a vfork", "call('clone', 0x4000 | signal.SIGCHLD, 0, 0, 0, 0) >= 0 and (escaped(), os._exit(0))"),
     Attempt("clone3", "libc.syscall(435, (ctypes.c_uint64 * 11)(0, 0, 0, 0, signal.SIGCHLD), 88) >= 0 and (escaped(), os._exit(0))", harmless=True),
     Attempt("a subprocess", "import subprocess; subprocess.run(['/bin/true']); escaped()", harmless=True),
-    Attempt("a daemon that outlives the test", f"""
+    Attempt("a daemon that outlives the test", """
 import time
 if os.fork() == 0:
     os.setsid()

@@ -58,9 +58,8 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
 
             preload = sorted({module for _, s in pooled if "builtin" in s for module in BUILTINS[s["builtin"]].preload})
             sources = [source for _, source in pooled]
-            pool = WorkerPool(
-                sources, preload, config.workers, config.item_timeout, config.start_timeout, config.worker_memory_mib, metrics
-            )
+            limits = (config.item_timeout, config.start_timeout, config.worker_memory_mib)
+            pool = WorkerPool(sources, preload, config.workers, *limits, config.worker_environment, metrics)
             stack.push_async_callback(pool.close)
             await pool.start()
             for index, (position, _) in enumerate(pooled):

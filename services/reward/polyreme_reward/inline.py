@@ -17,6 +17,8 @@ class InlineReward:
         self.name, self.weight, self.version, self.description = name, weight, version, description
         self._rule = rule
 
+    available = True
+
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         outcomes: list[Outcome] = []
         chars = 0
