@@ -59,6 +59,10 @@ class RewardConfig(Section):
     item_timeout: float = Field(10.0, gt=0, description="Seconds for one item, time in the queue excluded.")
     workers: Operational[int] = Field(1, ge=1, description="Worker processes for rewards that run in the reward service.")
     worker_memory_mib: Operational[int] = Field(4096, ge=64, description="Data memory of each worker process.")
+    worker_environment: Operational[list[str]] = Field(
+        [],
+        description="Variables that worker processes get beside the usual ones, such as an API key that a Python reward reads.",
+    )
     queue: Operational[int] = Field(
         16384, ge=1, description="Items that a reward server accepts at once. It refuses further ones."
     )

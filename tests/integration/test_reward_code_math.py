@@ -92,11 +92,9 @@ async def test_the_share_of_passed_tests() -> None:
 
 
 async def test_a_program_has_no_network() -> None:
-    text = "import socket\nsocket.create_server(('127.0.0.1', 0))\nprint([n for _, n in socket.if_nameindex()])"
+    text = "import socket\ntry:\n    socket.create_server(('127.0.0.1', 0))\nexcept OSError:\n    print('none')"
     async with scoring({"name": "code"}) as scorer:
-        (answer,) = await scorer.score([program(text, {"inputs": [""], "outputs": ["['lo']"]})])
-        if answer.score == 0.0 and os.geteuid() != 0:
-            pytest.skip("this kernel lets no unprivileged process leave the network")
+        (answer,) = await scorer.score([program(text, {"inputs": [""], "outputs": ["none"]})])
         assert answer.score == 1.0
 
 

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from polyreme.errors import ConfigError
+from polyreme_reward.isolation import processes
 from support.processes import descendants
-from support.rewards import item, scoring, summary
+from support.rewards import item, scoring, serving, summary
 from support.waiting import wait_until
 
 PLUGIN = '''
@@ -264,3 +265,95 @@ async def test_modules_and_installed_rewards_are_sources_too(tmp_path: Path, mon
         (answer,) = await scorer.score([item("abc")])
         assert (answer.score, [p.name for p in answer.parts]) == (33.0, ["my_rewards", "my-length"])
         assert len({p.version for p in answer.parts}) == 1
+
+
+WATCHFUL = '''
+import ctypes, json, os, struct
+from pathlib import Path
+
+if Path(__file__).with_name("broken").exists():
+    raise RuntimeError("it does not load any more")
+
+def reward(response, label):
+    """1 if the response is the label; it may show the environment, or write to every socket that it finds."""
+    if response == "environment":
+        return {"score": 0.0, **{name: 1.0 for name in os.environ}}
+    if response == "dumpable":
+        return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
+    if response == "frame":
+        body = json.dumps([10**9, 1, 1.0, "", {}, False, False, ""]).encode()
+        for fd in range(3, 64):
+            try:
+                os.write(fd, struct.pack("<I", len(body)) + body)
+            except OSError:
+                pass
+    return float(response == label)
+'''
+
+
+@pytest.fixture
+def watchful(tmp_path: Path) -> dict[str, str]:
+    path = tmp_path / "watchful.py"
+    path.write_text(WATCHFUL)
+    return {"file": str(path)}
+
+
+async def test_a_worker_knows_no_variable_but_the_usual_and_the_named(
+    watchful: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLYREME_TOKEN", "POLYREME_REDIS_PASSWORD", "API_KEY", "OTHER_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    async with scoring(watchful, worker_environment=["API_KEY"]) as scorer:
+        (answer,) = await scorer.score([item("environment")])
+        names = {part.name.removeprefix("watchful/") for part in answer.parts}
+        assert {"PATH", "API_KEY"} <= names
+        assert not names & {"POLYREME_TOKEN", "POLYREME_REDIS_PASSWORD", "OTHER_API_KEY"}
+
+
+async def test_keeper_and_workers_refuse_to_be_inspected(watchful: dict[str, str]) -> None:
+    async with scoring(watchful) as scorer:
+        (answer,) = await scorer.score([item("dumpable")])  # what a worker is, it has from its keeper
+        assert answer.score == 0.0
+
+
+async def test_a_frame_of_a_plugin_is_no_answer_to_another_item(watchful: dict[str, str]) -> None:
+    async with scoring(watchful, workers=1) as scorer:
+        for _ in range(3):
+            answers = await scorer.score([item("a", "a"), item("frame", "x"), item("b", "b"), item("c", "x")])
+            assert summary([answers[0], *answers[2:]]) == [("OK", 1.0), ("OK", 1.0), ("OK", 0.0)]
+            assert answers[1].status.name == "INVALID"
+
+
+async def test_a_keeper_that_is_stopped_is_replaced(watchful: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "KEEPER_SECONDS", 0.5)
+    async with scoring(watchful, workers=2, item_timeout=60.0) as scorer:
+        await scorer.score([item("a", "a")])
+        keeper, *workers = await worker_pids()
+        os.kill(keeper, signal.SIGSTOP)
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        assert summary(await scorer.score([item("a", "a")] * 20)) == [("OK", 1.0)] * 20
+        assert not psutil.pid_exists(keeper)
+        assert scorer.rewards[0].available
+
+
+async def test_a_service_whose_workers_do_not_come_back_is_not_ready(watchful: dict[str, str]) -> None:
+    broken = Path(watchful["file"]).with_name("broken")
+
+    async def until(status: int) -> None:
+        async with asyncio.timeout(60):
+            while (await client.get("/ready")).status_code != status:  # noqa: ASYNC110 another process's state
+                await asyncio.sleep(0.05)
+
+    async with serving(watchful) as (_, client, _):
+        await until(200)
+        broken.touch()
+        for pid in (await worker_pids())[1:]:
+            os.kill(pid, signal.SIGKILL)
+        answers = (await client.post("/v1/score", json={"items": [{"response": "a", "label": "a"}]})).json()
+        assert answers["results"][0]["status"] == "error"
+        await until(503)
+        broken.unlink()
+        await until(200)
+        answers = (await client.post("/v1/score", json={"items": [{"response": "a", "label": "a"}]})).json()
+        assert answers["results"][0]["score"] == 1.0

@@ -1,5 +1,6 @@
 """Loads the configured rewards. Invariant: only built-in rules of linear time run in this process."""
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import entry_points
@@ -14,6 +15,8 @@ from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
 from polyreme_reward.rules.reward import RuleReward
+
+log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -55,14 +58,14 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
 
             preload = sorted({module for _, s in pooled if "builtin" in s for module in BUILTINS[s["builtin"]].preload})
             sources = [source for _, source in pooled]
-            pool = WorkerPool(
-                sources, preload, config.workers, config.item_timeout, config.start_timeout, config.worker_memory_mib, metrics
-            )
+            limits = (config.item_timeout, config.start_timeout, config.worker_memory_mib)
+            pool = WorkerPool(sources, preload, config.workers, *limits, config.worker_environment, metrics)
             stack.push_async_callback(pool.close)
             await pool.start()
             for index, (position, _) in enumerate(pooled):
                 spec = config.rewards[position]
-                rewards[position] = PooledReward(spec.label, spec.weight, pool, index)
+                reward = rewards[position] = PooledReward(spec.label, spec.weight, pool, index)
+                log.info("the reward %s: %s", reward.name, reward.description)
         yield [reward for reward in rewards if reward is not None]
 
 

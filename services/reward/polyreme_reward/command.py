@@ -59,8 +59,10 @@ def _test(words: list[str], config: Path | None) -> None:
 async def _serve(
     redis: str | None, run_id: str | None, path: Path | None, place_towards: Callable[[str | None], Place], wait: float
 ) -> None:
+    from polyreme_reward.isolation.privacy import refuse_inspection
     from polyreme_reward.server import serve
 
+    refuse_inspection()  # its memory and environment hold the run's password and token
     if path is not None:
         stop = stop_event()
         async with serve(load_reward_config(path), place_towards(None)) as addresses:

@@ -152,6 +152,11 @@ class Reward(Protocol):
         """One line for readers."""
         ...
 
+    @property
+    def available(self) -> bool:
+        """Whether it can score now, as far as is known."""
+        ...
+
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome per item, in order. Never raises for what an item or plugin does."""
         ...

@@ -4,6 +4,7 @@ Invariant: it is ready exactly while its rewards are loaded and it does not drai
 new items, and ends its processes last.
 """
 
+import asyncio
 import logging
 import os
 import uuid
@@ -25,6 +26,8 @@ from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import Scorer
 
 log = logging.getLogger(__name__)
+
+_FOLLOW_SECONDS = 0.5
 
 NEARBY = Place()
 """Free ports on the loopback."""
@@ -70,6 +73,7 @@ async def serve(config: RewardConfig, place: Place = NEARBY, run: Run | None = N
         ready[0] = True
         try:
             async with AsyncExitStack() as registered:
+                registered.push_async_callback(_end, asyncio.create_task(_follow(scorer, server, ready)))
                 if run is not None:
                     facts = {"rewards": [{"name": r.name, "weight": r.weight, "version": r.version} for r in rewards]}
                     lease = Lease(
@@ -86,3 +90,18 @@ async def serve(config: RewardConfig, place: Place = NEARBY, run: Run | None = N
             ready[0] = False
             await server.set_ready(False)
             await scorer.drain(grace)
+
+
+async def _follow(scorer: Scorer, server: rpc.Server, ready: list[bool]) -> None:
+    """Keeps readiness what the rewards say of themselves."""
+    while True:
+        await asyncio.sleep(_FOLLOW_SECONDS)
+        if (available := all(reward.available for reward in scorer.rewards)) != ready[0]:
+            log.warning("the rewards can score again" if available else "rewards cannot score now: not ready")
+            ready[0] = available
+            await server.set_ready(available)
+
+
+async def _end(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

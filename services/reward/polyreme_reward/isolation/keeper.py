@@ -3,7 +3,8 @@
 Invariant: when it ends, nothing that a worker started still runs, and none of its temporary files is left. It is single-threaded, runs no plugin code, adopts orphans
 (PR_SET_CHILD_SUBREAPER), and ends with the other end of its control socket.
 
-Control socket (SOCK_SEQPACKET, JSON): in {"spawn": id} with the worker's socket, {"kill": id}; out {"exited": id, "reason": text}. Run as `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`: FOLDER, removed at the end, holds a folder for each worker's
+Control socket (SOCK_SEQPACKET, JSON): in {"spawn": id} with the worker's socket, {"kill": id}; out {"forked": id}, {"exited": id, "reason":
+text}. Run as `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`: FOLDER, removed at the end, holds a folder for each worker's
 temporary files, removed with it; the modules are imported before the first fork.
 """
 
@@ -25,6 +26,7 @@ import psutil  # type: ignore[import-untyped]
 
 from polyreme.process.lifecycle import die_with_parent
 from polyreme_reward.isolation import worker
+from polyreme_reward.isolation.privacy import refuse_inspection
 
 _MESSAGE_BYTES = 1 << 12
 _PR_SET_CHILD_SUBREAPER = 36
@@ -88,6 +90,8 @@ class Keeper:
             self._become_worker(parent, f"{self._folder}/{name}", fd)
         os.close(fd)
         self._workers[pid] = name
+        with suppress(ConnectionError):
+            self._control.send(json.dumps({"forked": name}).encode())
 
     def _become_worker(self, parent: int, folder: str, fd: int) -> NoReturn:
         status = 70
@@ -166,6 +170,7 @@ def _reason(status: int) -> str:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    refuse_inspection()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would start threads, which no fork has

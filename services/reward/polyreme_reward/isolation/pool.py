@@ -7,10 +7,11 @@ fresh worker: what killed the first may have been left there by an earlier item,
 """
 
 import asyncio
+import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from polyreme_reward.isolation.processes import Gone, Worker, Workers
@@ -26,10 +27,10 @@ _CHUNK_CHARS = 1 << 20
 class _Job:
     """An item on its way to an outcome."""
 
-    __slots__ = ("answer", "chars", "fields", "index", "suspect")
+    __slots__ = ("answer", "chars", "fields", "index", "number", "suspect")
 
-    def __init__(self, index: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
-        self.index, self.fields, self.answer = index, tuple(item), answer
+    def __init__(self, number: int, index: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
+        self.number, self.index, self.fields, self.answer = number, index, tuple(item), answer
         self.chars = sum(map(len, item))
         self.suspect = False  # it was under way when a worker failed: next time it goes alone, to a fresh one
 
@@ -44,6 +45,7 @@ class WorkerPool:
         item_timeout: seconds for one item.
         start_timeout: seconds for a worker to load every reward.
         memory_mib: data limit of a worker (RLIMIT_DATA).
+        environment: variables that workers get beside the usual ones.
         metrics: counts replaced workers.
     """
 
@@ -55,11 +57,14 @@ class WorkerPool:
         item_timeout: float,
         start_timeout: float,
         memory_mib: int,
+        environment: Collection[str],
         metrics: Metrics,
     ) -> None:
-        self._processes = Workers({"rewards": list(sources), "memory_mib": memory_mib}, preload, start_timeout)
+        setup = {"rewards": list(sources), "memory_mib": memory_mib}
+        self._processes = Workers(setup, preload, start_timeout, environment)
         self._size, self._item_timeout = size, item_timeout
         self._metrics = metrics
+        self._numbers = itertools.count()
         self._queue: deque[_Job] = deque()
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -68,6 +73,11 @@ class WorkerPool:
     def facts(self) -> list[tuple[str, str]]:
         """Version and description of every reward."""
         return self._processes.facts
+
+    @property
+    def available(self) -> bool:
+        """Whether workers can be had, as far as is known."""
+        return self._processes.trouble is None
 
     async def start(self) -> None:
         """Starts the keeper and the workers. Raises ConfigError when a reward cannot be loaded; UnavailableError when it is too slow."""
@@ -82,7 +92,7 @@ class WorkerPool:
     async def score(self, index: int, items: Sequence[Item]) -> list[Outcome]:
         """Outcomes of the items under reward `index`, in their order."""
         loop = asyncio.get_running_loop()
-        jobs = [_Job(index, item, loop.create_future()) for item in items]
+        jobs = [_Job(next(self._numbers), index, item, loop.create_future()) for item in items]
         self._queue.extend(jobs)
         self._work.set()
         return [await job.answer for job in jobs]
@@ -129,7 +139,7 @@ class WorkerPool:
 
     async def _run(self, worker: Worker, jobs: list[_Job]) -> bool:
         """Has the jobs scored. False when the worker must be replaced; jobs it did not answer are back in the queue."""
-        await worker.send([[job.index, job.fields] for job in jobs])
+        await worker.send([[job.number, job.index, job.fields] for job in jobs])
         waiting = deque(jobs)
         while waiting:
             job = waiting[0]
@@ -137,7 +147,7 @@ class WorkerPool:
             retire = False
             try:
                 async with asyncio.timeout(self._item_timeout):
-                    outcome, retire, marked = _reply(await worker.receive())
+                    outcome, retire, marked = _reply(job.number, await worker.receive())
                 worker.marked |= marked
                 doubt = retire and outcome.status is not Status.OK and not first
             except TimeoutError:
@@ -152,7 +162,7 @@ class WorkerPool:
                 self._metrics.workers_replaced.labels("exit").inc()
             except (ValueError, TypeError, AttributeError) as error:
                 outcome = failed(Status.INVALID, f"the worker's reply is no reply: {error}")
-                retire, doubt = True, False
+                retire, doubt = True, not first  # an earlier item may have written it
             waiting.popleft()
             if doubt:
                 job.suspect = True
@@ -182,9 +192,11 @@ class WorkerPool:
         return await self._processes.respawn(give_up)
 
 
-def _reply(message: Any) -> tuple[Outcome, bool, bool]:
-    """A worker's reply: the outcome, whether the worker must go, whether it is marked."""
-    status, value, text, extras, retire, marked, output = message
+def _reply(number: int, message: Any) -> tuple[Outcome, bool, bool]:
+    """A worker's reply to the item of this number: the outcome, whether the worker must go, whether it is marked."""
+    answered, status, value, text, extras, retire, marked, output = message
+    if answered != number:
+        raise ValueError(f"expected a reply to item {number}; found one to {str(answered)[:40]}")
     if output:
         log.info("a reward printed: %s", output)
     if not math.isfinite(value):
@@ -207,6 +219,10 @@ class PooledReward:
     @property
     def description(self) -> str:
         return self._pool.facts[self._index][1]
+
+    @property
+    def available(self) -> bool:
+        return self._pool.available
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         return await self._pool.score(self._index, items)

@@ -11,17 +11,20 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from polyreme.errors import ConfigError, UnavailableError
+from polyreme_reward.isolation.privacy import scrubbed
 from polyreme_reward.isolation.wire import HEADER, encode
 
 log = logging.getLogger(__name__)
 
 _REPLY_BYTES = 1 << 20
 _STOP_SECONDS = 5.0
+KEEPER_SECONDS = 5.0
+"""How long the keeper may take to fork. It does nothing else; one that was stopped (SIGSTOP) does not even that."""
 
 
 class Gone(Exception):
@@ -34,6 +37,7 @@ class Worker:
     def __init__(self, name: int, sock: socket.socket) -> None:
         self.name, self._sock = name, sock
         self.ended: str | None = None
+        self.forked = asyncio.Event()
         self.fresh = True
         self.marked = False  # an item left threads or processes in it
         self._reader: asyncio.StreamReader
@@ -81,13 +85,20 @@ class Workers:
         setup: the first message to every worker.
         preload: modules that the keeper imports once for all workers; trusted ones only.
         start_timeout: seconds for a worker to load.
+        environment: variables that they get beside the usual ones.
 
     Attributes:
+        trouble: why no worker could be had when one was last asked for; None: one was.
         facts: version and description of every reward, as the first worker told them.
     """
 
-    def __init__(self, setup: Mapping[str, Any], preload: Sequence[str], start_timeout: float) -> None:
+    def __init__(
+        self, setup: Mapping[str, Any], preload: Sequence[str], start_timeout: float, environment: Collection[str] = ()
+    ) -> None:
         self._setup, self._preload, self._start_timeout = setup, preload, start_timeout
+        self._environment = environment
+        self.trouble: str | None = None
+        self._keeper_answers = False
         self._alive: dict[int, Worker] = {}
         self._names = 0
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -97,16 +108,8 @@ class Workers:
 
     async def spawn(self) -> Worker:
         """A worker that has loaded. Raises ConfigError when it cannot; UnavailableError when that takes too long."""
-        if self._control is None:
-            self._start_keeper()
-        ours, theirs = socket.socketpair()
-        self._names += 1
-        worker = Worker(self._names, ours)
-        self._alive[worker.name] = worker
-        ours.setblocking(False)
+        worker = await self._fork()
         try:
-            with theirs:
-                self._tell({"spawn": worker.name}, [theirs.fileno()])
             await worker.open()
             await worker.send(self._setup)
             async with asyncio.timeout(self._start_timeout):
@@ -134,8 +137,39 @@ class Workers:
         if self.facts and facts != self.facts:
             self.discard(worker)
             raise ConfigError(f"the same rewards as at start ({self.facts})", str(facts), "Restart the reward service.")
-        self.facts = facts
+        self.facts, self.trouble = facts, None
         return worker
+
+    async def _fork(self) -> Worker:
+        """A worker's process. A keeper that does not fork in time is ended, with all its workers, and replaced, once."""
+        for _ in range(2):
+            if self._control is None:
+                self._start_keeper()
+            keeper = self._control
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            self._names += 1
+            worker = self._alive[self._names] = Worker(self._names, ours)
+            try:
+                with theirs:
+                    self._tell({"spawn": worker.name}, [theirs.fileno()])
+                async with asyncio.timeout(KEEPER_SECONDS if self._keeper_answers else self._start_timeout):
+                    await worker.forked.wait()
+                if self._control is keeper:
+                    return worker
+                self.discard(worker)  # another spawn has replaced the keeper
+            except (TimeoutError, BlockingIOError):
+                self.trouble = "the worker keeper does not answer"
+                self.discard(worker)
+                if self._control is keeper:
+                    log.error("the worker keeper does not answer; it is ended and started again")
+                    self._lose_keeper()
+            except BaseException:
+                self.discard(worker)
+                raise
+        raise UnavailableError(
+            "a worker keeper that forks", "none that answers", "Fix: give the machine less to do, or more memory."
+        )
 
     async def respawn(self, give_up: Callable[[str], None]) -> Worker:
         """A worker in the place of another, with growing pauses while none comes up; each time `give_up` is told why."""
@@ -145,6 +179,7 @@ class Workers:
                 return await self.spawn()
             except (ConfigError, UnavailableError, OSError) as error:
                 log.error("a worker could not be replaced: %s", error)
+                self.trouble = str(error)
                 give_up(f"no worker could be started: {error}")
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, 5.0)
@@ -174,12 +209,13 @@ class Workers:
         with theirs:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-m", "polyreme_reward.isolation.keeper", str(theirs.fileno()), self._folder, *self._preload],
+                env=scrubbed(os.environ, self._environment),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         ours.setblocking(False)
-        self._control = ours
+        self._control, self._keeper_answers = ours, False
         asyncio.get_running_loop().add_reader(ours, self._hear)
 
     def _hear(self) -> None:
@@ -193,13 +229,24 @@ class Workers:
         except ConnectionError:
             data = b""
         if data:
+            self._keeper_answers = True
             message = json.loads(data)
-            if (worker := self._alive.get(message["exited"])) is not None:
-                worker.end(message["reason"])
+            if (worker := self._alive.get(message.get("forked") or message["exited"])) is not None:
+                worker.forked.set()
+                if "exited" in message:
+                    worker.end(message["reason"])
             return
         log.error("the worker keeper ended; it is started again with the next worker")
+        self._lose_keeper()
+
+    def _lose_keeper(self) -> None:
+        """Ends the keeper, and with it all workers."""
+        if self._keeper is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._keeper.pid, signal.SIGKILL)
         self._stop_keeper()
         for worker in self._alive.values():
+            worker.forked.set()
             worker.end("ended with its keeper")
 
     def _stop_keeper(self) -> None:

@@ -1,5 +1,5 @@
-"""A worker's life: limits, plugins, then item after item. Invariant: every item it is sent gets one reply, in order, or the process
-ends; what a plugin returns, raises or prints never leaves but as a bounded, checked reply."""
+"""A worker's life: limits, plugins, then item after item. Invariant: every item it is sent gets one reply with its number, in order, or the
+process ends; what a plugin returns, raises or prints never leaves but as a bounded, checked reply."""
 
 import asyncio
 import io
@@ -77,12 +77,12 @@ def main(channel: socket.socket) -> int:
     left_behind = _leftover_test()
     output.take()
     while (jobs := receive(channel)) is not None:
-        for index, fields in jobs:
+        for number, index, fields in jobs:
             outcome, memory = _score(plugins[index], Item(*fields), loop)
             if os.getpid() != pid:  # a plugin forked and both sides came back
                 return 71
             processes, threads = left_behind()
-            reply = [outcome.status, outcome.value, outcome.message, dict(outcome.extras)]
+            reply = [number, outcome.status, outcome.value, outcome.message, dict(outcome.extras)]
             channel.sendall(encode([*reply, memory or processes, memory or processes or threads, output.take()]))
     return 0
 

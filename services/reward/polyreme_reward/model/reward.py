@@ -129,6 +129,10 @@ class ModelReward:
     def description(self) -> str:
         return self._processes.facts[0][1]
 
+    @property
+    def available(self) -> bool:
+        return self._processes.trouble is None
+
     async def start(self) -> None:
         """Loads the model. Raises ConfigError when it cannot be loaded; UnavailableError when it takes too long."""
         try:

@@ -44,7 +44,9 @@ def load(source: Mapping[str, Any]) -> Loaded:
     options = source["options"]
     if (name := source.get("builtin")) is not None:
         rule = make_rule(name, options)
-        return Loaded(rule, lambda answer: answer, builtin_version(name, options), BUILTINS[name].description)
+        note = getattr(rule, "note", "")  # what the rule found out about where it runs
+        description = f"{BUILTINS[name].description} ({note})" if note else BUILTINS[name].description
+        return Loaded(rule, lambda answer: answer, builtin_version(name, options), description)
     if (path := source.get("path")) is not None:
         module = _module_of(path, source["code"])
         function, code = _function(module, source.get("function"), path), source["code"]

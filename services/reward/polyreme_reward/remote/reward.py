@@ -81,6 +81,8 @@ class HttpReward:
         ConfigError: an option is unknown or does not fit, or what `security` names cannot be used.
     """
 
+    available = True
+
     def __init__(
         self,
         name: str,

@@ -23,6 +23,8 @@ class RuleReward:
         self._rule = rule
         self._thread = ThreadPoolExecutor(1, f"reward {name}")  # one: the interpreter runs one at a time anyway
 
+    available = True
+
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome per item, in order."""
         outcomes: list[Outcome] = []

@@ -1,0 +1,57 @@
+"""What a worker, a program or another process of the same user could learn of this one. Invariant: the keeper and its workers have no variable
+of the environment but those named here and those that the configuration names, so that no password or token of the service is among them."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Collection, Mapping
+
+_NAMES = frozenset(
+    [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "LANG",
+        "LANGUAGE",
+        "TZ",
+        "TMPDIR",
+        "VIRTUAL_ENV",
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "HF_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "TOKENIZERS_PARALLELISM",
+    ]
+)
+_PREFIXES = (
+    "LC_",
+    "LD_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "TORCH_",
+    "CUDA_",
+    "NVIDIA_",
+    "ASCEND_",
+    "NPU_",
+    "HCCL_",
+)
+_PR_SET_DUMPABLE = 4
+
+
+def scrubbed(environment: Mapping[str, str], keep: Collection[str]) -> dict[str, str]:
+    """The variables that processes under this one get: what Python, its libraries and devices need, and those named in `keep`."""
+    return {name: value for name, value in environment.items() if name in _NAMES or name in keep or name.startswith(_PREFIXES)}
+
+
+def refuse_inspection() -> None:
+    """Other processes of this user can no longer read this one's memory and environment, nor attach to it; forks inherit that. Linux only;
+    elsewhere it does nothing."""
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,97 @@
+"""The first code inside the sandbox, where it gets `job` and three descriptors' numbers as `sys.argv`: job, result, channel (-1: none).
+
+`job` is a dictionary: `kind`, `program`, `limits` (resource to bytes or seconds), `paths` (where packages are),
+`folder` (of this file), and by kind:
+
+- script: the program runs as a script.
+- call: `name` is called with `arguments` (JSON), and its value written to RESULT as JSON. The program finds what LeetCode's editor imports.
+- serve: the program answers on CHANNEL what `evaluator` asks.
+- check: `test` is executed against the program behind CHANNEL, and the verdict written to RESULT.
+
+Invariant: the first byte on RESULT is a line end, written when limits are set and before any code of the program runs. Nothing beyond it
+is trusted. Imports are few and late: they are what starting costs (so is compiling this file, which comes compiled, see `run`).
+"""
+
+import posix  # `os` without what it imports
+import resource
+import sys
+
+TYPE_CHECKING = False  # importing `typing` would cost more than all the rest
+if TYPE_CHECKING:
+    from typing import Any
+
+_RECURSION = 100_000
+
+
+def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
+    for name, limit in job["limits"].items():
+        what = getattr(resource, name)
+        hard = resource.getrlimit(what)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (limit, limit))
+    sys.path += job["paths"]
+    sys.argv = ["program.py"]
+    if job["kind"] != "check":
+        sys.setrecursionlimit(_RECURSION)
+        with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(job["program"])
+    null = posix.open("/dev/null", posix.O_WRONLY)
+    posix.dup2(null, 2)  # where the sandbox itself said what was wrong
+    posix.close(null)
+    posix.write(result_fd, b"\n")
+    if job["kind"] == "script":
+        posix.close(result_fd)
+        _execute(job["program"], "__main__", {})
+    elif job["kind"] == "call":
+        _call(job, result_fd)
+    else:
+        _make_importable(job["folder"])
+        if job["kind"] == "serve":
+            from polyreme_reward.sandbox.inside import server
+
+            posix.close(result_fd)
+            server.serve(channel_fd, lambda: _execute(job["program"], "program", {}))
+        else:
+            from polyreme_reward.sandbox.inside import evaluator
+
+            posix.write(result_fd, evaluator.verdict(channel_fd, job["test"]).encode("utf-8", "replace"))
+
+
+def _make_importable(folder: str) -> None:
+    """Gives this directory its package's name; the directories above it are not there."""
+    for name in ("polyreme_reward", "polyreme_reward.sandbox", "polyreme_reward.sandbox.inside"):
+        package = type(sys)(name)
+        package.__path__ = [folder]
+        sys.modules[name] = package
+
+
+def _execute(program: str, name: str, given: dict[str, object]) -> dict[str, object]:
+    """Runs the program as the module `name` with the names `given`. Returns its globals."""
+    module = type(sys)(name)
+    module.__dict__.update(given, __file__="program.py")
+    sys.modules[name] = module
+    exec(compile(program, "program.py", "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def _call(job: dict[str, str], result_fd: int) -> None:
+    import json
+
+    given: dict[str, object] = {}
+    for module in ("typing", "collections", "functools", "itertools", "heapq", "bisect"):
+        exec(f"from {module} import *", given)
+    exec("from math import ceil, comb, floor, gcd, inf, log, sqrt", given)
+    exec("import bisect, collections, functools, heapq, itertools, math, operator, random, re, string", given)
+    namespace = _execute(job["program"], "program", given)
+    function = namespace.get(job["name"])
+    if function is None and "Solution" in namespace:
+        function = getattr(namespace["Solution"](), job["name"])  # type: ignore[operator]
+    value = function(*json.loads(job["arguments"]))  # type: ignore[operator]  # no such function: a TypeError, and the test has failed
+    data = json.dumps(value).encode()
+    while data:
+        data = data[posix.write(result_fd, data) :]
+
+
+if __name__ == "__main__":
+    _own = sys.modules["__main__"]  # kept: a script takes its name
+    main(globals()["job"], *map(int, sys.argv[2:]))

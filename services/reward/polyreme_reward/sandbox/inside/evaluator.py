@@ -1,0 +1,205 @@
+"""The trusted side of an assertion: the test's own code, in a process that the program has no way into.
+
+Invariant: every comparison of the test is made here, on values of exact built-in types; the program decides only what its own functions and
+objects answer. An object that is no plain value is a `Remote`: it can be called, indexed and iterated, and is equal to nothing: comparing it
+fails the test, whatever its `__eq__` would say. A name means what Python's builtins, the test itself or a module of TRUSTED say, before it
+means something in the program: a program cannot bring an `abs` or `all` of its own.
+"""
+
+import builtins
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from polyreme_reward.sandbox.inside import values
+
+TRUSTED = (
+    "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq", "itertools", "json",
+    "math", "numpy", "operator", "random", "re", "statistics", "string", "sys", "typing",
+)  # fmt: skip
+_SHORT = {"np": "numpy"}
+
+
+class Refused(BaseException):
+    """The test asks for what cannot be done safely. No `except` of a test catches it by accident."""
+
+
+class Failed(BaseException):
+    """The program cannot answer any more, or answers with what is no answer."""
+
+
+class ProgramError(Exception):
+    """An exception that only the program has."""
+
+
+class _Program:
+    """The connection to the program's process."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.names = frozenset(self._receive().get("names", ()))
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            message = values.receive(self.fd)
+        except (EOFError, OSError, ValueError, RecursionError) as error:
+            raise Failed(repr(error)) from None
+        if type(message) is not dict:
+            raise Failed("no reply")
+        return message
+
+    def get(self, name: str) -> Any:
+        """What the program means by a name; what it imported under the library's own name is the library's here too."""
+        reply = self._ask({"get": name})
+        if "library" in reply:
+            module, attribute = reply["library"]
+            if module not in TRUSTED or attribute != name:
+                raise Failed(f"{name} is {module}.{attribute}")
+            return getattr(importlib.import_module(module), name)
+        return self._value(reply["value"])
+
+    def do(self, operation: str, *args: Any) -> Any:
+        try:
+            sent = [values.encode(arg, _number) for arg in args]
+        except values.Unplain as error:
+            raise Refused(f"arguments that are plain values, or the program's own objects; found {error}") from None
+        reply = self._ask({"do": operation, "args": sent})
+        if operation == "call":
+            try:
+                _, positional, keywords = (self._value(each) for each in reply["args"])
+                for arg, after in zip((*args[1], *args[2].values()), (*positional, *keywords.values()), strict=True):
+                    _restore(arg, after)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise Failed(repr(error)) from None
+        return self._value(reply["value"])
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            values.send(self.fd, message)
+        except values.Unplain as error:
+            raise Refused(str(error)) from None
+        except OSError as error:
+            raise Failed(repr(error)) from None
+        reply = self._receive()
+        if "raised" in reply:
+            name, text = map(str, reply["raised"])
+            kind = getattr(builtins, name, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                try:
+                    raised = kind(text)
+                except TypeError:  # it takes more than a message
+                    raised = ProgramError(f"{name}: {text}")
+                raise raised
+            raise ProgramError(f"{name}: {text}")
+        return reply
+
+    def _value(self, data: Any) -> Any:
+        try:
+            return values.decode(data, lambda number: Remote(self, int(number)))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise Failed(repr(error)) from None
+
+
+def _restore(value: Any, after: Any) -> None:
+    """Makes a mutable argument what the call made of it."""
+    if type(value) is not type(after):
+        raise TypeError("another argument")
+    if type(value) is list:
+        value[:] = after
+    elif type(value) in (dict, set):
+        value.clear()
+        value.update(after)
+    elif type(value).__name__ == "deque":
+        value.clear()
+        value.extend(after)
+
+
+def _number(value: Any) -> int:
+    if type(value) is Remote:
+        return object.__getattribute__(value, "_number")
+    raise values.Unplain(f"a {type(value).__name__}")
+
+
+def _forward(operation: str) -> Callable[..., Any]:
+    return lambda self, *args: object.__getattribute__(self, "_program").do(operation, self, *args)
+
+
+def _reflect(operation: str) -> Callable[..., Any]:
+    return lambda self, other: object.__getattribute__(self, "_program").do(operation, other, self)
+
+
+def _compare(self: object, other: object) -> Any:
+    raise Failed("an object of the program is compared; only plain values are")
+
+
+class Remote:
+    """An object of the program."""
+
+    def __init__(self, program: _Program, number: int) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return object.__getattribute__(self, "_program").do("call", self, args, keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return object.__getattribute__(self, "_program").do("getattr", self, name)
+
+    def __iter__(self) -> Any:
+        return object.__getattribute__(self, "_program").do("iter", self)
+
+    def __exit__(self, *_: object) -> Any:
+        return object.__getattribute__(self, "_program").do("exit", self)
+
+    def __instancecheck__(self, value: object) -> Any:
+        return type(value) is Remote and object.__getattribute__(self, "_program").do("isinstance", value, self)
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compare
+    __hash__ = object.__hash__
+
+
+for _name, _operation in {
+    "setattr": "setattr", "getitem": "getitem", "setitem": "setitem", "delitem": "delitem", "contains": "contains", "next": "next",
+    "len": "len", "bool": "bool", "str": "str", "repr": "repr", "int": "int", "float": "float", "index": "index", "abs": "abs",
+    "neg": "neg", "enter": "enter",
+}.items():  # fmt: skip
+    setattr(Remote, f"__{_name}__", _forward(_operation))
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"):
+    setattr(Remote, f"__{_name.strip('_')}__", _forward(_name))
+    setattr(Remote, f"__r{_name.strip('_')}__", _reflect(_name))
+
+
+class _Names(dict[str, Any]):
+    """The test's globals: a name that neither the test nor Python has is the program's."""
+
+    def __init__(self, program: _Program) -> None:
+        super().__init__(__builtins__=builtins, __name__="test")
+        self.program = program
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            raise KeyError(name)
+        if (module := _SHORT.get(name, name)) in TRUSTED:
+            return importlib.import_module(module)
+        if name in self.program.names:
+            return self.program.get(name)
+        raise KeyError(name)
+
+
+def verdict(fd: int, test: str) -> str:
+    """Runs the test. Returns "pass", "fail", or "error: " and why the test cannot be run."""
+    try:
+        program = _Program(fd)
+    except Failed:
+        return "fail"
+    try:
+        code = compile(test, "test", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return f"error: expected a test in Python; found {error!r}"
+    try:
+        exec(code, _Names(program))
+    except Refused as error:
+        return f"error: {error}"
+    except BaseException:  # noqa: BLE001 whatever the test raises, it has not passed
+        return "fail"
+    return "pass"

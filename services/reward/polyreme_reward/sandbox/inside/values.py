@@ -1,0 +1,107 @@
+"""Values and messages between a test and a program that does not deserve trust.
+
+Invariant: what `decode` gives is built of exact built-in types, whatever the other side sent; everything else is a reference by number, which
+has no equality. Messages are frames: a length of four bytes, then JSON.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+FRAME_BYTES = 16 << 20
+_HEADER = struct.Struct("<I")
+
+
+class Unplain(Exception):
+    """A value that cannot travel."""
+
+
+def encode(value: Any, reference: Callable[[Any], int]) -> Any:
+    """A value as JSON's types. `reference(value)` gives the number of what is no plain value, or raises Unplain."""
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, int):
+        return {"int": hex(int.__index__(value))}
+    if isinstance(value, float):
+        return {"float": float.__repr__(float.__float__(value))}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, complex):
+        return {"complex": [float.__repr__(value.real), float.__repr__(value.imag)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, (list, tuple)) or (type(value).__name__ == "deque" and type(value).__module__ == "collections"):
+        kind = "tuple" if isinstance(value, tuple) else "list" if isinstance(value, list) else "deque"
+        return {kind: [encode(each, reference) for each in type(value).__iter__(value)]}
+    if isinstance(value, (set, frozenset)):
+        return {"frozenset" if isinstance(value, frozenset) else "set": [encode(each, reference) for each in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, reference), encode(each, reference)] for key, each in dict.items(value)]}
+    return {"reference": reference(value)}
+
+
+def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
+    """The value of what `encode` gave. `dereference(number)` gives what a reference stands for. Raises ValueError, TypeError, KeyError."""
+    if data is None or data is True or data is False or type(data) is str:
+        return data
+    if type(data) is not dict or len(data) != 1:
+        raise ValueError("no value")
+    ((kind, body),) = data.items()
+    if kind == "int":
+        return int(body, 16)
+    if kind == "float":
+        return float(body)
+    if kind == "complex":
+        return complex(*map(float, body))
+    if kind == "bytes":
+        return bytes.fromhex(body)
+    if kind == "dict":
+        return {decode(key, dereference): decode(value, dereference) for key, value in body}
+    if kind == "reference":
+        return dereference(body)
+    return _KINDS[kind](decode(each, dereference) for each in body)
+
+
+def _deque(values: Iterable[Any]) -> Any:
+    from collections import deque
+
+    return deque(values)
+
+
+_KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": _deque,
+}
+
+
+def send(fd: int, message: Any) -> None:
+    """Writes one frame."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > FRAME_BYTES:
+        raise Unplain(f"a value of {len(body)} bytes")
+    data = _HEADER.pack(len(body)) + body
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def receive(fd: int) -> Any:
+    """The next message. Raises EOFError at the end and ValueError for what is no message."""
+    (size,) = _HEADER.unpack(_exactly(fd, _HEADER.size))
+    if size > FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes")
+    return json.loads(_exactly(fd, size))
+
+
+def _exactly(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = os.read(fd, min(size - len(data), 1 << 20))
+        if not part:
+            raise EOFError
+        data += part
+    return data

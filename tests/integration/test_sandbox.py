@@ -1,0 +1,241 @@
+"""What a sandbox lets a program do, what it makes of forged results, and which mode is chosen where."""
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from polyreme.errors import ConfigError
+from polyreme_reward.items import Item, RewardError
+from polyreme_reward.rules import make_rule
+from polyreme_reward.sandbox import modes
+from polyreme_reward.sandbox import run as running
+from polyreme_reward.sandbox.modes import choose, why_not
+from polyreme_reward.sandbox.run import Ended, Limits, Mode, SandboxError, check, run
+from support.processes import descendants
+
+LIMITS = Limits(seconds=20.0, memory_mib=128)
+SHORT = Limits(seconds=0.5, memory_mib=128)
+
+
+@pytest.fixture(params=[Mode.BUBBLEWRAP, Mode.LANDLOCK, Mode.NONE])
+def mode(request: pytest.FixtureRequest) -> Mode:
+    if request.param is not Mode.NONE and (reason := why_not(request.param)) is not None:
+        pytest.skip(f"{request.param} does not work here: {reason}")
+    return Mode(request.param)
+
+
+def script(mode: Mode, program: str, stdin: str = "", limits: Limits = LIMITS) -> Ended:
+    return run(mode, {"kind": "script", "program": program}, stdin, limits)
+
+
+def test_a_program_has_its_input_a_directory_threads_and_packages(mode: Mode) -> None:
+    program = """
+import asyncio, os, tempfile, threading
+import pydantic
+with tempfile.TemporaryFile() as file:
+    file.write(b"x")
+open("own", "w").write("x")
+thread = threading.Thread(target=print, args=("thread",)); thread.start(); thread.join()
+asyncio.run(asyncio.sleep(0))
+os.remove("own")
+print(input(), os.listdir(), __name__)
+"""
+    ended = script(mode, program, "é\ud800\n".encode("utf-8", "replace").decode())
+    assert (ended.well, ended.stdout.decode()) == (True, "thread\né? ['program.py'] __main__\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "over"),
+    [
+        ("while True: pass", "time"),
+        ("import time\ntime.sleep(1000)", "time"),
+        ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
+        ("import os\nos._exit(3)", None),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGABRT)\nos.abort()", None),
+        ("x = bytearray(1 << 30)", None),
+        ("import ctypes\nctypes.string_at(0)", None),
+        ("def", None),
+    ],
+)
+def test_a_program_that_fails_is_no_error_of_the_sandbox(mode: Mode, program: str, over: str | None) -> None:
+    ended = script(mode, program, limits=SHORT if over == "time" else LIMITS)
+    assert (ended.well, ended.over) == (False, over)
+    assert not [process for process in descendants() if "-X" in process.cmdline()]
+
+
+VALUES = "def f(x):\n    return x + 1\n"
+LIAR = """
+class Liar:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __lt__(self, other): return True
+    __le__ = __gt__ = __ge__ = __contains__ = __lt__
+    def __bool__(self): return True
+    def __hash__(self): return hash(2)
+    def __abs__(self): return 0
+    def __sub__(self, other): return self
+    def __getattr__(self, name): return self
+    def __call__(self, *args): return self
+    @property
+    def __class__(self): return int
+f = Liar()
+"""
+TESTS = [
+    # (program, test, verdict)
+    (VALUES, "assert f(1) == 2", "pass"),
+    (VALUES, "assert f(1) == 3", "fail"),
+    (VALUES, "assert f(x=1) == 2 and f(1.5) == 2.5 and f(10**5000) == 10**5000 + 1", "pass"),
+    (VALUES, "assert g(1) == 2", "fail"),
+    (VALUES, "for k in range(3):\n    assert f(k) == k + 1, k", "pass"),
+    (VALUES, "def check(candidate):\n    assert [candidate(k) for k in range(3)] == [1, 2, 3]\ncheck(f)", "pass"),
+    (VALUES, "assert f('a') == 2", "fail"),
+    (VALUES, "try:\n    f('a')\nexcept TypeError:\n    pass\nelse:\n    assert False", "pass"),
+    (VALUES, "assert f(lambda: 1) == 2", "error"),
+    (VALUES, "assert f(1) ==", "error"),
+    (VALUES, "import sys; sys.exit(0)", "fail"),
+    (VALUES, "while True: pass", "fail"),
+    ("import math\nfrom math import isclose\ndef f(x): return x / 3", "assert math.isclose(f(1), 1 / 3) and isclose(f(1), 1 / 3)", "pass"),
+    ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == Counter('aab') == {'a': 2, 'b': 1}", "pass"),
+    ("def f(): return (1, [2.5, None], {'a': {3}}, b'x', 1j, float('nan'))", "a = f()\nassert a[:5] == (1, [2.5, None], {'a': {3}}, b'x', 1j) and a[5] != a[5]", "pass"),
+    ("def f(x): x.sort()", "a = [2, 1]\nf(a)\nassert a == [1, 2]", "pass"),
+    ("def f(n):\n    yield from range(n)", "assert list(f(3)) == [0, 1, 2] and sum(f(3)) == 3", "pass"),
+    ("class Stack:\n    def __init__(self): self.all = []\n    def push(self, x): self.all.append(x)\n    def __len__(self): return len(self.all)", "s = Stack()\ns.push(3)\nassert len(s) == 1 and s.all == [3] and isinstance(s, Stack) and not isinstance(s, int)", "pass"),
+    ("class V:\n    def __init__(self, x): self.x = x\n    def __add__(self, o): return V(self.x + o.x)", "assert (V(1) + V(2)).x == 3", "pass"),
+    ("def f():\n    raise KeyError('no')", "try:\n    f()\nexcept KeyError as e:\n    assert 'no' in str(e)", "pass"),
+    ("X = 3", "assert X == 3", "pass"),
+    # Forged.
+    (LIAR, "assert f(1) == 2", "fail"),
+    (LIAR, "assert 2 == f(1)", "fail"),
+    (LIAR, "assert f(1) in (1, 2)", "fail"),
+    (LIAR, "assert f(1) in {2}", "fail"),
+    (LIAR, "assert not f(1) != 2", "fail"),
+    (LIAR, "assert abs(f(1) - 2) < 1e-6", "fail"),
+    (LIAR, "assert [f(1)] == [2]", "fail"),
+    (LIAR, "assert isinstance(f(1), int) and f(1) >= 2", "fail"),
+    (LIAR, "import math\nassert math.isclose(f(1), 2)", "fail"),
+    (VALUES + "import builtins\nabs = lambda x: 0\nall = any = lambda x: True\nbuiltins.abs = abs", "assert abs(f(1) - 9) < 1e-6 and all(f(k) == 9 for k in range(2))", "fail"),
+    (VALUES + "class math:\n    isclose = lambda a, b: True", "assert math.isclose(f(1), 9)", "fail"),
+    (VALUES + "import unittest.mock\nf = unittest.mock.ANY", "assert f == 9", "fail"),
+    (VALUES + "from unittest.mock import ANY as f", "assert f == 9", "fail"),
+    ("import os\nos._exit(0)", "assert False", "fail"),
+    ("import os\nos._exit(0)", "assert True", "fail"),
+    ("import sys\nsys.exit(0)", "assert False", "fail"),
+    ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'pass')\n    except OSError: pass\nos._exit(0)", "assert False", "fail"),
+    ("import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'\\npass')\n    except OSError: pass\n" + VALUES, "assert f(1) == 9", "fail"),
+    ("import sys\nclass Exit(AssertionError): pass\ndef f(x): sys.modules['__main__'].__dict__.clear(); raise Exit", "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].encode = lambda *_: {'reference': 0}\n" + VALUES, "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].encode = lambda *_: {'reference': 'x'}\n" + VALUES, "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].encode = lambda *_: [[[]]]\n" + VALUES, "assert f(1) == 2", "fail"),
+    ("import sys\nsys.modules['polyreme_reward.sandbox.inside.values'].send = lambda fd, _: __import__('os').write(fd, b'\\xff' * 100)\n" + VALUES, "assert f(1) == 2", "fail"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "test", "verdict"), TESTS)
+def test_an_assertion_is_decided_outside_the_program(program: str, test: str, verdict: str) -> None:
+    found = check(choose(unsafe=True), program, test, SHORT if "while True" in test else LIMITS)
+    assert found.partition(":")[0] == verdict, found
+
+
+FORGED_VALUES = [
+    "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'null')\n    except OSError: pass\nos._exit(0)",
+    "import os\nfor fd in range(3, 64):\n    try: os.write(fd, b'\\nnull')\n    except OSError: pass\nos._exit(0)",
+    LIAR,
+    "import json\njson.dumps = lambda value: '2 '\ndef f(x): return 3\nimport os\nos._exit(0)",
+    "class I(int):\n    def __eq__(self, other): return True\n    def __repr__(self): return '2'\ndef f(x): return I(3)",
+    "class L(list):\n    def __eq__(self, other): return True\ndef f(x): return L([9])",
+]
+
+
+@pytest.mark.parametrize("program", FORGED_VALUES)
+def test_a_returned_value_is_compared_outside_the_program(program: str) -> None:
+    assert score(program, {"fn_name": "f", "inputs": [[1]], "outputs": [2]}) == 0.0
+
+
+def score(program: str, tests: Any, **options: Any) -> object:
+    return make_rule("code", options)(Item("", "p", program, metadata_json=json.dumps({"tests": tests})))
+
+
+def test_a_test_that_cannot_be_judged_safely_is_an_error() -> None:
+    with pytest.raises(RewardError, match="plain values"):
+        score(VALUES, ["assert f(lambda: 1) == 2"])
+
+
+@pytest.mark.parametrize(
+    "tests", [{"inputs": ["3"], "outputs": ["3"]}, ["assert f(1) == 2"], {"fn_name": "f", "inputs": [[1]], "outputs": [2]}]
+)
+def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tests: Any) -> None:
+    reward = make_rule("code", {})
+    monkeypatch.setattr(running, "_PYTHON", "/nowhere/python")
+    with pytest.raises(RewardError, match="sandbox"):
+        reward(Item("", "p", "print(input())", metadata_json=json.dumps({"tests": tests})))
+
+
+def test_a_sandbox_that_breaks_while_it_starts_is_an_error(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_BOOT", "import sys; sys.exit('out of order')")
+    with pytest.raises(SandboxError, match="out of order"):
+        script(mode, "print(3)")
+
+
+def test_where_nothing_isolates_the_reward_refuses_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "why_not", lambda mode: "refused")
+    with pytest.raises(ConfigError) as raised:
+        make_rule("code", {})
+    assert "bubblewrap: refused; landlock: refused" in raised.value.found
+    assert "unsafe: true" in raised.value.do
+    reward = make_rule("code", {"unsafe": True})
+    assert "not isolated" in reward.note  # type: ignore[attr-defined]
+    assert reward(Item("", "p", "print(3)", metadata_json=json.dumps({"tests": {"inputs": [""], "outputs": ["3"]}}))) == 1.0
+
+
+# Refuses system calls as a container's default does, then says what is chosen.
+REFUSED = """
+import ctypes, sys
+from polyreme.errors import ConfigError
+from polyreme_reward.sandbox import landlock, modes, seccomp
+import platform
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)
+never = {name: seccomp._NAMESPACES[name] for name in ("unshare", "setns", "mount")}
+if "landlock" in sys.argv:
+    never["landlock_create_ruleset"] = (444, 444)
+rules = [seccomp._Rule("clone", 0, 0x10000000, (0x10000000,))]
+landlock.install(seccomp.assemble(never, rules, platform.machine()))
+try:
+    print(modes.choose(unsafe="unsafe" in sys.argv))
+except ConfigError as error:
+    print("refused", error.found)
+"""
+
+
+@pytest.mark.parametrize(
+    ("refused", "chosen"), [((), "landlock"), (("landlock",), "refused bubblewrap: "), (("landlock", "unsafe"), "none")]
+)
+def test_the_mode_is_the_best_that_the_machine_allows(refused: tuple[str, ...], chosen: str) -> None:
+    if why_not(Mode.LANDLOCK) is not None:
+        pytest.skip("the kernel has no Landlock")
+    argv = [sys.executable, "-c", REFUSED, *refused]
+    said = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert said.startswith(chosen), said
+
+
+def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
+    """Killed with SIGKILL, which leaves nobody to clean up."""
+    starter = (
+        "import sys\nfrom polyreme_reward.sandbox.run import Limits, Mode, run\n"
+        "run(Mode(sys.argv[1]), {'kind': 'script', 'program': 'import time; time.sleep(1000)'}, '', Limits(1000.0, 128))"
+    )
+    process = psutil.Popen([sys.executable, "-c", starter, mode], start_new_session=True)
+    try:
+        while not (below := process.children(recursive=True)) or not any("-X" in child.cmdline() for child in below[-1:]):
+            assert process.poll() is None
+            time.sleep(0.02)
+        below = process.children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(below, timeout=60)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
