@@ -1,6 +1,6 @@
 """Bad input as a user meets it: the real commands as processes, one message that says what to do, a bad status, nothing left.
 
-What `polyreme up` refuses before it starts anything is in tests/unit/cli/test_cli.py, and rewards that hang or are not finite are in
+What `polyreme up` refuses before it starts anything is in tests/integration/cli/test_cli.py, and rewards that hang or are not finite are in
 test_demo.py.
 """
 
