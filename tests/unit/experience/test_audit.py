@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_a_whole_log_is_clean() -> None:
     assert audit.counts == {"admitted": 1, "appended": 1, "planned": 2, "released": 2, "dropped": 1, "failed": 1}
 
 
-DAMAGE: dict[str, tuple[Callable[[Snapshot], object], str, object]] = {
+DAMAGE: dict[str, tuple[Callable[[Snapshot], object], str, Any]] = {
     "a row is gone": (lambda s: s.rows.pop(2), "missing", [2]),
     "a plan twice": (lambda s: s.plans[2].append(0), "double", [0]),
     "a needed payload is gone": (lambda s: s.payloads.remove(4), "lost", [4]),

@@ -40,7 +40,17 @@ def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> N
     policy: Any = Drifting()
     layout = Layout(torch.device("cpu"), 0, 1, lambda tensor: None, 64, 1000)
     trained = train_iteration(
-        policy, None, policy, layout, collect([group], np.zeros((1, 2)), 0), 2, AlgorithmConfig(), 1.0, 1e-3, (0, 1), None
+        policy,
+        None,
+        policy,
+        layout,
+        collect([group], np.zeros((1, 2), np.float32), 0),
+        2,
+        AlgorithmConfig(),
+        1.0,
+        1e-3,
+        (0, 1),
+        None,
     )
     assert policy.steps == 1
     assert trained.mismatch_kl == 0.0

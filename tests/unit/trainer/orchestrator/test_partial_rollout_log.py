@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.api.v1 import rollout_pb2
+from polyreme.api.v1 import experience_pb2, rollout_pb2
 from polyreme_trainer.orchestrator.partial_rollouts import BadDraftError, Drafts, joined, part_since
 
 PROMPT = np.array([5, 6, 7], np.int32)
@@ -25,7 +25,9 @@ def chunk(slot: int, ids: list[int], version: int = 0) -> rollout_pb2.GenerateRe
 
 def end(slot: int, length: int) -> rollout_pb2.GenerateResponse:
     spans = [{"version": 1, "start": 0, "end": length}]
-    return rollout_pb2.GenerateResponse(ends=[rollout_pb2.SlotEnd(slot=slot, finish_reason=2, spans=spans)])
+    return rollout_pb2.GenerateResponse(
+        ends=[rollout_pb2.SlotEnd(slot=slot, finish_reason=experience_pb2.FINISH_REASON_LENGTH, spans=spans)]
+    )
 
 
 @given(
@@ -33,12 +35,13 @@ def end(slot: int, length: int) -> rollout_pb2.GenerateResponse:
         st.one_of(st.tuples(st.integers(0, 1), st.lists(st.integers(2, 40), min_size=1, max_size=9)), st.none()), max_size=12
     )
 )
-def test_parts_make_up_the_drafts_whenever_they_are_cut(steps):
-    there, parts = drafts(max_new=1000), []
+def test_parts_make_up_the_drafts_whenever_they_are_cut(steps: list[tuple[int, list[int]] | None]) -> None:
+    there = drafts(max_new=1000)
+    parts: list[bytes] = []
     marks = there.marks()
     for step in steps:
         if step:
-            there.add(chunk(*step, version=len(parts)))
+            there.add(chunk(step[0], step[1], len(parts)))
         else:
             parts.append(part_since(marks, there, PROMPT))
             marks = there.marks()
@@ -52,7 +55,7 @@ def test_parts_make_up_the_drafts_whenever_they_are_cut(steps):
         )  # fmt: skip
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused() -> None:
     there = drafts()
     there.add(chunk(0, [9] * 20))
     part = part_since(drafts().marks(), there, PROMPT)

@@ -3,7 +3,7 @@
 from polyreme_trainer.orchestrator.reward_client import Health
 
 
-def test_health():
+def test_health() -> None:
     health = Health(grace=10.0)
     assert not health.waits(0.0)
     health.failed(5.0, "group 1")

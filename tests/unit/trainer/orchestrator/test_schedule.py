@@ -3,7 +3,7 @@
 from polyreme_trainer.orchestrator.schedule import pending
 
 
-def test_which_versions_are_evaluated():
+def test_which_versions_are_evaluated() -> None:
     done: set[int] = set()
     for version in range(8):
         done.update(pending(version, done, lambda v: v in (3, 6, 7)))
