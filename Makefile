@@ -38,7 +38,7 @@ test-real: $(VENV)/.dev
 ## test-slow: the rest: storms of a thousand faults, machines as network namespaces, whole runs (an hour, and root for some),
 ## random seeds where the others are fixed, and the light suite on a machine that has hardly any time for it
 test-slow: $(VENV)/.dev
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -m slow --hypothesis-profile=fuzz $(ARGS)
 	$(BIN)/pytest -m "hypothesis and not slow and not real" --hypothesis-profile=fuzz -n 4 --dist worksteal $(ARGS)
 	PYTEST=$(BIN)/pytest tests/any_machine.sh
 
@@ -51,7 +51,8 @@ bench: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/trainer/polyreme_trainer
+	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/trainer/polyreme_trainer \
+		tests/conftest.py tests/support tests/unit
 
 ## proto: write the stubs anew from proto/
 proto: $(VENV)/.dev

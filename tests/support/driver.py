@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.errors import PolyremeError, StaleTermError
 from polyreme.experience.audit import Snapshot

@@ -153,7 +153,7 @@ def rank_0_waits_then_fails(seconds: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # The store waits for all ranks: their starts are apart by more than the deadline on a slow machine.
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = torch.distributed.TCPStore(*place, size, rank == 0, timeout=timedelta(seconds=300))
+    store = torch.distributed.TCPStore(*place, size, rank == 0, timeout=timedelta(seconds=300))  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4))
     ranks = Ranks(torch.distributed.get_rank(), BroadcastChannel(torch.device("cpu")))
 

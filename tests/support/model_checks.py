@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ def policy_of(model: str, device: Device, trainable: bool = True) -> Policy:
     return policy
 
 
-def hf_model(model: str) -> torch.nn.Module:
+def hf_model(model: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -102,7 +104,7 @@ def train(policy: Policy, optimizer: Optimizer, steps: int) -> list[float]:
     return norms
 
 
-def hf_train(model: torch.nn.Module, steps: int, adam: Adam) -> list[float]:
+def hf_train(model: Any, steps: int, adam: Adam) -> list[float]:
     """The same steps by plain torch."""
     parameters = list(model.parameters())
     decay = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": adam.weight_decay}]
@@ -133,7 +135,7 @@ def training_agrees_with_plain_torch(model: str, device: Device) -> None:
         expected = reference.state_dict()
         assert full.keys() == expected.keys() - hf_mapping.hf_aliases(policy.arch).keys()
         for name, tensor_ in full.items():
-            torch.testing.assert_close(tensor_, expected[name], rtol=0, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(tensor_, expected[name], rtol=0, atol=TOLERANCE, msg=partial("{}: {}".format, name))
 
 
 def slices_fill_shared_views(model: str, device: Device, folder: str) -> None:

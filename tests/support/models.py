@@ -17,9 +17,9 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
     hidden_size: 128 for vLLM, whose CPU attention starts at 32 numbers per head.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": hidden_size,
         "intermediate_size": 56,
         "num_hidden_layers": 2,
@@ -33,6 +33,7 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        model: PreTrainedModel
         if kind == "tied":
             model = Qwen2ForCausalLM(Qwen2Config(vocab_size=45, tie_word_embeddings=True, **sizes))
         else:
@@ -95,15 +96,17 @@ def tiny_reward_model(
         num_key_value_heads=2,
         max_position_embeddings=16384,
         pad_token_id=pad,
-        num_labels=outputs,
+        num_labels=outputs,  # type: ignore[call-arg]  # of its base class
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForSequenceClassification(config)
+        embeddings = model.get_input_embeddings()
+        assert isinstance(embeddings, torch.nn.Embedding)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-            model.get_input_embeddings().weight[vocabulary()["z"]] = float("nan")
+            embeddings.weight[vocabulary()["z"]] = float("nan")
     model.save_pretrained(path)
     for name, content in model_files(template).items():
         if name != "config.json":

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.process import logging_setup
@@ -24,7 +26,7 @@ from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
-from polyreme_trainer.megatron import atomic, checkpoint, saves
+from polyreme_trainer.megatron import atomic, saves
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -68,7 +70,7 @@ MOMENTS: dict[str, Moment] = {
     "version set, not pushed": (ExperienceLog, "set_version", "after", None),
     "version pushed": (Publisher, "publish", "after", None),
     "export written": (saves, "export_hf", "after", None),
-    "checkpoint half written": (checkpoint.torch, "save", "after", torn_checkpoint),
+    "checkpoint half written": (torch, "save", "after", torn_checkpoint),
     "checkpoint named": (atomic, "publish", "after", None),
     "old checkpoint half removed": (atomic, "discard", "before", torn_directory),
     "release asked": (ExperienceLog, "release", "before", None),

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -100,7 +101,7 @@ def _say(word: int, pid: int, status: int) -> None:
     os.write(1, f"{word} {pid} {status}\n".encode())
 
 
-def _child(order: dict, parent: int) -> int:
+def _child(order: dict[str, Any], parent: int) -> int:
     """What the fork does. Returns its exit status."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,6 +1,6 @@
 """Which processes there are, asked of a system in which they end at any moment."""
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 
 def runs(process: psutil.Process | int) -> bool:

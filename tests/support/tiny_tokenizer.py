@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -38,7 +39,9 @@ def _tokenizer_json() -> bytes:
     return tokenizer.to_str().encode()
 
 
-def model_files(chat_template: str | None = CHAT_TEMPLATE, eos: str | None = "<eos>", generation_eos=None) -> dict[str, bytes]:
+def model_files(
+    chat_template: str | None = CHAT_TEMPLATE, eos: str | None = "<eos>", generation_eos: Any = None
+) -> dict[str, bytes]:
     """A model directory's small files by name. 48 ids: 7 special ones, then one per character."""
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "unk_token": "<unk>", "eos_token": eos}
     files = {

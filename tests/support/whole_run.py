@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import yaml
 
 from polyreme.cli.run_directory import read_run_file
@@ -29,7 +29,7 @@ def make_task(folder: Path, lead: str = "") -> Path:
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "running_total"))
     try:
-        import prepare
+        import prepare  # type: ignore[import-not-found]  # of a folder that is no package
     finally:
         sys.path.pop(0)
     prepare.save_model(folder / "model", seed=0)

@@ -87,10 +87,11 @@ def test_one_line_per_iteration(tmp_path: Path) -> None:
 
 
 def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: Path) -> None:
-    stale = {"staleness/samples": [100, 150, 6], "mismatch_kl": None}
+    before: dict[str, Any] = {"staleness/samples": [250, 6]}
+    stale: dict[str, Any] = {"staleness/samples": [100, 150, 6], "mismatch_kl": None}
     progress = told(
         {"kind": "rollout", "time": 9.0, "iteration": 3, "time/rollout_wait": 0.5},
-        iteration(2, time=8.0, **{"staleness/samples": [250, 6]}),
+        iteration(2, time=8.0, **before),
         record := iteration(3, time=10.0, **stale),
     )
     line = view.plain_line(record, progress, iterations=24)

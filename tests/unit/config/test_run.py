@@ -127,8 +127,13 @@ def test_a_reward_has_one_source(tree: dict[str, Any]) -> None:
 
 def test_the_fingerprint_is_of_what_decides_the_weights(tmp_path: Path) -> None:
     base = run_config(tmp_path)
-    same = [{"name": "other"}, {"iterations": 5}, {"eval_interval": 3}, {"output_dir": tmp_path / "elsewhere"}]
-    other = [{"seed": 1}, {"groups_per_iteration": 5}, {"group_size": 3}, {"max_staleness": 1}]
+    same: list[dict[str, Any]] = [
+        {"name": "other"},
+        {"iterations": 5},
+        {"eval_interval": 3},
+        {"output_dir": tmp_path / "elsewhere"},
+    ]
+    other: list[dict[str, Any]] = [{"seed": 1}, {"groups_per_iteration": 5}, {"group_size": 3}, {"max_staleness": 1}]
     assert {base.model_copy(update=change).fingerprint() for change in same} == {base.fingerprint()}
     assert len({base.model_copy(update=change).fingerprint() for change in [{}, *other]}) == len(other) + 1
 

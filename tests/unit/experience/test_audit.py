@@ -2,12 +2,11 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from polyreme.experience.audit import Snapshot, audit_main, render
-from polyreme.experience.ledger import ExperienceLog, Role
-from polyreme.experience.run import Run
+from polyreme.experience.audit import Snapshot
 
 
 def whole() -> Snapshot:
@@ -38,7 +37,7 @@ def test_a_whole_log_is_clean() -> None:
     assert audit.counts == {"admitted": 1, "appended": 1, "planned": 2, "released": 2, "dropped": 1, "failed": 1}
 
 
-DAMAGE: dict[str, tuple[Callable[[Snapshot], object], str, object]] = {
+DAMAGE: dict[str, tuple[Callable[[Snapshot], object], str, Any]] = {
     "a row is gone": (lambda s: s.rows.pop(2), "missing", [2]),
     "a plan twice": (lambda s: s.plans[2].append(0), "double", [0]),
     "a needed payload is gone": (lambda s: s.payloads.remove(4), "lost", [4]),
@@ -101,18 +100,3 @@ def test_a_lost_plan_is_seen() -> None:
     del snapshot.plans[1]
     assert "group 0: plan None holds it, its row says 1" in snapshot.audit().contradictions
     assert "plans are not consecutive from iteration 1" in snapshot.audit().contradictions
-
-
-async def test_the_command_tells_by_its_status(redis_url: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    log = ExperienceLog(run)
-    await log.take(Role.LEARNER)
-    await log.begin(0)
-    await log.take(Role.ORCHESTRATOR)
-    await log.admit()
-    await log.append(0, 1, b"payload", 0, 0.0)
-    assert await audit_main(redis_url, run.run_id) == 0
-    assert "whole" in capsys.readouterr().out
-    await run.redis.hdel(run.key("payloads"), 0)
-    assert await audit_main(redis_url, run.run_id) == 1
-    assert "NOT WHOLE" in capsys.readouterr().out
-    assert render(await log.audit()).row_count == 12

@@ -55,13 +55,14 @@ groups = st.builds(
 
 
 def assert_same(a: GroupRecord, b: GroupRecord) -> None:
-    assert replace(a, prompt_ids=None, samples=[]) == replace(b, prompt_ids=None, samples=[])
+    bare: dict[str, Any] = {"prompt_ids": None, "samples": []}
+    assert replace(a, **bare) == replace(b, **bare)
     np.testing.assert_array_equal(a.prompt_ids, b.prompt_ids, strict=True)
     for left, right in zip(a.samples, b.samples, strict=True):
         for name in ("token_ids", "logprobs", "loss_mask"):
             found, expected = getattr(left, name), getattr(right, name)
             assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()  # to the bit, also minus zero
-        rest = {"token_ids": None, "logprobs": None, "loss_mask": None}
+        rest: dict[str, Any] = {"token_ids": None, "logprobs": None, "loss_mask": None}
         assert replace(left, **rest) == replace(right, **rest)
 
 

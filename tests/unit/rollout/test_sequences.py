@@ -1,5 +1,7 @@
 """Chunks and spans of one slot, for any way an engine may hand its tokens over and any moment of a swap."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,7 +38,8 @@ def test_spans_say_who_wrote_which_token(sizes: list[int], data: st.DataObject) 
     """The engine is ahead of what has arrived; swaps come between arrivals, at counts that never fall."""
     total = sum(sizes)
     writer = [0] * total
-    slot, arrived, count, chunks = SlotProgress(0, total, 0), 0, 0, []
+    slot, arrived, count = SlotProgress(0, total, 0), 0, 0
+    chunks: list[Any] = []
     for delta in deltas(sizes):
         for version in data.draw(st.lists(st.integers(1, 5), max_size=2)):
             count = data.draw(st.integers(max(count, arrived), total))

@@ -59,7 +59,8 @@ class SwapMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.arena = Arena.create(f"test-{uuid.uuid4().hex[:12]}", LAYOUT.nbytes)
         self.engine = MemoryEngine(sorted(NAMES))
-        self.redis_term, self.lost, self.announced = 0, 0, []
+        self.redis_term, self.lost = 0, 0
+        self.announced: list[int] = []
         self.swapper = Swapper("run", self.engine, lambda: self.redis_term, self._on_swap, self._on_lost)
         self.slots: dict[int, tuple[Manifest, int, float]] = {}
         self.served: tuple[int, int, float] | None = None

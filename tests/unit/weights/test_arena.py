@@ -1,9 +1,5 @@
 """Slots between processes, the generation word, and nothing left in shared memory."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -29,12 +25,6 @@ def arena(run_id: str) -> Iterator[Arena]:
     arena = Arena.create(run_id, 5000)
     yield arena
     arena.close()
-
-
-def python(code: str, *arguments: object) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
 
 
 def test_a_reader_sees_what_was_written(arena: Arena) -> None:
@@ -80,23 +70,6 @@ def test_slots_that_do_not_exist_are_refused(arena: Arena) -> None:
     for slot in (-1, 3):
         with pytest.raises(ArenaError, match="has 3"):
             arena.slot_view(slot)
-
-
-def test_several_processes_write_slices_of_one_slot(arena: Arena) -> None:
-    code = """if True:
-        import sys
-        from polyreme.weights.arena import Arena
-        arena, rank = Arena.open(sys.argv[1], writable=True), int(sys.argv[2])
-        arena.slot_view(1)[rank::4] = bytes([rank + 1]) * 1250
-    """
-    arena.begin(1)
-    ranks = [python(code, arena.path, rank) for rank in range(4)]
-    assert [rank.wait(30) for rank in ranks] == [0, 0, 0, 0]
-    for rank in ranks:
-        rank.communicate()
-    arena.complete(1, version=1, term=1)
-    assert bytes(arena.slot_view(1)) == bytes([1, 2, 3, 4]) * 1250
-    assert arena.path.exists()  # the end of a rank that does not own it removes nothing
 
 
 def test_a_slot_written_during_a_read_is_noticed(arena: Arena) -> None:
@@ -149,36 +122,6 @@ def test_a_dropped_arena_is_removed(run_id: str) -> None:
     assert not path.exists()
 
 
-def test_exit_removes_the_arena(run_id: str) -> None:
-    owner = python(
-        "import sys; from polyreme.weights.arena import Arena; a = Arena.create(sys.argv[1], 100); print(a.path)", run_id
-    )
-    output, _ = owner.communicate(timeout=60)
-    assert owner.returncode == 0
-    assert not Path(output.strip()).exists()
-
-
-def test_a_killed_owners_arena_is_removed_by_the_next(run_id: str) -> None:
-    code = """if True:
-        import sys
-        from polyreme.weights.arena import Arena
-        kept = [Arena.create(sys.argv[1], 100, part=part) for part in (0, 1)]
-        print(kept[0].path, flush=True)
-        sys.stdin.read()
-    """
-    owner = python(code, run_id)
-    assert owner.stdout is not None
-    path = Path(owner.stdout.readline().strip())
-    assert remove_stale(run_id) == []
-    assert path.exists()
-    os.kill(owner.pid, signal.SIGKILL)
-    owner.communicate(timeout=60)
-    assert path.exists()
-    arena = Arena.create(run_id, 200)
-    assert [p.name for p in SHARED_MEMORY.glob(f"polyreme-{run_id}-*")] == [path.name]
-    arena.close()
-
-
 def test_killed_owners_of_any_run_are_cleared_up_after(run_id: str) -> None:
     stale, made, living = SHARED_MEMORY / f"polyreme-{run_id}-a-weights-0", SHARED_MEMORY / f"polyreme-{run_id}-b-weights-0", None
     try:
@@ -213,21 +156,6 @@ def test_a_newer_arena_takes_the_name_and_the_older_one_leaves_it(run_id: str) -
     assert reader.nonce == newer.nonce
     reader.close()
     newer.close()
-
-
-def test_a_child_of_the_owner_removes_nothing(run_id: str) -> None:
-    code = """if True:
-        import os, sys
-        from polyreme.weights.arena import Arena
-        arena = Arena.create(sys.argv[1], 100)
-        if os.fork() == 0:
-            sys.exit(0)  # runs the exit handlers
-        os.wait()
-        print(arena.path.exists())
-    """
-    owner = python(code, run_id)
-    output, _ = owner.communicate(timeout=60)
-    assert output == "True\n"
 
 
 def test_what_is_no_arena_is_refused(tmp_path: Path, arena: Arena) -> None:

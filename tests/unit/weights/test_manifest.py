@@ -1,6 +1,7 @@
 """Layouts are consistent by construction, survive the wire, and their views alias the buffer."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_plan_refuses_contradictions(specs: list[TensorSpec], aliases: dict[str,
         (2, {"shape": (3,)}),
     ],
 )
-def test_a_contradictory_message_is_refused(tensor: int, change: dict[str, object]) -> None:
+def test_a_contradictory_message_is_refused(tensor: int, change: dict[str, Any]) -> None:
     layout = plan_manifest([TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (2,))], {"c": "a"})
     tensors = list(layout.tensors)
     tensors[tensor] = dataclasses.replace(tensors[tensor], **change)

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from polyreme.lifecycle import die_with_parent
+from polyreme.process.lifecycle import die_with_parent
 from polyreme_reward.sandbox import bubblewrap, landlock, seccomp
 
 _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'rb')); exec(code)"

@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +13,18 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from polyreme.config.data import DataConfig
 from polyreme.errors import ConfigError, DataError
-from polyreme_trainer.data.prompts import load_examples, load_prompts, read_rows
+from polyreme_trainer.data.prompts import Dataset, load_examples, load_prompts, read_rows
 from polyreme_trainer.data.template import Template
 from support.tiny_tokenizer import CHAT_TEMPLATE, model_files
 
+Write = Callable[..., Path]
+
 
 @pytest.fixture
-def write(tmp_path):
-    def write(*rows):
+def write(tmp_path: Path) -> Write:
+    """`write(row, ...)`: a file with these rows, of which a string is a whole line."""
+
+    def write(*rows: str | dict[str, Any]) -> Path:
         path = tmp_path / "rows.jsonl"
         path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
         return path
@@ -25,38 +32,38 @@ def write(tmp_path):
     return write
 
 
-def section(**fields) -> DataConfig:
+def section(**fields: Any) -> DataConfig:
     return DataConfig(train="unused", **fields)
 
 
-def prompts(path, files=None, **fields):
+def prompts(path: Path, files: Mapping[str, bytes] | None = None, **fields: Any) -> Dataset:
     data = section(**fields)
     return load_prompts(path, data, Template(files or model_files(), data))
 
 
-def test_chat_prompt(write):
+def test_chat_prompt(write: Write) -> None:
     dataset = prompts(write({"prompt": "a5b8=", "answer": "3", "level": 2}), system="add")
     (prompt,) = dataset.prompts
     assert prompt.text == "<system>add<user>a5b8=<assistant>"
     template = Template(model_files(), section())
-    assert template.decode([prompt.ids], special=True) == [prompt.text]
-    assert template.decode([prompt.ids], special=False) == ["adda5b8="]
+    assert template.decode([prompt.ids.tolist()], special=True) == [prompt.text]
+    assert template.decode([prompt.ids.tolist()], special=False) == ["adda5b8="]
     assert prompt.ids.dtype == np.int32 and len(prompt.ids) == 3 + 3 + 5
     assert prompt.label == "3" and json.loads(prompt.metadata_json) == {"prompt": "a5b8=", "level": 2} and dataset.filtered == 0
 
 
-def test_messages_and_own_system_message(write):
+def test_messages_and_own_system_message(write: Write) -> None:
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "1+1="}]
     (prompt,) = prompts(write({"prompt": messages, "answer": 2}), system="ignored here").prompts
     assert prompt.text == "<system>x<user>1+1=<assistant>" and prompt.label == "2"
 
 
-def test_template_none_takes_the_text_as_it_is(write):
+def test_template_none_takes_the_text_as_it_is(write: Write) -> None:
     (prompt,) = prompts(write({"prompt": "<user>1="}), model_files(chat_template=None), template="none").prompts
     assert prompt.text == "<user>1=" and len(prompt.ids) == 3 and prompt.label == ""
 
 
-def tokenizer_that(change):
+def tokenizer_that(change: Callable[[Tokenizer], None]) -> dict[str, bytes]:
     """Files of a tokenizer that was saved after `change` had been made to it."""
     files = model_files(chat_template=None)
     tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
@@ -64,32 +71,32 @@ def tokenizer_that(change):
     return {**files, "tokenizer.json": tokenizer.to_str().encode()}
 
 
-def begin_with_bos(tokenizer):
+def begin_with_bos(tokenizer: Tokenizer) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A <eos>", special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("<bos>", "<eos>")]
     )
 
 
-def test_a_text_as_it_is_begins_with_what_the_tokenizer_puts_there(write):
+def test_a_text_as_it_is_begins_with_what_the_tokenizer_puts_there(write: Write) -> None:
     files, data = tokenizer_that(begin_with_bos), section(template="none")
     path = write({"prompt": "1+1=", "response": "2"}, {"prompt": "<bos>1+1=", "response": "2"})
     template = Template(files, data)
     bare, begun = prompts(path, files, template="none").prompts
-    assert template.decode([bare.ids, begun.ids], special=True) == ["<bos>1+1="] * 2
+    assert template.decode([bare.ids.tolist(), begun.ids.tolist()], special=True) == ["<bos>1+1="] * 2
     assert bare.text == "1+1="
     examples = load_examples(path, data, template, max_tokens=20)
-    assert template.decode([e.ids for e in examples], special=True) == ["<bos>1+1=2<eos>"] * 2
+    assert template.decode([e.ids.tolist() for e in examples], special=True) == ["<bos>1+1=2<eos>"] * 2
     assert examples[0].loss_mask.tolist() == [0] * 5 + [1] * 2
 
 
-def test_a_chat_template_writes_its_beginning_itself(write):
+def test_a_chat_template_writes_its_beginning_itself(write: Write) -> None:
     files = {**tokenizer_that(begin_with_bos), "chat_template.jinja": CHAT_TEMPLATE.encode()}
     (prompt,) = prompts(write({"prompt": "1+1="}), files).prompts
-    assert Template(files, section()).decode([prompt.ids], special=True) == ["<user>1+1=<assistant>"]
+    assert Template(files, section()).decode([prompt.ids.tolist()], special=True) == ["<user>1+1=<assistant>"]
 
 
-def test_how_a_saved_tokenizer_made_batches_is_not_taken_over(write):
-    def cut_and_fill(tokenizer):
+def test_how_a_saved_tokenizer_made_batches_is_not_taken_over(write: Write) -> None:
+    def cut_and_fill(tokenizer: Tokenizer) -> None:
         tokenizer.enable_truncation(8)
         tokenizer.enable_padding(length=8)
 
@@ -99,30 +106,30 @@ def test_how_a_saved_tokenizer_made_batches_is_not_taken_over(write):
     assert (len(short.ids), len(long.ids)) == (2, 10)
 
 
-def test_paddlenlp_rows(write):
+def test_paddlenlp_rows(write: Write) -> None:
     path = write({"src": ["1+2="], "tgt": ["3"]}, {"src": "2+2=", "tgt": "4"})
     rows = read_rows(path, section(prompt_key="src", label_key="tgt"))
     assert [(row.prompt, row.label) for row in rows] == [("1+2=", "3"), ("2+2=", "4")]
 
 
-def test_unicode_line_separator_is_no_line_end(write):
+def test_unicode_line_separator_is_no_line_end(write: Write) -> None:
     assert read_rows(write('{"prompt": "a\u2028b"}', ""), section())[0].prompt == "a\u2028b"
 
 
-def test_overlong_is_filtered_and_counted(write):
+def test_overlong_is_filtered_and_counted(write: Write) -> None:
     path = write({"prompt": "1" * 30}, {"prompt": "2"}, {"prompt": "3" * 8})
     dataset = prompts(path, max_prompt_tokens=10)
     assert [prompt.text for prompt in dataset.prompts] == ["<user>2<assistant>", "<user>33333333<assistant>"]
     assert dataset.filtered == 1
 
 
-def test_overlong_is_an_error_by_choice(write):
+def test_overlong_is_an_error_by_choice(write: Write) -> None:
     path = write({"prompt": "2"}, {"prompt": "1" * 30})
     with pytest.raises(DataError, match=r"max_prompt_tokens = 10 .*rows.jsonl:2; found 32\. .*filter"):
         prompts(path, max_prompt_tokens=10, overlong="error")
 
 
-def test_all_overlong(write):
+def test_all_overlong(write: Write) -> None:
     with pytest.raises(DataError, match="found 1, all longer"):
         prompts(write({"prompt": "1" * 30}), max_prompt_tokens=10)
 
@@ -139,32 +146,32 @@ def test_all_overlong(write):
         ('{"prompt": "x", "answer": {"a": 1}}', "a text or number in 'answer' in .*rows.jsonl:2"),
     ],
 )
-def test_bad_row(write, line, complaint):
+def test_bad_row(write: Write, line: str, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         read_rows(write({"prompt": "fine"}, line), section())
 
 
-def test_half_a_character_names_the_line(write):
+def test_half_a_character_names_the_line(write: Write) -> None:
     with pytest.raises(DataError, match=r"whole characters in .*rows.jsonl:2; found \\ud83d"):
         read_rows(write({"prompt": "\U0001f600 is whole"}, '{"prompt": "fine", "note": ["\\ud83d x"]}'), section())
 
 
-def test_missing_and_empty_file(tmp_path, write):
+def test_missing_and_empty_file(tmp_path: Path, write: Write) -> None:
     with pytest.raises(DataError, match="No such file"):
         read_rows(tmp_path / "nowhere.jsonl", section())
     with pytest.raises(DataError, match="at least one row"):
         read_rows(write(""), section())
 
 
-def test_examples_end_with_the_end_token_and_mask_the_prompt(write):
+def test_examples_end_with_the_end_token_and_mask_the_prompt(write: Write) -> None:
     data = section()
     template = Template(model_files(), data)
     (example,) = load_examples(write({"prompt": "1+1=", "response": "#2"}), data, template, max_tokens=20)
-    assert template.decode([example.ids], special=True) == ["<user>1+1=<assistant>#2<eos>"]
+    assert template.decode([example.ids.tolist()], special=True) == ["<user>1+1=<assistant>#2<eos>"]
     assert example.loss_mask.tolist() == [0] * 6 + [1] * 3 and example.loss_mask.dtype == np.uint8
 
 
-def test_examples_too_long_or_without_response(write):
+def test_examples_too_long_or_without_response(write: Write) -> None:
     data = section()
     template = Template(model_files(), data)
     with pytest.raises(DataError, match=r"within 8 tokens in .*:1; found 9"):
@@ -267,24 +274,24 @@ def test_stop_ids_are_a_union():
     assert Template(model_files(generation_eos=5), section()).stop_ids == (1, 5)
 
 
-def test_end_id_is_what_the_template_writes():
+def test_end_id_is_what_the_template_writes() -> None:
     template = CHAT_TEMPLATE.replace("<eos>", "<pad>")
     assert Template(model_files(template, generation_eos=[0]), section()).end_id == 0
     assert Template(model_files(template), section()).end_id == 1  # <pad> would not stop a rollout
 
 
-def test_no_end_token():
+def test_no_end_token() -> None:
     with pytest.raises(ConfigError, match="an end token"):
         Template(model_files(eos=None), section())
 
 
-def test_template_without_generation_prompt():
+def test_template_without_generation_prompt() -> None:
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     with pytest.raises(ConfigError, match=r"opens the assistant's turn .* found .*'<assistant>' before an answer"):
         Template(model_files(template), section())
 
 
-def test_template_that_needs_no_generation_prompt():
+def test_template_that_needs_no_generation_prompt() -> None:
     template = (
         "{% for m in messages %}{% if m['role'] == 'user' %}+{{ m['content'] }}="
         "{% else %} {{ m['content'] }}<eos>{% endif %}{% endfor %}"
@@ -292,30 +299,30 @@ def test_template_that_needs_no_generation_prompt():
     assert Template(model_files(template), section()).render(["1"]) == ["+1="]
 
 
-def test_no_template():
+def test_no_template() -> None:
     with pytest.raises(ConfigError, match=r"a chat template .*data.template: none"):
         Template(model_files(chat_template=None), section())
     with pytest.raises(ConfigError, match=r"data.system together"):
         Template(model_files(chat_template=None), section(template="none", system="x"))
 
 
-def test_template_refusing_a_row_names_the_line(write):
+def test_template_refusing_a_row_names_the_line(write: Write) -> None:
     template = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('not this') }}{% endif %}" + CHAT_TEMPLATE
     with pytest.raises(DataError, match=r"rows.jsonl:2; found TemplateError: not this"):
         prompts(write({"prompt": "good"}, {"prompt": "bad"}), model_files(template))
 
 
-def test_no_tokenizer():
+def test_no_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer.json in the model directory; found config.json"):
         Template({"config.json": b"{}"}, section())
 
 
-def test_digest_tells_templates_apart():
+def test_digest_tells_templates_apart() -> None:
     digests = {Template(model_files(), section(system=system)).digest for system in (None, "a", "b")}
     assert len(digests) == 3
 
 
-def test_imports_no_torch():
+def test_imports_no_torch() -> None:
     code = "import sys, polyreme_trainer.data.prompts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

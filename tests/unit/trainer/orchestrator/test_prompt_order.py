@@ -7,29 +7,29 @@ from polyreme_trainer.orchestrator.prompt_order import pass_order, row_of, slot_
 
 
 @given(st.integers(-(2**63), 2**63), st.integers(0, 100), st.integers(1, 300))
-def test_each_pass_visits_every_row_once(seed, number, size):
+def test_each_pass_visits_every_row_once(seed: int, number: int, size: int) -> None:
     rows = [row_of(seed, number * size + position, size) for position in range(size)]
     assert sorted(rows) == list(range(size))
     assert rows == pass_order(seed, number, size).tolist()
 
 
-def test_passes_and_seeds_differ():
+def test_passes_and_seeds_differ() -> None:
     orders = {tuple(pass_order(seed, number, 50)) for seed in range(5) for number in range(5)}
     assert len(orders) == 25
 
 
-def test_positions_are_spread():
+def test_positions_are_spread() -> None:
     """Row 0 lands anywhere with equal chance: mean position of 400 passes within 4 standard errors of the middle."""
     positions = [pass_order(7, number, 101).tolist().index(0) for number in range(400)]
     assert abs(sum(positions) / 400 - 50) < 4 * 29.2 / 20
 
 
-def test_the_order_of_existing_runs_stays():
+def test_the_order_of_existing_runs_stays() -> None:
     assert pass_order(0, 0, 8).tolist() == PINNED_ORDER
     assert slot_seed(0, 1, 2, 3, 4) == PINNED_SEED
 
 
-def test_seeds_are_distinct_and_fit_a_signed_word():
+def test_seeds_are_distinct_and_fit_a_signed_word() -> None:
     seeds = {slot_seed(1, g, a, s, p) for g in range(8) for a in range(3) for s in range(8) for p in (0, 1, 17)}
     assert len(seeds) == 8 * 3 * 8 * 3 and max(seeds) < 2**63
     assert slot_seed(-1, 0, 0, 0, 0) != slot_seed(1, 0, 0, 0, 0)

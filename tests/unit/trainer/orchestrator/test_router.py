@@ -25,7 +25,7 @@ targets = st.lists(
     *(targets, st.integers(0, 5), st.integers(1, 3), st.floats(0, 20), st.integers(1, 7) | st.just(math.inf)),
     st.sets(st.text("abc", min_size=1, max_size=4)),
 )
-def test_choice(there, min_version, term, now, room, avoid):
+def test_choice(there: list[Target], min_version: int, term: int, now: float, room: float, avoid: set[str]) -> None:
     usable = [
         t
         for t in there
@@ -40,14 +40,16 @@ def test_choice(there, min_version, term, now, room, avoid):
     assert chosen == choose(reversed(there), min_version=min_version, term=term, now=now, room=room, avoid=avoid)
 
 
-def test_load_is_spread():
+def test_load_is_spread() -> None:
     there = [Target(str(i), version=0) for i in range(4)]
     for tokens in [100] * 8:
-        choose(there, min_version=0, term=0, now=0.0, room=1).outstanding += tokens
+        chosen = choose(there, min_version=0, term=0, now=0.0, room=1)
+        assert chosen is not None
+        chosen.outstanding += tokens
     assert [t.outstanding for t in there] == [200] * 4
 
 
 @given(st.integers(1, 1000), st.floats(0, 1, exclude_max=True))
-def test_rests_grow_to_a_bound(failures, jitter):
+def test_rests_grow_to_a_bound(failures: int, jitter: float) -> None:
     assert 0.25 <= rest_after(failures, jitter) <= 12.0
     assert rest_after(failures, jitter) <= rest_after(failures + 1, jitter)

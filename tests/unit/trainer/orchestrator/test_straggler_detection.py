@@ -1,18 +1,9 @@
 """Which replicas are left behind: by arithmetic, and in a run with a silent and with a slow one."""
 
-import asyncio
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.experience.run import RunState
-from polyreme_reward.server import serve
-from polyreme_rollout.testing.simulated_engine import Failures, Lengths
-from polyreme_trainer.orchestrator import straggler_detection
-from polyreme_trainer.orchestrator.main import orchestrate
 from polyreme_trainer.orchestrator.straggler_detection import Pace, laggards
-from support.simulated import ROWS, config_tree, idle_learner, make_run, simulated_replica
 
 
 class Clock:
@@ -100,28 +91,3 @@ def test_like_among_like_is_never_left_behind(rates: list[float], slots: int, se
     slowest = min(rates)
     alike = [slowest * (1 + (rate - slowest) / 500) for rate in rates]  # up to twice as fast
     assert Clock(*alike, slots=slots).run(seconds) == {}
-
-
-@pytest.mark.parametrize(
-    "kind", [{"failures": Failures(silent_after=500)}, {"step_seconds": 0.2}], ids=["silent", "slow"]
-)  # fmt: skip
-async def test_a_laggard_holds_nobody(redis, run_id, tmp_path, monkeypatch, kind) -> None:
-    """It keeps its lease, and calls on it have all the time that there is; the run goes on without it."""
-    monkeypatch.setattr(straggler_detection, "SILENCE", 2.0)
-    monkeypatch.setattr(straggler_detection, "WINDOW", 2.0)
-    sections = {"rollout": {"chunk_timeout": 3600.0}, "iterations": 4}
-    run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, **sections))
-    usual = {"step_seconds": 0.004, "lengths": Lengths(60)}
-    async with (
-        simulated_replica(run, "good", **usual) as good,
-        simulated_replica(run, "better", **usual) as better,
-        simulated_replica(run, "bad", **{**usual, **kind}) as bad,
-        serve((await run.config()).reward, run=run),
-        idle_learner(run, [good, better, bad]) as learner,
-    ):
-        await run.set_state(RunState.RUNNING)
-        await asyncio.gather(orchestrate(run), learner.train(range(1, 5), [good, better, bad]))
-        told = [record["text"] for _, record in await run.records("0", 0) if "quarantined" in record.get("text", "")]
-        assert told and all(text.startswith("replica bad is quarantined for") for text in told)
-        assert (await learner.log.audit()).clean
-        assert {group.attempt for groups in learner.trained.values() for group in groups} == {1}

@@ -13,7 +13,7 @@ def version(number: int) -> Version:
 
 
 def held(hold: Hold) -> int | None:
-    return hold.version and hold.version.number
+    return None if hold.version is None else hold.version.number
 
 
 def test_a_version_is_held_until_it_is_evaluated_and_the_next_that_is_due_after_it() -> None:

@@ -89,6 +89,6 @@ def test_linear_of_a_frozen_weight_passes_the_gradient_on() -> None:
     ],
 )
 def test_learning_rate(schedule: str, rates: dict[int, float]) -> None:
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup=2)  # type: ignore[arg-type]
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup=2)
     for iteration, rate in rates.items():
         assert learning_rate(config, iteration, 10) == pytest.approx(rate)

@@ -18,7 +18,6 @@ from polyreme_rollout.engine.base import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.main import orchestrate
 from polyreme_trainer.orchestrator.prompt_order import row_of, slot_seed
-from polyreme_trainer.orchestrator.schedule import pending
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import CHAT_TEMPLATE
 from support.waiting import until
@@ -410,13 +409,3 @@ async def test_an_evaluation_that_replicas_run_away_from_is_told(world):
         assert sorted([*evaluated, *(record["version"] for record in failed)]) == list(range(7))
         assert await w.log.evaluated() == 6
         assert (await w.log.audit()).clean
-
-
-def test_which_versions_are_evaluated():
-    done: set[int] = set()
-    for version in range(8):
-        done.update(pending(version, done, lambda v: v in (3, 6, 7)))
-    assert done == {0, 3, 6, 7}
-    assert list(pending(6, done, lambda _: True)) == []
-    assert list(pending(4, set(), lambda _: False)) == [4] and not list(pending(4, {0}, lambda _: False))
-    assert list(pending(9, {0, 3}, lambda v: v % 3 == 0)) == [6, 9]

@@ -3,21 +3,17 @@
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from polyreme.api.v1 import experience_pb2, rollout_pb2
+from polyreme.api.v1 import experience_pb2
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Role
 from polyreme_rollout.engine.base import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
-from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, Drafts, merged
 from polyreme_trainer.orchestrator.replica_pool import Claim, Fleet
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.waiting import until
@@ -302,74 +298,3 @@ async def test_a_request_that_no_replica_takes_fails_at_once(world):
     with pytest.raises(GenerateError, match=r"INVALID_ARGUMENT.*max_model_len"):
         await world.generate(max_new=1000)
     assert len(replica.calls) == 1
-
-
-def message(slot, ids=(), ends=None, version=0, logprobs=None):
-    chunks = [
-        rollout_pb2.Chunk(
-            slot=slot,
-            token_ids=np.array(ids, "<i4").tobytes(),
-            logprobs=np.zeros(len(ids) if logprobs is None else logprobs, "<f4").tobytes(),
-            oldest_version=version,
-        )
-    ] if ids else []  # fmt: skip
-    spans = [experience_pb2.VersionSpan(version=v, start=s, end=e) for v, s, e in ends or ()]
-    return rollout_pb2.GenerateResponse(
-        chunks=chunks, ends=[rollout_pb2.SlotEnd(slot=slot, finish_reason=STOP, spans=spans)] if ends is not None else []
-    )
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        message(2, [5]),
-        message(0, [5] * 9),
-        message(0, [5, 6], logprobs=1),
-        message(0, [5, 6], ends=[(0, 0, 1)]),
-        message(0, [5, 6], ends=[(0, 0, 1), (1, 0, 2)]),
-    ],
-)
-def test_what_the_contract_rules_out_is_refused(bad):
-    drafts = Drafts(2, 8, [1])
-    drafts.start_call()
-    with pytest.raises(BadStreamError):
-        drafts.add(bad)
-
-
-def test_an_end_that_was_lost_with_its_replica():
-    drafts = Drafts(3, 4, [1])
-    drafts.start_call()
-    assert drafts.add(message(0, [5, 1])) + drafts.add(message(1, [5, 6, 7, 8])) + drafts.add(message(2, [5])) == 7
-    assert [draft.index for draft in drafts.start_call()] == [2]
-    assert [draft.finish_reason for draft in drafts.drafts] == [STOP, LENGTH, 0]
-
-
-def test_exact_spans_replace_those_of_chunks():
-    drafts = Drafts(1, 64, [1])
-    drafts.start_call()
-    drafts.add(message(0, [5] * 20, version=3))
-    drafts.start_call()
-    drafts.add(message(0, [6] * 30, version=3))
-    drafts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
-    assert drafts.drafts[0].spans == [(3, 0, 31), (4, 31, 51)]
-
-
-def test_what_is_too_old_is_cut_off_with_all_behind_it():
-    drafts = Drafts(2, 96, (1,), min_version=3)
-    drafts.drafts[0].ids, drafts.drafts[0].logprobs = bytearray(range(40)), bytearray(range(40))
-    drafts.drafts[0].spans, drafts.drafts[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
-    drafts.drop_older()
-    (first, _) = drafts.drafts
-    assert (first.length, first.spans, first.finished, drafts.cuts) == (6, [(4, 0, 6)], False, 1)
-    assert first.ids == first.logprobs == bytearray(range(24))
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5))))
-def test_merged_spans_cover_the_same_and_alternate(pieces):
-    spans, at = [], 0
-    for version, length in pieces:
-        spans.append((version, at, at + length))
-        at += length
-    result = merged(spans)
-    assert [v for v, s, e in result for _ in range(s, e)] == [v for v, s, e in spans for _ in range(s, e)]
-    assert all(a[0] != b[0] for a, b in pairwise(result))

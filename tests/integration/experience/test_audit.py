@@ -1,0 +1,22 @@
+"""`polyreme audit` on a real log."""
+
+import pytest
+
+from polyreme.experience.audit import audit_main, render
+from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.run import Run
+
+
+async def test_the_command_tells_by_its_status(redis_url: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    log = ExperienceLog(run)
+    await log.take(Role.LEARNER)
+    await log.begin(0)
+    await log.take(Role.ORCHESTRATOR)
+    await log.admit()
+    await log.append(0, 1, b"payload", 0, 0.0)
+    assert await audit_main(redis_url, run.run_id) == 0
+    assert "whole" in capsys.readouterr().out
+    await run.redis.hdel(run.key("payloads"), 0)
+    assert await audit_main(redis_url, run.run_id) == 1
+    assert "NOT WHOLE" in capsys.readouterr().out
+    assert render(await log.audit()).row_count == 12

@@ -1,0 +1,288 @@
+"""Scores from the real reward service: failures are retried, told apart from outages, and never become numbers."""
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+
+from polyreme import API_VERSION
+from polyreme.api.v1 import reward_pb2
+from polyreme.errors import UnavailableError
+from polyreme.experience.leases import Lease, Registry
+from polyreme_reward.server import serve
+from polyreme_trainer.orchestrator.reward_client import Question, Rewards, ScoreError, _verdict
+from support.proxy import bad_network
+from support.simulated import ROWS, config_tree, make_run
+from support.waiting import until
+
+PLUGIN = """
+import json, pathlib, time
+
+def reward(response, metadata, **rest):
+    mode = metadata.get("mode")
+    if mode == "raise" or (mode == "flaky" and bump(metadata["marks"]) < 2):
+        raise ValueError("no score today")
+    if mode == "hang":
+        time.sleep(3600)
+    if mode == "slow":
+        bump(metadata["marks"])
+        while not pathlib.Path(metadata["until"]).exists():
+            time.sleep(0.01)
+    return float("nan") if mode == "nan" else float(response)
+
+def bump(path):
+    with open(path, "a") as marks:
+        marks.write("x")
+    return len(pathlib.Path(path).read_text())
+"""
+
+
+def question(i, value="1", mode=None, **metadata) -> Question:
+    return Question(("run", 0, 1, i), "p", value, value, "", json.dumps({"mode": mode, **metadata}))
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+@pytest.fixture
+def start(redis, run_id, tmp_path):
+    """Makes a run whose reward is PLUGIN, with changes to its reward section."""
+
+    async def start(**changes):
+        (tmp_path / "plugin.py").write_text(PLUGIN)
+        section = {
+            "rewards": [{"file": str(tmp_path / "plugin.py")}],
+            "item_timeout": 60.0,
+            "attempts": 2,
+            "start_timeout": 600.0,
+        }
+        run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, reward={**section, **changes}))
+        return run, (await run.config()).reward
+
+    return start
+
+
+async def test_scores_parts_and_keys(start):
+    run, config = await start(rewards=[{"name": "exact", "weight": 2.0}])
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        questions = [Question(("run", 0, 1, i), "p", text, text, "7", "{}") for i, text in enumerate(["7", "8", "7"])]
+        results = await rewards.score(questions)
+        assert [result.score for result in results] == [2.0, 0.0, 2.0]
+        assert [(part.name, part.raw, part.weighted) for part in results[0].parts] == [("exact", 1.0, 2.0)]
+        again = await rewards.score([*questions[:1], Question(("run", 0, 2, 0), "p", "7", "7", "7", "{}")])
+        assert again[0].key == results[0].key != again[1].key
+        assert len({result.key for result in results}) == 3
+        await rewards.close()
+
+
+async def test_what_fails_at_first_is_retried(start, tmp_path):
+    run, config = await start()
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        questions = [question(0, "3"), question(1, "4", "flaky", marks=str(tmp_path / "marks"))]
+        assert [result.score for result in await rewards.score(questions)] == [3.0, 4.0]
+        assert (tmp_path / "marks").read_text() == "xx"
+        await rewards.close()
+
+
+async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start):
+    run, config = await start()
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        for mode, why in (("raise", "no score today"), ("nan", "finite")):
+            with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 tries: .*{why}"):
+                await rewards.score([question(mode + "0", "3"), question(mode + "1", "4", mode)])
+            assert not rewards.paused
+        with pytest.raises(ScoreError, match="2 of 2 samples have no score after 2 tries"):
+            await rewards.score([question(i, mode="raise") for i in range(2)])
+        assert not rewards.paused
+        await rewards.close()
+
+
+async def test_a_hang_is_a_failure(start):
+    run, config = await start(item_timeout=0.5)
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples have no score after 2 tries: .*timeout"):
+            await rewards.score([question(0, mode="hang")])
+        assert not rewards.paused
+        await rewards.close()
+
+
+@pytest.mark.parametrize(("mode", "final"), [("raise", True), ("nan", True), ("hang", False)])
+async def test_an_error_of_the_rewards_themselves_is_no_outage_before_anything_is_scored(start, mode, final):
+    run, config = await start(attempts=1, start_timeout=1.0)
+    async with serve(config.model_copy(update={"start_timeout": 30.0}), run=run):
+        rewards = Rewards(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), proven=False)
+        await rewards.refresh()
+        verdicts = []
+        for g in range(2):
+            with pytest.raises(ScoreError) as caught:
+                await rewards.score(
+                    [Question(("run", g, 1, i), "p", str(i), str(i), "", f'{{"mode": "{mode}"}}') for i in range(2)]
+                )
+            verdicts.append(caught.value.verdict)
+        assert len(set(verdicts)) == 1 and bool(verdicts[0]) is final
+        assert not rewards.health.proven
+        await rewards.close()
+
+
+def test_a_verdict_is_one_reason_that_does_not_pass():
+    def verdict(*results, remote=()):
+        return _verdict([reward_pb2.ScoreResult(status=status, message=message) for status, message in results], remote)
+
+    error, timeout, ok = reward_pb2.SCORE_STATUS_ERROR, reward_pb2.SCORE_STATUS_TIMEOUT, reward_pb2.SCORE_STATUS_OK
+    assert verdict((error, "mine: found 'a' in 3 s"), (error, "mine: found 'b' in 4.5 s")) == "mine: found _ in _ s"
+    assert verdict((error, "mine: a"), (error, "mine: b")) == ""
+    assert verdict((timeout, "mine: a")) == verdict((ok, "")) == ""
+    assert verdict((error, "far: refused"), remote=("far: ",)) == ""
+    assert verdict((error, "mine: refused"), remote=("far: ",)) == "mine: refused"
+
+
+async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start):
+    run, config = await start()
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        groups = [asyncio.create_task(rewards.score([question(2 * g + i, mode="raise") for i in range(2)])) for g in range(2)]
+        await until(lambda: rewards.paused and rewards.health.announced)
+        assert not any(group.done() for group in groups)
+        rewards.health.grace = 0.0  # it has passed
+        for group in groups:
+            with pytest.raises(ScoreError, match=r"2 of 2 samples .*no score today"):
+                await group
+        assert not rewards.paused
+        notices = [record["text"] for _, record in await run.records("0", 0)]
+        assert len(notices) == 1 and "no sample gets a score" in notices[0] and "no score today" in notices[0]
+        assert (await rewards.score([question(9, "5")]))[0].score == 5.0
+        assert rewards.health.down_since is None
+        await rewards.close()
+
+
+async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
+    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._FIRST_PAUSE", 600.0)
+    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._LONGEST_PAUSE", 600.0)
+    run, config = await start(rewards=[{"name": "exact"}])
+    rewards = Rewards(run, config)
+    scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))
+    await until(lambda: rewards.paused)
+    async with serve(config, run=run):
+        await rewards.refresh()
+        async with asyncio.timeout(60):  # and not after the pause between two tries
+            assert [result.score for result in await scoring] == [1.0]
+        assert not rewards.paused
+    await rewards.close()
+
+
+async def test_a_server_that_goes_and_comes_back(start):
+    run, config = await start(rewards=[{"name": "exact"}])
+    rewards, asked = Rewards(run, config), Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    async with serve(config, run=run):
+        await rewards.refresh()
+        await rewards.score([asked])
+    scoring = asyncio.create_task(rewards.score([asked]))  # the lease is gone, and nobody has told us yet
+    await until(lambda: rewards.health.down_since is not None)
+    async with serve(config, run=run):
+        await rewards.refresh()
+        assert (await scoring)[0].score == 1.0
+    await rewards.close()
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["alone", "beside another"])
+async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_path, another):
+    run, config = await start()
+    marks, scored = tmp_path / "marks", tmp_path / "scored"
+    marks.touch()
+    async with AsyncExitStack() as first, AsyncExitStack() as second:
+        await first.enter_async_context(serve(config, run=run))
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        scoring = asyncio.create_task(rewards.score([question(0, "3", "slow", marks=str(marks), until=str(scored))]))
+        await until(lambda: marks.read_text() != "")
+        if another:
+            await second.enter_async_context(serve(config, run=run))
+        draining = asyncio.create_task(first.aclose())
+        while len(await Registry(run).leases("reward")) > another:  # noqa: ASYNC110 (a lease is polled for)
+            await asyncio.sleep(0.01)
+        await rewards.refresh()
+        assert not scoring.done(), "reading the leases does not wait for the answer"
+        scored.touch()
+        assert [result.score for result in await scoring] == [3.0]
+        assert marks.read_text() == "x" and rewards.health.down_since is None
+        await draining
+        await rewards.close()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at another", "when it is back"])
+async def test_what_a_server_that_left_never_answers_is_asked_again(start, late):
+    """It stands still for longer than its lease lives: of its call there is nothing but the channel's end."""
+    run, config = await start(rewards=[{"name": "exact"}])
+    asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way, AsyncExitStack() as others:
+        lease = Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)
+        rewards = Rewards(run, config.model_copy(update={"item_timeout": 0.2}))
+        async with await Registry(run).register(lease):
+            await rewards.refresh()
+            await rewards.score([asked])
+            way.hold()
+            scoring = asyncio.create_task(rewards.score([asked]))
+            await until(lambda: any(server.outstanding for server in rewards._servers.values()))
+        if not late:
+            await others.enter_async_context(serve(config, run=run))
+        await rewards.refresh()
+        assert not scoring.done(), "it may still answer"
+        if late:
+            await until(lambda: not rewards._leaving)
+            way.heal()
+            await others.enter_async_context(await Registry(run).register(lease))
+            await rewards.refresh()
+        async with asyncio.timeout(60):
+            assert (await scoring)[0].score == 1.0
+        await rewards.close()
+
+
+async def test_closing_does_not_wait_for_a_server_that_left(start):
+    run, config = await start(rewards=[{"name": "exact"}], item_timeout=60.0)
+    asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way:
+        rewards = Rewards(run, config)
+        rewards._grace = 3600.0
+        async with await Registry(run).register(Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)):
+            await rewards.refresh()
+        way.hold()
+        scoring = asyncio.create_task(rewards.score([asked]))
+        await until(lambda: any(server.outstanding for server in rewards._servers.values()))
+        await rewards.refresh()
+        scoring.cancel()  # by whoever asked, and so it ends for good
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        async with asyncio.timeout(60):
+            await rewards.close()
+
+
+async def test_no_server_for_too_long(start):
+    run, config = await start(start_timeout=0.6)
+    rewards = Rewards(run, config)
+    with pytest.raises(
+        UnavailableError, match=r"answers within reward.start_timeout = 1 s; found no reward server is registered"
+    ):
+        await rewards.score([question(0)])
+
+
+async def test_a_full_server_is_asked_again_when_it_says(start):
+    run, config = await start(queue=2)
+    async with serve(config, run=run):
+        rewards = Rewards(run, config)
+        await rewards.refresh()
+        groups = [[question(2 * g, "1"), question(2 * g + 1, "2")] for g in range(3)]
+        results = await asyncio.gather(*(rewards.score(group) for group in groups))
+        assert [[result.score for result in group] for group in results] == [[1.0, 2.0]] * 3
+        await rewards.close()
