@@ -19,18 +19,10 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from polyreme.cli import view
+from polyreme.cli.fork import Start, prepared
 from polyreme.cli.progress import Progress, stream_time
-from polyreme.cli.run_directory import (
-    EMBEDDED,
-    RunFile,
-    check_inputs,
-    claim,
-    next_attempt,
-    open_run,
-    owned,
-)
+from polyreme.cli.run_directory import EMBEDDED, RunFile, next_attempt, open_run
 from polyreme.cli.summary import plan_lines
-from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StoreError
 from polyreme.experience.run import Run, RunState
@@ -52,15 +44,14 @@ def up(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
     redis: Annotated[str | None, redis_option("A Redis to use; none: one of the run's own.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
-    fork: Annotated[bool, typer.Option("--fork", help="Go on from the directory's checkpoint as a new run.")] = False,
+    fork: Annotated[
+        bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
+    ] = False,
 ) -> None:
     """Train: start every service of a run on this machine and watch it."""
-    resolved = load_config(config, overrides or ())
-    check_inputs(resolved)
     console = _Console(markup=False, emoji=False, highlight=False)
-    with owned(resolved.run_dir):
-        existing = claim(resolved, resume, fork)
-        status = asyncio.run(_up(resolved, redis, existing, console))
+    with prepared(config, overrides or [], resume, fork) as start:
+        status = asyncio.run(_up(start, redis, console))
     raise typer.Exit(status)
 
 
@@ -76,11 +67,14 @@ class _Console(Console):
         os.close(nowhere)
 
 
-async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
+async def _up(start: Start, redis_url: str | None, console: Console) -> int:
+    config = start.config
     for line in plan_lines(config):
         console.print(line, soft_wrap=True)
-    async with _store(config, redis_url, existing) as (redis, url, own):
-        run = await open_run(redis, config, existing, EMBEDDED if own else url)
+    async with _store(config, redis_url, start.existing) as (redis, url, own):
+        run = await open_run(redis, config, start.existing, EMBEDDED if own else url, url, start.origin)
+        if start.origin:
+            console.print(f"forked from    {start.origin.run_id} at iteration {start.origin.iteration}", soft_wrap=True)
         log_dir = next_attempt(config.run_dir)
         console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
         session = _Session(config, run, url, own, log_dir, console)
