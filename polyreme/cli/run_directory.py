@@ -1,7 +1,8 @@
-"""The run directory: who may use it, and what is where.
+"""The run directory: which run it holds, which process owns it, and what lies where in it.
 
-A directory holds one run, named by its `run.json`, which is written once the run has a store. One process at a time owns it
-(a lock that ends with the process), and an existing one is never reused without `--resume` or `--fork`.
+Invariant: a directory holds one run, named by its `run.json`, which is written once the run has a store. One process at a time owns
+the directory (a lock that ends with the process). A run that has a checkpoint is continued only with `--resume`; a fork (see `fork`)
+gets a directory of its own.
 """
 
 import fcntl
@@ -10,8 +11,8 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,78 +31,110 @@ EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a fork began: the parent run, its directory, the iteration of the checkpoint, and the first group of the fork's log."""
+
+    run_id: str
+    run_dir: str
+    iteration: int
+    group: int
+
+
+@dataclass(frozen=True)
 class RunFile:
-    """Contents of `run.json`. `redis` is a URL, or "embedded" for the store under the directory's redis/."""
+    """Contents of `run.json`.
+
+    Attributes:
+        redis: URL of the run's store, or "embedded" for the one under the directory's redis/.
+        redis_url: address of the store at the newest start, without a password.
+        forked_from: of a fork.
+    """
 
     run_id: str
     redis: str
+    redis_url: str = ""
+    forked_from: Origin | None = None
 
 
-def claim(config: RunConfig, resume: bool, fork: bool) -> RunFile | None:
+def claim(config: RunConfig, resume: bool) -> RunFile | None:
     """Decides which run a start in the configuration's directory means.
 
     Args:
         config: of the run to start.
-        resume: go on with the directory's run, from its newest checkpoint and on its log; when there is none, start it.
-        fork: go on from the directory's newest checkpoint as a new run: new id, empty log, any configuration.
+        resume: continue the directory's run from its newest checkpoint and on its log; start it when there is none.
 
     Returns:
-        The run to go on with; None: a new one.
+        The run to continue; None: a new one. A run that ended before its first checkpoint leaves the directory to the next one.
 
     Raises:
-        ConfigError: the directory holds a run and neither flag was given, or the run to resume was trained otherwise.
+        ConfigError: the directory holds a run and `resume` is not set, or the run to resume was trained with other values.
     """
-    if resume and fork:
-        raise ConfigError("--resume or --fork", "both", "Give one of them.")
     existing = read_run_file(config.run_dir)
-    if existing is None or fork:
+    if existing is None or not (resume or checkpoints(config.run_dir)):
         return None
     if not resume:
         raise ConfigError(
             f"no run in the run directory {config.run_dir} yet",
             f"run {existing.run_id}",
-            "Add --resume to go on with it, --fork to go on from its newest checkpoint as a new run, or name=... to start afresh.",
+            "Add --resume to continue it, or name=... to start another one. "
+            "--fork starts a run in a new directory from a copy of its newest checkpoint.",
         )
     before = read_config(config.run_dir)
     if before.fingerprint() != config.fingerprint():
+        if not checkpoints(config.run_dir):
+            return None
         raise ConfigError(
             f"the configuration that run {existing.run_id} was trained with",
             "other values of " + ", ".join(differences(before, config)),
-            "Resume with the same values, or go on from its checkpoint with --fork.",
+            "Resume with the same values. With other values, --fork starts a run in a new directory from a copy of its checkpoint.",
         )
     return existing
 
 
-async def open_run(redis: Redis, config: RunConfig, existing: RunFile | None, store: str) -> Run:
-    """Creates the run's record in Redis, or sets the existing one going again, and writes config.yaml and run.json.
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The directory's complete checkpoints, oldest first; their content is not read."""
+    return sorted(
+        path for path in (run_dir / "checkpoints").glob("iteration-*") if path.name.removeprefix("iteration-").isdigit()
+    )
+
+
+async def open_run(
+    redis: Redis, config: RunConfig, existing: RunFile | None, store: str, redis_url: str = "", origin: Origin | None = None
+) -> Run:
+    """Creates the run's record in Redis, or starts the existing one again, and writes config.yaml and run.json.
 
     Args:
         redis: the run's store.
         config: resolved.
-        existing: the run to go on with; None: a new one.
-        store: what run.json says of the store: its URL, or EMBEDDED.
+        existing: the run to continue; None: a new one.
+        store: `redis` of run.json: its URL, or EMBEDDED.
+        redis_url: `redis_url` of run.json.
+        origin: of a fork that begins.
 
     Raises:
-        UnavailableError: the store does not know the existing run.
+        UnavailableError: the store does not have the existing run.
     """
     files = read_model_files(config.model.path)
     if existing is None:
-        run = await Run.create(redis, new_run_id(config), config, files)
+        run = await Run.create(redis, new_run_id(config), config, files, first_group=origin.group if origin else 0)
+        found = RunFile(run.run_id, store, redis_url, origin)
     else:
         run = await Run.resume(redis, existing.run_id, config, files)
+        found = replace(existing, redis=store, redis_url=redis_url)
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
-    write_atomically(config.run_dir / "run.json", json.dumps(asdict(RunFile(run.run_id, store)), indent=1) + "\n")
+    write_atomically(config.run_dir / "run.json", json.dumps(asdict(found), indent=1) + "\n")
+    await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
     return run
 
 
 def new_run_id(config: RunConfig) -> str:
-    """A run id that no other run has: it prefixes Redis keys and names of shared memory."""
+    """A run id that no other run has. It prefixes Redis keys and names of shared memory."""
     return f"{config.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 @contextmanager
 def owned(run_dir: Path) -> Iterator[None]:
-    """Creates the directory when needed and keeps it for this process until the block ends, or the process does.
+    """Creates the directory when needed and keeps it for this process until the block or the process ends.
 
     Raises:
         ConfigError: another process owns it, or it cannot be written.
@@ -112,26 +145,56 @@ def owned(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"a run directory {run_dir} that can be written", str(error), "Set output_dir.") from None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(descriptor, fcntl.LOCK_EX):
             raise ConfigError(
                 f"sole use of {run_dir}", "another process that runs it", "Wait for it or stop it, or choose another name=..."
-            ) from None
+            )
         yield
     finally:
         os.close(descriptor)
 
 
+@contextmanager
+def unused(run_dir: Path) -> Iterator[bool]:
+    """Whether no process owns the directory; none can until the block ends. Writes nothing there."""
+    try:
+        descriptor = os.open(run_dir / "lock", os.O_RDONLY)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        yield _lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def read_run_file(run_dir: Path) -> RunFile | None:
-    """The directory's run; None when it holds none. Raises ConfigError when the file is not ours."""
+    """The directory's run; None when it holds none. Raises ConfigError when the file is damaged."""
     path = run_dir / "run.json"
     try:
-        return RunFile(**json.loads(path.read_text()))
+        fields = json.loads(path.read_text())
+        origin = fields.pop("forked_from", None)
+        return RunFile(**fields, forked_from=Origin(**origin) if origin else None)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"a run's record in {path}", str(error), "Restore the file, or choose another name=...") from None
+
+
+def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
+    """The run's records in metrics.jsonl, in order, one at a time; a last line that is still being written is left out."""
+    with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and (record := json.loads(line)).get("run") == run_id:
+                yield record
 
 
 def read_config(run_dir: Path) -> RunConfig:

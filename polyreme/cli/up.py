@@ -20,15 +20,9 @@ from rich.console import Console
 
 from polyreme.cli import view
 from polyreme.cli.checks import check_run
+from polyreme.cli.fork import Start, prepared
 from polyreme.cli.progress import Progress, stream_time
-from polyreme.cli.run_directory import (
-    EMBEDDED,
-    RunFile,
-    claim,
-    next_attempt,
-    open_run,
-    owned,
-)
+from polyreme.cli.run_directory import EMBEDDED, RunFile, next_attempt, open_run
 from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
@@ -52,22 +46,21 @@ def up(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
     redis: Annotated[str | None, redis_option("A Redis to use; none: one of the run's own.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
-    fork: Annotated[bool, typer.Option("--fork", help="Go on from the directory's checkpoint as a new run.")] = False,
+    fork: Annotated[
+        bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the run's summary, and start nothing.")
     ] = False,
 ) -> None:
     """Train: start every service of a run on this machine and watch it."""
-    resolved = load_config(config, overrides or ())
     console = _Console(markup=False, emoji=False, highlight=False)
-    summary = "\n".join(summary_lines(resolved, check_run(resolved)))
     if dry_run:
-        console.print(summary, soft_wrap=True)
+        resolved = load_config(config, overrides or ())
+        console.print("\n".join(summary_lines(resolved, check_run(resolved))), soft_wrap=True)
         return
-    with owned(resolved.run_dir):
-        existing = claim(resolved, resume, fork)
-        console.print(summary, soft_wrap=True)
-        status = asyncio.run(_up(resolved, redis, existing, console))
+    with prepared(config, overrides or [], resume, fork) as start:
+        status = asyncio.run(_up(start, redis, console))
     raise typer.Exit(status)
 
 
@@ -83,9 +76,13 @@ class _Console(Console):
         os.close(nowhere)
 
 
-async def _up(config: RunConfig, redis_url: str | None, existing: RunFile | None, console: Console) -> int:
-    async with _store(config, redis_url, existing) as (redis, url, own):
-        run = await open_run(redis, config, existing, EMBEDDED if own else url)
+async def _up(start: Start, redis_url: str | None, console: Console) -> int:
+    config = start.config
+    console.print("\n".join(summary_lines(config, start.notices)), soft_wrap=True)
+    async with _store(config, redis_url, start.existing) as (redis, url, own):
+        run = await open_run(redis, config, start.existing, EMBEDDED if own else url, url, start.origin)
+        if start.origin:
+            console.print(f"forked from    {start.origin.run_id} at iteration {start.origin.iteration}", soft_wrap=True)
         log_dir = next_attempt(config.run_dir)
         console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
         session = _Session(config, run, url, own, log_dir, console)

@@ -99,7 +99,7 @@ class Snapshot:
             low_water=self.number("low_water", 0),
             counts={state: sum(found == state for found in states.values()) for state in STATES},
             payload_count=len(self.payloads),
-            missing=sorted(set(range(max(self.rows, default=-1) + 1)) - set(self.rows)),
+            missing=sorted(set(range(self.number("first_group", 0), max(self.rows, default=-1) + 1)) - set(self.rows)),
             double=sorted(index for index, count in times.items() if count > 1),
             lost=sorted(needed - self.payloads),
             leftover=sorted(self.payloads - needed),

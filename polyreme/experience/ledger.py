@@ -286,8 +286,13 @@ class ExperienceLog:
     async def failed_fraction(self, window: int = 50) -> float:
         """Failed groups among the newest `window` that are not in flight, as a fraction of `window`."""
         run = self.run
-        total, flying = await asyncio.gather(run.redis.hlen(run.key("ledger")), run.redis.zcard(run.key("in_flight")))
-        newest = range(total - 1, max(-1, total - 1 - window - flying), -1)
+        first, count, flying = await asyncio.gather(
+            run.redis.hget(run.key("meta"), "first_group"),
+            run.redis.hlen(run.key("ledger")),
+            run.redis.zcard(run.key("in_flight")),
+        )
+        start = int(first or 0)
+        newest = range(start + count - 1, max(start - 1, start + count - 1 - window - flying), -1)
         rows = await run.redis.hmget(run.key("ledger"), list(newest)) if newest else []
         settled = [row for row in rows if row is not None and not row.startswith(b"admitted")][:window]
         return sum(bool(row.startswith(b"failed")) for row in settled) / window

@@ -62,7 +62,9 @@ class Run:
     # -- making and finding a run
 
     @classmethod
-    async def create(cls, redis: Redis, run_id: str, config: RunConfig, model_files: Mapping[str, bytes]) -> "Run":
+    async def create(
+        cls, redis: Redis, run_id: str, config: RunConfig, model_files: Mapping[str, bytes], first_group: int = 0
+    ) -> "Run":
         """Makes a new run in state `starting` and names it the current one.
 
         Args:
@@ -70,11 +72,13 @@ class Run:
             run_id: new in this Redis; prefixes every key, arena name and lease.
             config: the resolved configuration.
             model_files: name -> bytes of what a replica needs besides weights (config.json, tokenizer files, ...).
+            first_group: index of the first group in the log; a fork continues its parent's data there.
 
         Raises:
             ConfigError: the run id exists.
         """
-        return await cls(redis, run_id)._write("create", config, model_files)
+        place = {"first_group": first_group, "low_water": first_group}
+        return await cls(redis, run_id)._write("create", config, model_files, place)
 
     @classmethod
     async def resume(cls, redis: Redis, run_id: str, config: RunConfig, model_files: Mapping[str, bytes]) -> "Run":
@@ -85,8 +89,11 @@ class Run:
         """
         return await cls(redis, run_id)._write("resume", config, model_files)
 
-    async def _write(self, script: str, config: RunConfig, model_files: Mapping[str, bytes]) -> "Run":
+    async def _write(
+        self, script: str, config: RunConfig, model_files: Mapping[str, bytes], place: Mapping[str, int] | None = None
+    ) -> "Run":
         limits = {
+            **(place or {}),
             "groups_per_iteration": config.groups_per_iteration,
             "max_staleness": config.max_staleness,
             "max_attempts": config.max_attempts,

@@ -168,15 +168,22 @@ def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(t
     assert "Redis has ended; restart 1 of" in first.output
     assert audit(first.run_dir).returncode == 0
     assert len(list((first.run_dir / "samples").glob("iteration_*.jsonl"))) == 4
-    before = read_run_file(first.run_dir)
+    parent = read_run_file(first.run_dir)
+    before = {path: path.read_bytes() for path in first.run_dir.rglob("*") if path.is_file()}
 
     fork = Up(task, "name=forked", "iterations=6", "trainer.optimizer.lr=5e-4", "--fork")
+    fork.run_dir = first.run_dir.with_name("forked-fork-1")
     assert fork.wait() == 0, fork.output
     assert not fork.leftovers()
-    assert read_run_file(fork.run_dir) != before
-    assert [record["iteration"] for record in fork.records("iteration")] == list(range(1, 7))
-    assert len(fork.records("sft_done")) == 1, "the fork was warmed up anew"
+    found = read_run_file(fork.run_dir)
+    assert parent is not None and found is not None and found.forked_from is not None
+    assert (found.forked_from.run_id, found.forked_from.iteration) == (parent.run_id, 4)
+    assert [record["iteration"] for record in fork.records("iteration")] == [5, 6]
+    assert not fork.records("sft_done"), "the fork was warmed up anew"
+    samples = (fork.run_dir / "samples" / "iteration_0005.jsonl").read_text().splitlines()
+    assert {json.loads(line)["group"] for line in samples} == set(range(32, 40))
     assert audit(fork.run_dir).returncode == 0
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.slow

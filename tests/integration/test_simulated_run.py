@@ -5,7 +5,12 @@ from pathlib import Path
 
 import psutil
 
+from polyreme.cli.fork import copy_start
+from polyreme.cli.run_directory import EMBEDDED
+from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
 from polyreme_trainer.testing.simulated_engine import LAYOUT, after_plan, newest
 from support.simulated import ROWS
 from support.simulated_run import simulated_run
@@ -28,6 +33,35 @@ async def test_it_trains_every_planned_group_once_and_in_order(redis_url: str, r
         assert (last.version, last.plans) == (4, plans)
         assert [record["iteration"] for record in await started.records("iteration")] == [1, 2, 3, 4]
         assert len(bytes.fromhex((await started.records("iteration"))[-1]["weights"])) == LAYOUT.nbytes
+
+
+async def test_a_fork_trains_on_from_the_checkpoint_on_the_groups_behind_it(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=2) as started:
+        assert await started.ended(60) == ("done", ""), started.logs()
+    parent = tmp_path / "run"
+    (parent / "run.json").write_text(json.dumps({"run_id": run_id, "redis": EMBEDDED}))
+    before = {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()}
+    config = (await started_config(redis_url, run_id)).model_copy(update={"name": "fork", "iterations": 4})
+    origin = copy_start(parent, config)
+    assert (origin.iteration, origin.group) == (2, 8)
+    fork = simulated_run(redis_url, f"{run_id}-fork", tmp_path, first_group=origin.group, name="fork", iterations=4)
+    async with fork as started:
+        assert await started.ended(60) == ("done", ""), started.logs()
+        log = ExperienceLog(started.run)
+        plans = [await log.find_plan(iteration) for iteration in (3, 4)]
+        assert [plan and plan.indices for plan in plans] == [(8, 9, 10, 11), (12, 13, 14, 15)]
+        assert (await log.audit()).clean
+    assert {path: path.read_bytes() for path in parent.rglob("*") if path.is_file()} == before
+    samples = (tmp_path / "fork" / "samples" / "iteration_0003.jsonl").read_text().splitlines()
+    assert {json.loads(line)["group"] for line in samples} == {8, 9, 10, 11}
+
+
+async def started_config(redis_url: str, run_id: str) -> RunConfig:
+    redis = await connect(redis_url)
+    try:
+        return await Run(redis, run_id).config()
+    finally:
+        await redis.aclose()
 
 
 async def test_a_lone_stop_of_the_orchestrator_does_not_end_the_run(redis_url: str, run_id: str, tmp_path: Path) -> None:

@@ -58,17 +58,19 @@ async def simulated_run(
     replica_processes: int = 1,
     replicas: tuple[str, ...] = ("--step-seconds", "0.002"),
     train_seconds: float = 0.05,
+    first_group: int = 0,
     **sections: Any,
 ) -> AsyncIterator[SimulatedRun]:
     """All of it, started; ended and removed behind the block.
 
     Args:
         replica_processes: each with `replicas` as its options.
+        first_group: of a fork.
         sections: of the configuration: see `config_tree`.
     """
     redis = await connect(redis_url)
     config = config_tree(folder, ROWS, **sections)
-    run = await Run.create(redis, run_id, config, model_files())
+    run = await Run.create(redis, run_id, config, model_files(), first_group)
     commands = {
         f"rollout-{place}": ("polyreme_rollout.testing.simulated_replicas", *replicas) for place in range(replica_processes)
     }

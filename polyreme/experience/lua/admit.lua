@@ -20,7 +20,9 @@ if version < 0 then return {} end
 local horizon = math.min(version + 1 + meta('max_staleness'), meta('iterations'))
 local unplanned = redis.call('ZCARD', IN_FLIGHT) + redis.call('ZCARD', APPENDED)
 local count = math.min((horizon - planned()) * meta('groups_per_iteration') - unplanned, tonumber(ARGV[2]))
-local first, now, admitted = redis.call('HLEN', LEDGER), int(now_ms()), {}
+-- Rows are never deleted, so the next index follows from their number.
+local first = math.max(0, meta('first_group')) + redis.call('HLEN', LEDGER)
+local now, admitted = int(now_ms()), {}
 for index = first, first + count - 1 do
   redis.call('ZADD', IN_FLIGHT, version, member(index))
   write(index, 'admitted', '1', int(version), now)

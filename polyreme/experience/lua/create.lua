@@ -8,7 +8,7 @@ if creator == nonce then return meta('start') end
 if creator then return redis.error_reply('RUNEXISTS ' .. META) end
 redis.call('SET', KEYS[10], config)
 for at = 4 + 2 * n, #ARGV, 2 do redis.call('HSET', KEYS[11], ARGV[at], ARGV[at + 1]) end
-for at = 4, 3 + 2 * n, 2 do redis.call('HSET', META, ARGV[at], ARGV[at + 1]) end
 redis.call('HSET', META, 'creator', nonce, 'state', 'starting', 'reason', '', 'start', '1', 'low_water', '0')
+for at = 4, 3 + 2 * n, 2 do redis.call('HSET', META, ARGV[at], ARGV[at + 1]) end -- a fork's set first_group and low_water too
 signal('state', 'starting')
 return 1

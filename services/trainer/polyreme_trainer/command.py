@@ -5,18 +5,17 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from polyreme.cli.checks import check_run
-from polyreme.cli.run_directory import RunFile, claim, next_attempt, open_run, owned
+from polyreme.cli.fork import Start, prepared
+from polyreme.cli.run_directory import next_attempt, open_run
 from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
-from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
@@ -40,7 +39,9 @@ def train(
     run: Annotated[str | None, typer.Option(help="Id of a run that is there already; none: create it.")] = None,
     log_dir: Annotated[Path | None, typer.Option(help="For the children's logs; none: the run directory's next attempt.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
-    fork: Annotated[bool, typer.Option("--fork", help="Go on from the directory's checkpoint as a new run.")] = False,
+    fork: Annotated[
+        bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Address of the HTTP port.")] = "127.0.0.1",
     http_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Serves /health, /ready, /metrics; 0: a free one; none: no port.")
@@ -61,35 +62,36 @@ def train(
 ) -> None:
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
     logging_setup.setup("train")
-    resolved = load_config(config, overrides or ())
-    notices = check_run(resolved) if run is None else ()  # `polyreme up` has checked the run that it opened
     for where, number in ((host, http_port), (_ANY, learner_port)):
         if number:
             check_free(where, number)
-    with owned(resolved.run_dir) if run is None else nullcontext():
-        existing = claim(resolved, resume, fork) if run is None else None
-        logs_to = log_dir or next_attempt(resolved.run_dir)
+    with prepared(config, overrides or [], resume, fork) if run is None else _joined(config, overrides or []) as chosen:
+        logs_to = log_dir or next_attempt(chosen.config.run_dir)
         place = MeetingPlace(advertise, learner_port)
-        asyncio.run(_train(resolved, notices, redis, run, logs_to, existing, (host, http_port), place, owner, start))
+        asyncio.run(_train(chosen, redis, run, logs_to, (host, http_port), place, owner, start))
+
+
+@contextmanager
+def _joined(path: Path, overrides: list[str]) -> Iterator[Start]:
+    """The configuration of a run that `polyreme up` has checked, opened and owns."""
+    yield Start(load_config(path, overrides))
 
 
 async def _train(
-    config: RunConfig,
-    notices: Sequence[str],
+    chosen: Start,
     redis_url: str,
     run_id: str | None,
     log_dir: Path,
-    existing: RunFile | None,
     http: tuple[str, int | None],
     place: MeetingPlace,
     owner: int | None,
     start: int | None,
 ) -> None:
-    redis = await connect(redis_url)
+    redis, config = await connect(redis_url), chosen.config
     try:
         if run_id is None:
-            run = await open_run(redis, config, existing, redis_url)
-            for line in summary_lines(config, notices):
+            run = await open_run(redis, config, chosen.existing, redis_url, redis_url, chosen.origin)
+            for line in summary_lines(config, chosen.notices):
                 _log.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)

@@ -137,6 +137,7 @@ def test_an_existing_run_directory_is_not_reused(config_file: Path, tmp_path: Pa
     run_dir = tmp_path / "runs" / "run"
     run_dir.mkdir(parents=True)
     (run_dir / "run.json").write_text('{"run_id": "run-1", "redis": "embedded"}')
+    (run_dir / "checkpoints" / "iteration-000000").mkdir(parents=True)
     fails(polyreme("up", str(config_file)), 2, "run-1", "--resume", "--fork")
 
 

@@ -52,33 +52,46 @@ def config(tmp_path: Path) -> RunConfig:
     return config
 
 
+def save_checkpoint(config: RunConfig, iteration: int) -> None:
+    """As far as a directory's owner looks."""
+    (config.run_dir / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
+
+
 async def test_a_new_run_is_written_down(config: RunConfig, redis: Redis) -> None:
-    assert claim(config, resume=False, fork=False) is None
+    assert claim(config, resume=False) is None
     run = await open_run(redis, config, None, EMBEDDED)
     assert read_run_file(config.run_dir) == RunFile(run.run_id, EMBEDDED)
     assert read_config(config.run_dir) == config
     assert set(await run.model_files()) == {"config.json", "tokenizer.json", "chat_template.jinja"}
 
 
-async def test_an_existing_run_needs_resume_or_fork(config: RunConfig, redis: Redis) -> None:
+async def test_a_run_with_a_checkpoint_needs_resume_or_another_name(config: RunConfig, redis: Redis) -> None:
     run = await open_run(redis, config, None, EMBEDDED)
-    with pytest.raises(ConfigError, match=rf"found run {run.run_id}.*--resume.*--fork"):
-        claim(config, resume=False, fork=False)
-    assert claim(config, resume=True, fork=False) == RunFile(run.run_id, EMBEDDED)
-    assert claim(config, resume=False, fork=True) is None
-    with pytest.raises(ConfigError, match="found both"):
-        claim(config, resume=True, fork=True)
+    save_checkpoint(config, 0)
+    with pytest.raises(ConfigError) as refused:
+        claim(config, resume=False)
+    assert run.run_id in refused.value.found
+    assert claim(config, resume=True) == RunFile(run.run_id, EMBEDDED)
+
+
+async def test_a_run_that_ended_before_its_first_checkpoint_leaves_its_directory_to_the_next(
+    config: RunConfig, redis: Redis
+) -> None:
+    first = await open_run(redis, config, None, EMBEDDED)
+    assert claim(config, resume=False) is None
+    assert claim(config.model_copy(update={"seed": 1}), resume=True) is None
+    assert claim(config, resume=True) == RunFile(first.run_id, EMBEDDED)
 
 
 def test_resume_of_nothing_starts(config: RunConfig) -> None:
-    assert claim(config, resume=True, fork=False) is None
+    assert claim(config, resume=True) is None
 
 
 async def test_a_resume_sets_the_same_run_going_again_with_its_new_length(config: RunConfig, redis: Redis) -> None:
     run = await open_run(redis, config, None, EMBEDDED)
     await run.set_state(RunState.FAILED, "the test says so")
     longer = config.model_copy(update={"iterations": 2000})
-    again = await open_run(redis, longer, claim(longer, resume=True, fork=False), EMBEDDED)
+    again = await open_run(redis, longer, claim(longer, resume=True), EMBEDDED)
     assert again.run_id == run.run_id
     assert (await again.state())[0] is RunState.STARTING
     assert (await again.config()).iterations == 2000
@@ -86,9 +99,10 @@ async def test_a_resume_sets_the_same_run_going_again_with_its_new_length(config
 
 async def test_a_resume_that_would_train_otherwise_is_refused_by_key(config: RunConfig, redis: Redis) -> None:
     await open_run(redis, config, None, EMBEDDED)
+    save_checkpoint(config, 0)
     other = config.model_copy(update={"seed": 1, "iterations": 7})
     with pytest.raises(ConfigError, match="other values of iterations, seed"):
-        claim(other, resume=True, fork=False)
+        claim(other, resume=True)
 
 
 async def test_a_resume_on_a_store_without_the_run_says_so(config: RunConfig, redis: Redis) -> None:
@@ -96,15 +110,10 @@ async def test_a_resume_on_a_store_without_the_run_says_so(config: RunConfig, re
         await open_run(redis, config, RunFile("gone", EMBEDDED), EMBEDDED)
 
 
-def test_a_fork_gets_a_run_id_of_its_own(config: RunConfig) -> None:
-    (config.run_dir / "run.json").write_text('{"run_id": "old", "redis": "embedded"}')
-    assert claim(config, resume=False, fork=True) is None
-
-
 def test_a_damaged_run_file_is_told(config: RunConfig) -> None:
     (config.run_dir / "run.json").write_text("{")
     with pytest.raises(ConfigError, match=r"run\.json"):
-        claim(config, resume=True, fork=False)
+        claim(config, resume=True)
 
 
 def test_attempts_are_numbered(config: RunConfig) -> None:

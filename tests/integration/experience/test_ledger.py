@@ -265,6 +265,29 @@ async def test_a_fork_begins_an_empty_log_at_its_checkpoint(opened: Opener) -> N
     assert (await learner.audit()).clean
 
 
+async def test_a_fork_s_groups_count_on_from_its_parent_s(redis: Redis, run_id: str, tmp_path: Path) -> None:
+    config = run_config(tmp_path, groups_per_iteration=1, max_attempts=1)
+    run = await Run.create(redis, run_id, config, {}, first_group=27)
+    orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
+    await orchestrator.take(Role.ORCHESTRATOR)
+    await learner.take(Role.LEARNER)
+    await learner.begin(6)
+    assert await orchestrator.admit() == [Admission(27, 1, 6)]
+    assert await orchestrator.readmit(27, 1, "no score", 1) is None
+    assert await orchestrator.failed_fraction(window=1) == 1.0
+    (admission,) = await orchestrator.admit()
+    assert admission == Admission(28, 1, 6)
+    await append(orchestrator, admission)
+    assert await learner.plan(7, 60) == Plan(7, (28,))
+    await learner.set_version(7)
+    assert await learner.release(7) == 29
+    resumed = await Run.resume(redis, run_id, config, {})
+    assert (await ExperienceLog(resumed).audit()).clean
+    orchestrator = ExperienceLog(resumed)
+    await orchestrator.take(Role.ORCHESTRATOR)
+    assert await orchestrator.admit() == [Admission(29, 1, 7)]
+
+
 async def test_waiting_for_a_plan_wakes_up_at_once_and_ends_with_the_run(opened: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     orchestrator, learner = await opened(groups_per_iteration=1)
     await orchestrator.run.set_state(RunState.RUNNING)

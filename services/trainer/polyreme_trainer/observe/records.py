@@ -61,7 +61,7 @@ class Recorder:
         ]
         for line in lines:
             if line["kind"] == "iteration":
-                await self._write_samples(line["iteration"])
+                line |= await self._write_samples(line["iteration"])
         self._board.add(lines)
         for line in lines:
             self._metrics.write(json.dumps(line) + "\n")
@@ -75,16 +75,16 @@ class Recorder:
         """Closes every file, whatever one of them raises."""
         self._files.close()
 
-    async def _write_samples(self, iteration: int) -> None:
+    async def _write_samples(self, iteration: int) -> Record:
+        """Writes an iteration's sample file. Returns what its record gets: `next_group`, the index after the highest one trained."""
         try:
-            payloads = await self._groups_of(iteration)
+            groups = [decode_group(payload) for payload in await self._groups_of(iteration)]
         except PolyremeError as error:
             _log.warning("no sample file of iteration %d: %s", iteration, error)
-            return
-        lines = [
-            json.dumps({"iteration": iteration, **line}) for payload in payloads for line in sample_lines(decode_group(payload))
-        ]
+            return {}
+        lines = [json.dumps({"iteration": iteration, **line}) for group in groups for line in sample_lines(group)]
         write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
+        return {"next_group": max(group.index for group in groups) + 1} if groups else {}
 
 
 class Board:
