@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.algorithms.inputs import LossInputs
-from polyreme_trainer.algorithms.legacy import (  # noqa: F401  until the learner takes an Algorithm
-    clipped_surrogate,
-    importance_weights,
-    k3,
-    mismatch_kl,
-)
+
+# Until the learner takes an Algorithm.
+from polyreme_trainer.algorithms.legacy import clipped_surrogate as clipped_surrogate
+from polyreme_trainer.algorithms.legacy import importance_weights as importance_weights
+from polyreme_trainer.algorithms.legacy import k3 as k3
+from polyreme_trainer.algorithms.legacy import mismatch_kl as mismatch_kl
 from polyreme_trainer.algorithms.ratio import bounded_exp
 
 
