@@ -1,5 +1,6 @@
 """Ragged batches for the tests of the algorithms: made up of random numbers, with masked gaps and sequences of every length."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,3 +63,36 @@ def loss_inputs(seed: int, lengths: list[int], **fields: Any) -> LossInputs:
         "sequences": len(lengths),
     }
     return LossInputs(**{**tensors, **fields})
+
+
+def full_batch(seed: int, equal_group: bool = True, **fields: object) -> TokenBatch:
+    """With everything that any recipe needs; group 1 has equal scores."""
+    batch = token_batch(seed)
+    random = np.random.default_rng(seed + 1)
+    score = np.where((batch.group == 1) & equal_group, 0.5, batch.score)
+    parts = np.stack([score, 0.2 * score], 1)
+
+    def near(scale: float) -> np.ndarray:
+        return (batch.behaviour + random.normal(0, scale, batch.tokens)).astype(np.float32)
+
+    made = {
+        "score": score,
+        "parts": parts,
+        "part_names": ("a", "b"),
+        "part_weights": (0.5, 1.0),
+        "old": near(0.1),
+        "reference": near(0.3),
+        "teacher": near(0.3),
+        "values": random.normal(size=batch.tokens).astype(np.float32),
+        "final_values": random.normal(size=len(batch)).astype(np.float32),
+        "ids": random.integers(0, 5, batch.tokens),
+        "truncated": random.random(len(batch)) < 0.3,
+    }
+    return replace(batch, **{**made, **fields})  # type: ignore[arg-type]
+
+
+def with_greedy(batch: TokenBatch) -> TokenBatch:
+    """The first sample of every group as a greedy one."""
+    greedy = np.zeros(len(batch), dtype=bool)
+    greedy[np.unique(batch.group, return_index=True)[1]] = True
+    return replace(batch, greedy=greedy, mask=np.where(greedy[batch.sequence_of], 0, batch.mask).astype(np.float32))
