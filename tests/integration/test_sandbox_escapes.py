@@ -23,9 +23,10 @@ def attempt_all(mode: Mode, uid: int | None) -> dict[str, str]:
         argv = command
     clean = {"PATH": os.environ["PATH"], "POLYREME_TOKEN": SECRET}
     done = subprocess.run(argv, cwd=ROOT / "tests", env=clean, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = json.loads(done.stdout or "null")
+    assert answer is not None, done.stderr
     assert uid is None or answer["user"] == uid
+    assert done.returncode == any(answer["achieved"].values())
     return answer["achieved"]
 
 
