@@ -27,7 +27,8 @@ import psutil
 from polyreme import rpc
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 from polyreme_reward.sandbox.modes import choose
-from polyreme_reward.sandbox.run import Limits, Mode, run
+from polyreme_reward.sandbox.program import Limits, Mode
+from polyreme_reward.sandbox.run import run
 
 BATCH = 256
 IN_FLIGHT = 4

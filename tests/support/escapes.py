@@ -25,7 +25,8 @@ from typing import Any
 
 import polyreme_reward
 from polyreme_reward.sandbox import seccomp
-from polyreme_reward.sandbox.run import Limits, Mode, run
+from polyreme_reward.sandbox.program import Limits, Mode
+from polyreme_reward.sandbox.run import run
 
 SECRET = "correct-horse-battery-staple"
 LIMITS = Limits(seconds=0.7, memory_mib=96, disk_mib=8, threads=32)

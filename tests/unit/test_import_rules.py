@@ -155,5 +155,5 @@ def test_planners_and_algorithms_are_pure() -> None:
 
 def test_nothing_is_pickled() -> None:
     """A program's sandbox gets its code compiled, which is marshal's form; nothing is ever read from it in that form."""
-    written = ("polyreme_reward.sandbox.run",)
+    written = ("polyreme_reward.sandbox.program",)
     assert not offenders(tuple(PACKAGES), ("pickle", "cloudpickle", "dill", "marshal", "shelve"), allowed=written)
