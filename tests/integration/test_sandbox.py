@@ -13,10 +13,12 @@ from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import make_rule
 from polyreme_reward.sandbox import modes
-from polyreme_reward.sandbox import run as running
+from polyreme_reward.sandbox import program as starting
 from polyreme_reward.sandbox.modes import choose, why_not
-from polyreme_reward.sandbox.run import Ended, Limits, Mode, SandboxError, check, run
+from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
+from polyreme_reward.sandbox.run import Ended, check, run
 from support.processes import descendants
+from support.rewards import serving
 
 LIMITS = Limits(seconds=20.0, memory_mib=128)
 SHORT = Limits(seconds=0.5, memory_mib=128)
@@ -170,13 +172,13 @@ def test_a_test_that_cannot_be_judged_safely_is_an_error() -> None:
 )
 def test_a_sandbox_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tests: Any) -> None:
     reward = make_rule("code", {})
-    monkeypatch.setattr(running, "_PYTHON", "/nowhere/python")
+    monkeypatch.setattr(starting, "_PYTHON", "/nowhere/python")
     with pytest.raises(RewardError, match="sandbox"):
         reward(Item("", "p", "print(input())", metadata_json=json.dumps({"tests": tests})))
 
 
 def test_a_sandbox_that_breaks_while_it_starts_is_an_error(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_BOOT", "import sys; sys.exit('out of order')")
+    monkeypatch.setattr(starting, "_BOOT", "import sys; sys.exit('out of order')")
     with pytest.raises(SandboxError, match="out of order"):
         script(mode, "print(3)")
 
@@ -225,7 +227,7 @@ def test_the_mode_is_the_best_that_the_machine_allows(refused: tuple[str, ...], 
 def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
     """Killed with SIGKILL, which leaves nobody to clean up."""
     starter = (
-        "import sys\nfrom polyreme_reward.sandbox.run import Limits, Mode, run\n"
+        "import sys\nfrom polyreme_reward.sandbox.program import Limits, Mode\nfrom polyreme_reward.sandbox.run import run\n"
         "run(Mode(sys.argv[1]), {'kind': 'script', 'program': 'import time; time.sleep(1000)'}, '', Limits(1000.0, 128))"
     )
     process = psutil.Popen([sys.executable, "-c", starter, mode], start_new_session=True)
@@ -239,3 +241,12 @@ def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
         process.wait()
     _, alive = psutil.wait_procs(below, timeout=60)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_the_mode_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        async with serving({"name": "code"}) as (_, client, _):
+            (told,) = (await client.get("/v1/rewards")).json()["rewards"]
+    mode = choose(unsafe=False)
+    assert told["description"].endswith(f"(programs are isolated by {mode})")
+    assert f"programs are isolated by {mode}" in caplog.text

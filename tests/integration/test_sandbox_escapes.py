@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from polyreme_reward.sandbox.modes import why_not
-from polyreme_reward.sandbox.run import Mode
+from polyreme_reward.sandbox.program import Mode
 from support.escapes import ATTEMPTS, SECRET
 from support.users import ROOT, SERVICE_USER, as_user
 
@@ -23,9 +23,10 @@ def attempt_all(mode: Mode, uid: int | None) -> dict[str, str]:
         argv = command
     clean = {"PATH": os.environ["PATH"], "POLYREME_TOKEN": SECRET}
     done = subprocess.run(argv, cwd=ROOT / "tests", env=clean, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = json.loads(done.stdout or "null")
+    assert answer is not None, done.stderr
     assert uid is None or answer["user"] == uid
+    assert done.returncode == any(answer["achieved"].values())
     return answer["achieved"]
 
 

@@ -1,7 +1,7 @@
 """Programs that try to leave their sandbox, and what they would have to change to succeed.
 
 `python -m support.escapes MODE [NAME...]` (with tests/ on the path) runs them one by one, as the reward service would, beside a victim process,
-guarded files and listening sockets, and prints a JSON object: what each attempt achieved, empty for nothing. The secret is in the environment too. An attempt knows everything: pids,
+guarded files and listening sockets, and prints a JSON object: what each attempt achieved, empty for nothing; the exit status is 0 when all is empty. The secret is in the environment too, when the caller puts it there. An attempt knows everything: pids,
 paths, ports, the address of the secret. It has succeeded when it prints ESCAPED, or when the world outside differs from before.
 """
 
@@ -25,7 +25,8 @@ from typing import Any
 
 import polyreme_reward
 from polyreme_reward.sandbox import seccomp
-from polyreme_reward.sandbox.run import Limits, Mode, run
+from polyreme_reward.sandbox.program import Limits, Mode
+from polyreme_reward.sandbox.run import run
 
 SECRET = "correct-horse-battery-staple"
 LIMITS = Limits(seconds=0.7, memory_mib=96, disk_mib=8, threads=32)
@@ -319,7 +320,8 @@ def numbers() -> dict[str, int]:
     return {name: each[column] for table in tables for name, each in table.items() if isinstance(each, tuple) and each[column]}
 
 
-def main(mode: Mode, names: list[str]) -> None:
+def main(mode: Mode, names: list[str]) -> bool:
+    """Runs the attempts; without a sandbox only the harmless ones. Returns whether any succeeded."""
     if names or mode is not Mode.NONE:
         chosen = [attempt for attempt in ATTEMPTS if not names or attempt.name in names]
     else:
@@ -337,7 +339,8 @@ def main(mode: Mode, names: list[str]) -> None:
             if changed:
                 here.renew()
     print(json.dumps({"user": os.getuid(), "achieved": achieved}))
+    return any(achieved.values())
 
 
 if __name__ == "__main__":
-    main(Mode(sys.argv[1]), sys.argv[2:])
+    raise SystemExit(main(Mode(sys.argv[1]), sys.argv[2:]))

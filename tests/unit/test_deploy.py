@@ -108,6 +108,20 @@ def test_every_image_installs_a_part_of_the_lock() -> None:
     assert not [line for line in images.lines("reward") if line.startswith(("torch", "transformers", "vllm"))]
 
 
+def test_the_reward_service_may_make_sandboxes_and_little_else() -> None:
+    """Its filter lacks what bubblewrap needs, and has what Docker's refuses besides."""
+    reward = SERVICES["reward"]
+    assert {"seccomp:deploy/reward-seccomp.json", "no-new-privileges:true"} <= set(reward["security_opt"])
+    assert reward["cap_drop"] == ["ALL"]
+    assert [name for name, service in SERVICES.items() if "security_opt" in service] == ["reward"]
+    profile = json.loads((ROOT / "deploy" / "reward-seccomp.json").read_text())
+    refused = {name for rule in profile["syscalls"] for name in rule["names"]}
+    assert {rule["action"] for rule in profile["syscalls"]} == {"SCMP_ACT_ERRNO"}
+    assert not refused & {"clone", "clone3", "unshare", "mount", "umount2", "pivot_root", "prctl", "seccomp", "capset"}
+    assert not [name for name in refused if name.startswith("landlock_")]
+    assert {"bpf", "keyctl", "kexec_load", "perf_event_open", "io_uring_setup", "setns", "userfaultfd", "init_module"} <= refused
+
+
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed; .ci/deploy installs it")
 def test_compose_takes_the_file_and_starts_nothing_without_secrets(tmp_path: Path) -> None:
     def config(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from polyreme_reward.items import Item, RewardError
 from polyreme_reward.sandbox.modes import choose
-from polyreme_reward.sandbox.run import Limits, Mode, SandboxError, check, run
+from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
+from polyreme_reward.sandbox.run import check, run
 
 Test = Callable[[str, Mode, Limits], bool]
 """Whether a program passes; it gets the program's text."""

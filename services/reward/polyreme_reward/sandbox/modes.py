@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from polyreme.errors import ConfigError
 from polyreme_reward.sandbox import landlock, seccomp
-from polyreme_reward.sandbox.run import Limits, Mode, SandboxError, run
+from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
+from polyreme_reward.sandbox.run import run
 
 _PROBE = """
 import os, socket, sys
