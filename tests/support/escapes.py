@@ -230,7 +230,7 @@ class World:
             "cores": sorted(os.sched_getaffinity(self.victim.pid)),
             "schedule": os.sched_getscheduler(self.victim.pid),
             "files": files,
-            "left": [path for where in ("/dev/shm", "/tmp", "/var/tmp") if os.path.exists(path := f"{where}/{self.token}")],
+            "left": [name for where in ("/dev/shm", "/tmp", "/var/tmp") if os.path.exists(name := f"{where}/{self.token}")],
             "received": list(self.received),
         }
 

@@ -1,6 +1,7 @@
 """What test_model_parity runs inside the ranks for every family: both specs, the critic, entropies and chunks, against transformers."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,9 +45,9 @@ def entropies_agree_also_in_chunks(model: str, device: Device) -> None:
     reference = hf_model(model)
     ids, targets = batch(reference.config.vocab_size)
     wanted = targets != IGNORE
-    weight = torch.linspace(-1, 1, ids.numel()).view(ids.shape)
+    weight = torch.linspace(-1, 1, int(wanted.sum()))
     distribution = torch.distributions.Categorical(logits=reference(ids).logits / 0.7)
-    want = [distribution.log_prob(targets.clamp(min=0)) * wanted, distribution.entropy() * wanted]
+    want = [distribution.log_prob(targets.clamp(min=0))[wanted], distribution.entropy()[wanted]]
     _objective(want, weight).backward()
     whole = policy.CHUNK_LOGITS
     try:
@@ -64,12 +65,12 @@ def entropies_agree_also_in_chunks(model: str, device: Device) -> None:
 
 def _objective(results: list[Tensor] | tuple[Tensor, ...], weight: Tensor) -> Tensor:
     logprobs, entropies = results
-    return (logprobs * weight).sum() + (entropies * weight.flip(1)).sum()
+    return (logprobs * weight).sum() + (entropies * weight.flip(0)).sum()
 
 
 def _gradients_agree(actor: Policy, reference: torch.nn.Module) -> None:
     """Of every parameter that tensor ranks cut; replicated ones are summed later, and `training_agrees` compares them."""
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     assert actor.ddp is not None
     for row, _ in hf_mapping.stage_rows(actor.arch, actor.rank):
         if row.share == "all":
@@ -93,7 +94,7 @@ def both_specs_agree(model: str, device: Device) -> None:
         for actor in (ours, theirs):
             actor.logprobs(ids, targets, 0.9).sum().backward()
     for (name, one), (_, other) in zip(ours.module.named_parameters(), theirs.module.named_parameters(), strict=True):
-        torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=partial("{}: {}".format, name))
 
 
 def critic_agrees(model: str, device: Device, folder: str) -> None:

@@ -22,6 +22,8 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
 from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.shard import DataShard
 
 TOLERANCE = 1e-5
 
@@ -80,7 +82,7 @@ def logits_and_logprobs_agree(model: str, device: Device) -> None:
         got = policy.logprobs(ids, targets, temperature)
         distribution = torch.distributions.Categorical(logits=expected / temperature)
         trained = targets != IGNORE
-        want = distribution.log_prob(targets.clamp(min=0)) * trained
+        want = distribution.log_prob(targets.clamp(min=0))[trained]
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     frozen = policy.frozen_copy()
     assert not frozen.logprobs(ids, targets).requires_grad
@@ -98,10 +100,23 @@ def train(policy: Policy, optimizer: Optimizer, steps: int) -> list[float]:
         optimizer.zero_grad()
         for row in range(data_rank, len(ids), data):
             logprobs = policy.logprobs(ids[row : row + 1], targets[row : row + 1], 0.9)
-            (-(logprobs * weight[row]).sum() / tokens).backward()
+            (-(logprobs * weight[row][targets[row] != IGNORE]).sum() / tokens).backward()
         optimizer.set_lr(1e-2)
         norms.append(optimizer.step())
     return norms
+
+
+def role_of(model: str, device: Device, adam: Adam | None = None) -> Role[Policy]:
+    """A trained role that only `train_role` runs."""
+    policy = policy_of(model, device)
+    role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets), DataShard(device.torch, 1024))
+    role.make_optimizer(adam or ADAM)
+    return role
+
+
+def train_role(role: Role[Policy], steps: int) -> None:
+    assert role.optimizer is not None
+    train(role.model, role.optimizer, steps)
 
 
 def hf_train(model: Any, steps: int, adam: Adam) -> list[float]:
@@ -178,27 +193,27 @@ def export_loads_in_transformers(model: str, device: Device, folder: str) -> Non
 def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -> None:
     """Four steps straight, and two steps, a checkpoint, a fresh model and optimizer, two more steps."""
     root = Path(folder) / "checkpoints"
-    straight = policy_of(model, device)
-    train(straight, Optimizer(straight, ADAM), steps=4)
-    first = policy_of(model, device)
-    optimizer = Optimizer(first, ADAM)
-    train(first, optimizer, steps=2)
+    straight = role_of(model, device)
+    train_role(straight, steps=4)
+    first = role_of(model, device)
+    train_role(first, steps=2)
     device.seed(5 + torch.distributed.get_rank())
-    saved = checkpoint.save(root, 2, first, optimizer, {"term": 3}, keep=2)
+    checkpoint.save(checkpoint.iteration_path(root, 2), [first], {"term": 3})
     drawn = torch.rand(3)
     device.seed(0)
     found = checkpoint.newest(root)
-    assert found == saved
-    second = policy_of(model, device)
-    optimizer = Optimizer(second, ADAM)
-    train(second, optimizer, steps=1)  # leaves moments that loading must replace
-    checkpoint.load(found, second, optimizer)
+    assert found is not None and (found.iteration, found.facts) == (2, {"term": 3})
+    second = role_of(model, device)
+    train_role(second, steps=1)  # leaves moments that loading must replace
+    checkpoint.load(found, [second])
     assert torch.equal(torch.rand(3), drawn)
-    train(second, optimizer, steps=2)
-    assert all(torch.equal(a, b) for a, b in zip(straight.state_dict().values(), second.state_dict().values(), strict=True))
-    forked = Optimizer(policy_of(model, device), replace(ADAM, beta1=0.7, beta2=0.8, eps=1e-6, weight_decay=0.3))
-    checkpoint.load(found, forked.policy, forked)
-    settings = [(group["betas"], group["eps"], group["weight_decay"]) for group in forked._inner.param_groups]
+    train_role(second, steps=2)
+    trained = [role.model.state_dict().values() for role in (straight, second)]
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+    forked = role_of(model, device, replace(ADAM, beta1=0.7, beta2=0.8, eps=1e-6, weight_decay=0.3))
+    checkpoint.load(found, [forked])
+    assert forked.optimizer is not None
+    settings = [(group["betas"], group["eps"], group["weight_decay"]) for group in forked.optimizer._inner.param_groups]
     assert {(betas, eps) for betas, eps, _ in settings} == {((0.7, 0.8), 1e-6)}
     assert {decay for _, _, decay in settings} == {0.0, 0.3}, "what a fork is configured with, not what it was saved with"
 
@@ -212,11 +227,11 @@ def files_and_failures(tied: str, untied: str, folder: str) -> None:
 
 
 def old_and_damaged_checkpoints(model: str, device: Device, folder: str) -> None:
-    policy = policy_of(model, device)
-    optimizer = Optimizer(policy, ADAM)
+    role = role_of(model, device)
     root = Path(folder) / "checkpoints"
     for iteration in (1, 2, 10):
-        checkpoint.save(root, iteration, policy, optimizer, {}, keep=2)
+        checkpoint.save(checkpoint.iteration_path(root, iteration), [role], {})
+        checkpoint.prune(root, iteration, keep=2)
     assert [found.iteration for found in checkpoint.find(root)] == [2, 10]
     state = root / "iteration-000010" / "state-0.pt"
     content = bytearray(state.read_bytes())
@@ -225,8 +240,9 @@ def old_and_damaged_checkpoints(model: str, device: Device, folder: str) -> None
     found = checkpoint.newest(root)
     assert found is not None and found.iteration == 2
     (root / ".iteration-000011.new").mkdir()  # what a crash in the middle of a save leaves
-    again = checkpoint.save(root, 11, policy, optimizer, {}, keep=2)
-    assert checkpoint.newest(root) == again
+    checkpoint.save(checkpoint.iteration_path(root, 11), [role], {})
+    found = checkpoint.newest(root)
+    assert found is not None and found.iteration == 11
 
 
 def not_finite_gradients_change_nothing(model: str, device: Device) -> None:

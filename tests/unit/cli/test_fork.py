@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -103,7 +104,7 @@ def test_iterations_that_were_not_recorded_count_by_their_size(parent: RunConfig
 
 
 def test_a_fork_of_a_fork_counts_on_from_where_that_began(parent: RunConfig, config_file: Path) -> None:
-    origin = {"run_id": "run-0", "run_dir": "elsewhere", "iteration": 4, "group": 40}
+    origin: dict[str, Any] = {"run_id": "run-0", "run_dir": "elsewhere", "iteration": 4, "group": 40}
     (parent.run_dir / "run.json").write_text(json.dumps({"run_id": "run-1", "redis": EMBEDDED, "forked_from": origin}))
     (parent.run_dir / "metrics.jsonl").write_text("")
     assert read_run_file(parent.run_dir) == RunFile("run-1", EMBEDDED, forked_from=Origin(**origin))

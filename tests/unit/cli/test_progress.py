@@ -158,9 +158,7 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
     assert "trainer        tensor 1 x data 1 on cpu, float32" in text
     trainer = config.trainer.model_copy(update={"parallel": ParallelConfig(tensor=2, data=4, nodes=2)})
     assert "tensor 2 x data 4 over 2 machines on cpu" in "\n".join(summary_lines(config.model_copy(update={"trainer": trainer})))
-    assert "up to 2 iterations behind, with importance weights up to 2" in "\n".join(
-        summary_lines(config.model_copy(update={"max_staleness": 2}))
-    )
+    assert "up to 2 iterations behind" in "\n".join(summary_lines(config.model_copy(update={"max_staleness": 2})))
 
 
 def test_redis_must_hold_what_the_oldest_kept_checkpoint_may_replay(tmp_path: Path) -> None:

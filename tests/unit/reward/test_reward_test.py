@@ -1,19 +1,21 @@
 """Files for `polyreme reward test` are read as a run reads its data."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyreme.config.data import DataConfig
 from polyreme.errors import DataError
 from polyreme_reward.reward_test import read_items
-from polyreme_trainer.data import load_prompts
-from polyreme_trainer.template import Template
+from polyreme_trainer.data.prompts import load_prompts
+from polyreme_trainer.data.template import Template
 from support.tiny_tokenizer import model_files
 
 MESSAGES = [{"role": "system", "content": "add"}, {"role": "user", "content": [{"type": "text", "text": "1+1="}]}]
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"question": "1+2=", "answer": 3, "level": 2},
     {"question": ["1+2="], "answer": ["3"]},
     {"question": MESSAGES, "answer": "2"},
@@ -21,7 +23,7 @@ ROWS = [
 ]
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
+def write(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     return path
 

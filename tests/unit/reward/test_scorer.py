@@ -20,6 +20,7 @@ class Scripted:
     def __init__(self, name: str = "r", weight: float = 1.0, **outcomes: Outcome) -> None:
         self.name, self.weight, self.outcomes = name, weight, outcomes
         self.asked = 0
+        self.available = True
         self.gate = asyncio.Event()
         self.gate.set()
 

@@ -180,7 +180,7 @@ def test_examples_too_long_or_without_response(write: Write) -> None:
         load_examples(write({"prompt": "1+1="}), data, template, max_tokens=8)
 
 
-def examples(path, files, **fields):
+def examples(path: Path, files: dict[str, bytes], **fields: Any) -> list[tuple[str, str]]:
     """Each example as the texts of its prompt and of its labels."""
     data = section(**fields)
     template = Template(files, data)
@@ -190,48 +190,48 @@ def examples(path, files, **fields):
     ]
 
 
-def test_a_response_that_ends_in_the_end_token_gets_no_second_one(write):
+def test_a_response_that_ends_in_the_end_token_gets_no_second_one(write: Write) -> None:
     path = write({"prompt": "1+1=", "response": "2<eos>"}, {"prompt": "1+1=", "response": "2"})
     assert examples(path, model_files()) == [("<user>1+1=<assistant>", "2<eos>")] * 2
     assert examples(path, model_files(), template="none") == [("1+1=", "2<eos>")] * 2
 
 
 @pytest.mark.parametrize("mode", ["chat", "none"])
-def test_an_end_token_inside_a_response_names_the_line(write, mode):
+def test_an_end_token_inside_a_response_names_the_line(write: Write, mode: str) -> None:
     path = write({"prompt": "1+1=", "response": "2"}, {"prompt": "1+1=", "response": "2<eos>3"})
     with pytest.raises(DataError, match=r"rows.jsonl:2"):
         examples(path, model_files(), template=mode)
 
 
-def test_labels_have_what_the_template_writes_before_an_answer(write):
+def test_labels_have_what_the_template_writes_before_an_answer(write: Write) -> None:
     template = CHAT_TEMPLATE.replace("<{{ m['role'] }}>{{", "<{{ m['role'] }}>{% if m['role'] == 'assistant' %} {% endif %}{{")
     assert examples(write({"prompt": "1=", "response": "1"}), model_files(template)) == [("<user>1=<assistant>", " 1<eos>")]
 
 
-def test_what_the_template_writes_after_the_end_token_is_left_out(write):
+def test_what_the_template_writes_after_the_end_token_is_left_out(write: Write) -> None:
     template = CHAT_TEMPLATE.replace("<eos>", "<eos> ")
     assert examples(write({"prompt": "1=", "response": "1"}), model_files(template)) == [("<user>1=<assistant>", "1<eos>")]
 
 
-def test_a_template_that_opens_an_answer_in_another_way_than_it_writes_a_past_one(write):
+def test_a_template_that_opens_an_answer_in_another_way_than_it_writes_a_past_one(write: Write) -> None:
     template = CHAT_TEMPLATE.replace(
         "{{ m['content'] }}", "{{ m['content'].split('#')[-1] if m['role'] == 'assistant' else m['content'] }}"
     ).replace("%}<assistant>{%", "%}<assistant>,{%")
     assert examples(write({"prompt": "1=", "response": "a#1"}), model_files(template)) == [("<user>1=<assistant>,", "a#1<eos>")]
 
 
-def test_a_conversation_has_the_tokens_of_its_whole_text(write):
+def test_a_conversation_has_the_tokens_of_its_whole_text(write: Write) -> None:
     """A tokenizer of sentencepiece's kind puts a space before every text: a response has none when it follows its prompt."""
 
-    def prefix_space(tokenizer):
+    def prefix_space(tokenizer: Any) -> None:
         tokenizer.normalizer = normalizers.Prepend(" ")
 
     files = tokenizer_that(prefix_space)
     assert examples(write({"prompt": "1+1=", "response": "2"}), files, template="none") == [(" 1+1=", "2<eos>")]
 
 
-def test_a_token_across_the_seam_belongs_to_the_response(write):
-    def whole_words(tokenizer):
+def test_a_token_across_the_seam_belongs_to_the_response(write: Write) -> None:
+    def whole_words(tokenizer: Any) -> None:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.add_tokens(["a+a"])
 
@@ -242,7 +242,7 @@ def test_a_token_across_the_seam_belongs_to_the_response(write):
 
 
 @pytest.mark.parametrize("kind", ["prompt", "response"])
-def test_an_id_without_an_embedding_names_file_row_id_and_sizes(write, kind):
+def test_an_id_without_an_embedding_names_file_row_id_and_sizes(write: Write, kind: str) -> None:
     files = {**model_files(), "config.json": b'{"vocab_size": 46}'}  # the last two of the tokenizer's 48 tokens are y and z
     data = section()
     template = Template(files, data)
@@ -257,19 +257,19 @@ def test_an_id_without_an_embedding_names_file_row_id_and_sizes(write, kind):
             load_prompts(path, data, template)
 
 
-def test_an_end_token_without_an_embedding():
+def test_an_end_token_without_an_embedding() -> None:
     with pytest.raises(ConfigError, match=r"48 embeddings .* id 48"):
         Template(model_files(generation_eos=[1, 48]), section())
 
 
-def test_a_closing_token_that_is_no_stop_token():
+def test_a_closing_token_that_is_no_stop_token() -> None:
     template = CHAT_TEMPLATE.replace("<eos>", "<pad>")
     assert Template(model_files(template), section()).unstopped == ("<pad>",)
     assert Template(model_files(template, generation_eos=0), section()).unstopped == ()
     assert Template(model_files(), section()).unstopped == ()
 
 
-def test_stop_ids_are_a_union():
+def test_stop_ids_are_a_union() -> None:
     assert Template(model_files(generation_eos=[0, 1]), section()).stop_ids == (0, 1)
     assert Template(model_files(generation_eos=5), section()).stop_ids == (1, 5)
 
@@ -327,7 +327,7 @@ def test_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_prompt_keeps_its_plain_text(write):
+def test_a_prompt_keeps_its_plain_text(write: Write) -> None:
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "1+1="}]
     found = prompts(write({"prompt": "2="}, {"prompt": ["3="]}, {"prompt": messages})).prompts
     assert [prompt.plain for prompt in found] == ["2=", "3=", "1+1="]

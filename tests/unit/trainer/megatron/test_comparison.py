@@ -50,7 +50,9 @@ def test_greedy_gate_sees_one_wrong_token(model: torch.nn.Module) -> None:
 def test_greedy_gate_keeps_no_logits_but_those_of_an_answer(model: torch.nn.Module) -> None:
     """Of a real vocabulary they are a megabyte a token."""
     sizes: list[int] = []
-    hook = model.lm_head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel() // logits.shape[-1]))
+    head = model.lm_head
+    assert isinstance(head, torch.nn.Module)
+    hook = head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel() // logits.shape[-1]))
     try:
         comparison.greedy_gate(model, [answer([5, 6, 7, 8], 6), answer([9, 10], 3)], LIMIT)
     finally:
