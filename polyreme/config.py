@@ -139,7 +139,9 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1, description="Worker processes for rewards that run in this service.")
     worker_memory_mib: int = Field(4096, ge=64, description="Data memory of each worker process.")
     queue: int = Field(16384, ge=1, description="Items a reward server takes in at once; it refuses more.")
-    special_tokens: list[str] = Field([], description="Removed from prompts, responses and labels of foreign HTTP wires, which carry them as text.")
+    special_tokens: list[str] = Field(
+        [], description="Removed from prompts, responses and labels of foreign HTTP wires, which carry them as text."
+    )
     security: SecurityConfig | None = Field(None, description="TLS and tokens on both ports; none: plain, for loopback.")
     attempts: int = Field(3, ge=1, description="How often the orchestrator asks for a group's scores before the attempt fails.")
     start_timeout: float = Field(
