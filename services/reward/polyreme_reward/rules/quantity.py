@@ -20,6 +20,9 @@ _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
         ("[\u2212\u2013](?=\\s*[\\d.$])", "-"),
+        ("\u00bd", " 1/2"),
+        ("\u00bc", " 1/4"),
+        ("\u00be", " 3/4"),
         (r"\{\s*,\s*\}|,\\!", ","),
         (r"\\!", ""),
         (r"\\[,;: ]|~|\\quad\b|\\qquad\b", " "),
@@ -54,6 +57,7 @@ _UNIT = r"%|\u00a2|[^\W\d_](?:[^\W\d_]|[ ./'-])*(?:\s*\^?\{?[23\u00b2\u00b3]\}?)
 _QUANTITY = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*{_BODY}(?P<gap>\s*)(?P<unit>{_UNIT})?"
 )
+_REPEATING = re.compile(r"([+-]?)\s*(\d{1,100}\.\d{0,100})\\overline\s*\{\s*(\d{1,100})\s*\}")
 _LEFT = re.compile(r"(?:(?!\b(?:or|and)\b)[^,;<>])*[^,;<>!:]")
 _SYMBOL = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?")
 _IN_PROSE = re.compile(
@@ -172,6 +176,10 @@ def read(text: str) -> Quantity | None:
         if not _LEFT.fullmatch(head):
             return None
         name, text = (name if _SYMBOL.fullmatch(name) else ""), tail
+    if repeating := _REPEATING.fullmatch(text.strip()):
+        sign, digits, cycle = repeating.groups()
+        exact = Fraction(digits) + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(digits.partition(".")[2]))
+        return Quantity(-exact if sign == "-" else exact, name=name)
     match = _QUANTITY.fullmatch(text.strip().removesuffix("."))
     return None if match is None else _quantity(match, name)
 

@@ -30,13 +30,13 @@ _CORRECTION = re.compile(
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
-_SENTENCE_END = re.compile(r"\n|\.\.\.|[.!?](?=[\s*_]|$)")
+_SENTENCE_END = re.compile(r"\n|\.\.\.|(?<!\\)[.!?](?=[\s*_]|$)")
 _SENTENCE = 1000
 _FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _LINE_END = re.compile(r"\n")
 _REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after)\b")
 _DENIED_BEFORE = re.compile(r"\s*not\b.*?(?:\bbut\b|,)\s*(?:rather\b|it is\b|it's\b)?\s*")
-_DENIED_BEHIND = re.compile(r",?\s*\b(?:and\s+)?(?:not|instead of|rather than)\b.*")
+_DENIED_BEHIND = re.compile(r",?\s*\b(?:and\s+)?(?<!does )(?<!do )(?<!is )(?<!are )(?:not|instead of|rather than)\b.*")
 _MATHEMATICAL = re.compile(r"[\d$\\]")
 
 
