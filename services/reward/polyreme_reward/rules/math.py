@@ -110,8 +110,8 @@ def _last(text: str) -> _Read | None:
     """The last formula or number in running text."""
     formulas = list(_FORMULA.finditer(text))
     if not formulas:
-        return quantity.last_in(plain(text))[0]
-    number, place = quantity.last_in(plain(text[formulas[-1].end() :]))
+        return quantity.last_in(text)[0]
+    number, place = quantity.last_in(text[formulas[-1].end() :])
     return number if place >= 0 else _read(formulas[-1][0])
 
 

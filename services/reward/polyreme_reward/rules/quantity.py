@@ -16,6 +16,9 @@ _DIGITS = 1000
 ROUNDED = 6
 """Decimals from which on a decimal may be rounded from an exact value."""
 
+_END = 500
+"""Characters at the end of a text that are searched first."""
+
 _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -185,12 +188,16 @@ def read(text: str) -> Quantity | None:
 
 
 def last_in(text: str) -> tuple[Quantity | None, int]:
-    """The last number in running text and where it begins (-1: there is none). None for a date, a time, a range or a power, and for a
-    number with such a form around it; numbers behind "not" and "instead of" are passed over.
+    """The last number in running text, and whether there is any (-1: none). The number is None for a date, a time, a range and a power;
+    numbers behind "not" and "instead of" are passed over."""
+    if len(text) > 2 * _END:  # the end is enough where it has a number that does not begin before it
+        found, place = _last_in(plain(text[-_END:]))
+        if place > _END // 2:
+            return found, place
+    return _last_in(plain(text))
 
-    Args:
-        text: as `plain` gives it.
-    """
+
+def _last_in(text: str) -> tuple[Quantity | None, int]:
     last = None
     for match in _IN_PROSE.finditer(text):
         if not _DENIED.search(text, max(0, match.start() - 20), match.start()):

@@ -19,9 +19,9 @@ _OPENING = ("<think>", "<thinking>")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:\\[)\]])?[\s$]*(?:[,;]|(?:,\s*)?(?:and|or)\b)[\s$]*(?:\\[(\[])?[\s$]*")
+# Both cases by hand: a search that ignores case has no fast path.
 _CUE = re.compile(
-    r"\banswer\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*(?:\b(?:is|are|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*",
-    re.IGNORECASE,
+    r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
 )
 _CORRECTION = re.compile(
     r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
