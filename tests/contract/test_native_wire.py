@@ -62,7 +62,7 @@ async def test_rows_may_choose_their_rewards() -> None:
         assert "'lenth'" not in answers[3].message and "lenth" in answers[2].message
 
 
-async def test_a_body_beyond_the_limit_is_a_413() -> None:
+async def test_a_body_beyond_the_limit_is_a_413_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(EXACT) as (_, client, _):
         announced = await client.post("/v1/score", content=b"x" * (BODY_LIMIT + 1))
         assert (announced.status_code, announced.json()) == (413, {"detail": f"expected a body of at most {BODY_LIMIT} bytes"})
@@ -73,6 +73,8 @@ async def test_a_body_beyond_the_limit_is_a_413() -> None:
 
         assert (await client.post("/v1/score", content=pieces())).status_code == 413
         assert (await client.get("/health")).status_code == 200
+    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_server"]
+    assert len(logged) == 2 and all("/v1/score" in line and str(BODY_LIMIT) in line for line in logged)
 
 
 async def test_what_json_cannot_hold_is_a_422() -> None:

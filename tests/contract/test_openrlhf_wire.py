@@ -82,7 +82,7 @@ async def test_a_failure_is_an_http_error_and_logged(
             await theirs(url, data, tries=2)
         assert caught.value.status == status
         assert await raw(url, data) == (status, golden)
-    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_api"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_errors"]
     assert len(logged) == 3 and all(line.startswith("a request to /get_reward failed: ") for line in logged)
 
 
@@ -106,7 +106,7 @@ async def test_special_tokens_are_taken_off_prompt_and_label_too(tmp_path: Path)
         assert (await theirs(f"http://{addresses.http}/get_reward", data))["rewards"] == [2.0]
 
 
-@pytest.mark.parametrize("query", ["p#3<eos>", "<s>p#3<eos>", "<pad><pad><s>p#3<eos>"])
+@pytest.mark.parametrize("query", ["p#3<eos>", "<s>p#3<eos>", "<pad><pad><s>p#3<eos>", "<pad>" * 200_000 + "p#3"], ids=range(4))
 async def test_a_prompt_is_found_behind_what_a_decoded_sequence_begins_with(query: str) -> None:
     async with serving({"name": "exact"}, special_tokens=["<eos>", "<s>", "<pad>", ""]) as (_, _, addresses):
         data = {"query": [query], "prompts": ["p"], "labels": ["#3"]}

@@ -69,7 +69,7 @@ async def test_errors_are_theirs_but_never_zeros(data: Any, golden: bytes, caplo
     async with serving(EXACT) as (_, _, addresses):
         answer = await ask(addresses, data)
         assert (answer.status_code, answer.content) == (200, golden)
-    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_api"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_errors"]
     assert [line.partition(":")[0] for line in logged] == ["a request to / failed"] * (b"Success" not in golden)
 
 

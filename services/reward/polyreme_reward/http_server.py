@@ -4,6 +4,7 @@ Invariant: it installs no signal handler and ends with its block; where there is
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -15,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
+
+log = logging.getLogger(__name__)
 
 BODY_LIMIT = 32 << 20
 _DISCARD = 4  # times the limit
@@ -59,6 +62,7 @@ class BodyLimit:
             with suppress(_TooLarge):
                 await self._app(scope, counted, watched)
         if too_large and not started:
+            log.warning("a request to %s failed: expected a body of at most %d bytes", scope["path"], self._limit)
             await _discard(receive, size, _DISCARD * self._limit)
             body = b'{"detail":"expected a body of at most %d bytes"}' % self._limit
             headers = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"content-length", b"%d" % len(body))]

@@ -27,3 +27,22 @@ def test_the_tables_are_large_and_have_no_row_twice() -> None:
     pairs = [(name, row[0], row[1]) for name, rows in TABLES.items() for row in rows]
     assert len(pairs) == len(set(pairs)) >= 300
     assert all(row[3] for rows in TABLES.values() for row in rows)
+
+
+@pytest.mark.parametrize("name", ["math", "numeric"])
+def test_a_prompt_may_open_the_thought(name: str) -> None:
+    begun = Item("", "p", "so it is 42", label="42", templated_prompt="<user>p<assistant><think>\n")
+    rule = make_rule(name, {})
+    assert rule(begun) == 0.0
+    assert rule(begun._replace(response="so it is 41</think> It is 42")) == 1.0
+    assert rule(begun._replace(response="<think>41</think> It is 42")) == 1.0
+    assert rule(begun._replace(templated_prompt="<user>p<assistant>")) == 1.0
+
+
+@pytest.mark.parametrize(("after", "before"), [("</think>", None), ("<answer>", "</answer>"), (None, "</answer>")])
+def test_markers_are_looked_for_outside_of_thoughts(after: str | None, before: str | None) -> None:
+    response = "<think>perhaps <answer>41</answer></think> <answer>42</answer>"
+    for name in ("math", "numeric"):
+        rule = make_rule(name, {"after": after, "before": before})
+        assert rule(Item("", "p", response, label="42")) == 1.0
+        assert rule(Item("", "p", "42", label="42")) == 0.0

@@ -7,7 +7,7 @@ from polyreme_reward.rules import quantity
 from polyreme_reward.rules.quantity import Quantity, plain
 from polyreme_reward.rules.response import answer_text, between, marked, required_label
 
-_END = 4000  # characters
+_ONE_LINE = 200  # characters of an answer that may be one number as a whole
 
 
 def exact(after: str | None = None, before: str | None = None, ignore_case: bool = False) -> Callable[[Item], float]:
@@ -67,9 +67,5 @@ def _gold(label: str) -> Quantity:
 
 def _number(text: str) -> Quantity | None:
     text = text if (named := marked(text)) is None else named
-    if len(text) > 2 * _END:  # its last words are enough where they have a number, and no number begins before them
-        number, place = quantity.last_in(plain(text[-_END:]))
-        if place > _END // 2:
-            return number
-    text = plain(text)
-    return quantity.read(text) or quantity.last_in(text)[0]
+    whole = quantity.read(plain(text)) if len(text) < _ONE_LINE else None  # x = 3 1/2 cups
+    return whole or quantity.last_in(text)[0]

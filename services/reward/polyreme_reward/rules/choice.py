@@ -7,7 +7,9 @@ from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules.response import MENTIONS, answer_text, corrected, last_box, required_label
 
 _WORD = re.compile(r"[^\W_]+")
-_CUE = re.compile(r"\b(?:answer|(?:option|choice)\s+is|choose|pick|select)\b|^\W*(?:option|choice)\b(?=\W*\w\W*$)", re.IGNORECASE)
+# Letters in both cases by hand: a search that ignores case has no fast path.
+_CUE = re.compile(r"(?:[Aa]nswer|ANSWER|(?:[Oo]ption|[Cc]hoice)\s+is|[Cc]hoose|[Pp]ick|[Ss]elect)\b")
+_ALONE = re.compile(r"\W*(?:[Oo]ption|[Cc]hoice)\b(?=\W*\w\W*\Z)")
 _CAPITAL = re.compile(r"(?<![^\W_])[A-Z](?![^\W_])")
 _SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)")
 _FIRST = re.compile(
@@ -61,7 +63,8 @@ def _chosen(text: str, letters: str) -> str | None:
 
 def _named(text: str, letters: str) -> tuple[str | None, int]:
     """The letter that the last cue names, and where the cue ends; 0 when the text has no cue."""
-    cues = list(_CUE.finditer(text))
+    alone = _ALONE.match(text)
+    cues = [alone] if alone else list(_CUE.finditer(text))
     for cue in reversed(cues[-MENTIONS:]):
         behind = _DENIED.sub(lambda denied: " " * len(denied[0]), text[cue.end() : cue.end() + _WINDOW])
         capitals = [word for word in _CAPITAL.finditer(behind) if word[0] in letters]

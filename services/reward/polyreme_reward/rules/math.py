@@ -24,7 +24,9 @@ _ONE_LINE = 200  # characters of a response that may be an answer as a whole
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
 _SHORT_WORDS = frozenset(["yes", "no", "on", "off", "odd", "up", "down", "in", "out", "one", "two", "ten", "red", "blue"])
 _MISSING = frozenset(("none", "null", "nan", "n/a", "na", "unknown", "todo", "tbd"))
-_RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+")
+_RATIO = re.compile(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+(?:\s*[ap]\.?m\.?)?", re.IGNORECASE)  # or a time of day
+_MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+_DATE = re.compile(rf"(?:{_MONTHS})\s+\d{{1,2}}(?:,?\s+\d{{4}})?", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?:\\(?:text|mathrm|mbox)\s*\{(?P<text>[^{}]+)\}|(?<=[\s}])(?P<plain>[a-zA-Z]{2,}))(?P<power>\s*\^\s*\{?[23]\}?)?\s*$"
 )
@@ -33,7 +35,7 @@ _FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?! )[^$\n]+(?<! )\$(?!\d)|\\\(.+?\
 
 @dataclass(frozen=True)
 class _Words:
-    """An answer in words, or a ratio: compared as text."""
+    """An answer in words, a ratio, a time or a date: compared as text."""
 
     text: str
 
@@ -96,6 +98,8 @@ def _gold(label: str) -> _Read:
 def _answer(text: str, gold: _Read) -> _Read | None:
     """The response's answer; None when it has none that can be read."""
     named = marked(text, words=isinstance(gold, _Words))
+    if named is None and isinstance(gold, _Formula):  # p - q, which has no digit
+        named = marked(text, words=True)
     if named is None and "\n" not in text.strip() and len(text) < _ONE_LINE:
         named = without_denied(text)
     whole = None if named is None else _read(named)
@@ -106,8 +110,8 @@ def _last(text: str) -> _Read | None:
     """The last formula or number in running text."""
     formulas = list(_FORMULA.finditer(text))
     if not formulas:
-        return quantity.last_in(plain(text))[0]
-    number, place = quantity.last_in(plain(text[formulas[-1].end() :]))
+        return quantity.last_in(text)[0]
+    number, place = quantity.last_in(text[formulas[-1].end() :])
     return number if place >= 0 else _read(formulas[-1][0])
 
 
@@ -118,8 +122,8 @@ def _read(text: str) -> _Read | None:
     shown = plain(text)
     if (number := quantity.read(shown)) is not None:
         return number
-    if _RATIO.fullmatch(shown):
-        return _Words(re.sub(r"\s", "", shown))
+    if _RATIO.fullmatch(shown) or _DATE.fullmatch(shown):
+        return _Words(re.sub(r"[\s.,]", "", shown).casefold())
     if (words := _words(shown)) is not None:
         return words
     text, measured = _without_unit(undelimited(text).removesuffix("."))

@@ -16,10 +16,16 @@ _DIGITS = 1000
 ROUNDED = 6
 """Decimals from which on a decimal may be rounded from an exact value."""
 
+_END = 500
+"""Characters at the end of a text that are searched first."""
+
 _SPELLINGS = [
     (re.compile(pattern), plain)
     for pattern, plain in (
         ("[\u2212\u2013](?=\\s*[\\d.$])", "-"),
+        ("\u00bd", " 1/2"),
+        ("\u00bc", " 1/4"),
+        ("\u00be", " 3/4"),
         (r"\{\s*,\s*\}|,\\!", ","),
         (r"\\!", ""),
         (r"\\[,;: ]|~|\\quad\b|\\qquad\b", " "),
@@ -54,6 +60,7 @@ _UNIT = r"%|\u00a2|[^\W\d_](?:[^\W\d_]|[ ./'-])*(?:\s*\^?\{?[23\u00b2\u00b3]\}?)
 _QUANTITY = re.compile(
     rf"(?P<sign>[+-]?)\s*(?P<currency>{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*{_BODY}(?P<gap>\s*)(?P<unit>{_UNIT})?"
 )
+_REPEATING = re.compile(r"([+-]?)\s*(\d{1,100}\.\d{0,100})\\overline\s*\{\s*(\d{1,100})\s*\}")
 _LEFT = re.compile(r"(?:(?!\b(?:or|and)\b)[^,;<>])*[^,;<>!:]")
 _SYMBOL = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?")
 _IN_PROSE = re.compile(
@@ -172,17 +179,25 @@ def read(text: str) -> Quantity | None:
         if not _LEFT.fullmatch(head):
             return None
         name, text = (name if _SYMBOL.fullmatch(name) else ""), tail
+    if repeating := _REPEATING.fullmatch(text.strip()):
+        sign, digits, cycle = repeating.groups()
+        exact = Fraction(digits) + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(digits.partition(".")[2]))
+        return Quantity(-exact if sign == "-" else exact, name=name)
     match = _QUANTITY.fullmatch(text.strip().removesuffix("."))
     return None if match is None else _quantity(match, name)
 
 
 def last_in(text: str) -> tuple[Quantity | None, int]:
-    """The last number in running text and where it begins (-1: there is none). None for a date, a time, a range or a power, and for a
-    number with such a form around it; numbers behind "not" and "instead of" are passed over.
+    """The last number in running text, and whether there is any (-1: none). The number is None for a date, a time, a range and a power;
+    numbers behind "not" and "instead of" are passed over."""
+    if len(text) > 2 * _END:  # the end is enough where it has a number that does not begin before it
+        found, place = _last_in(plain(text[-_END:]))
+        if place > _END // 2:
+            return found, place
+    return _last_in(plain(text))
 
-    Args:
-        text: as `plain` gives it.
-    """
+
+def _last_in(text: str) -> tuple[Quantity | None, int]:
     last = None
     for match in _IN_PROSE.finditer(text):
         if not _DENIED.search(text, max(0, match.start() - 20), match.start()):

@@ -19,9 +19,9 @@ _OPENING = ("<think>", "<thinking>")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:\\[)\]])?[\s$]*(?:[,;]|(?:,\s*)?(?:and|or)\b)[\s$]*(?:\\[(\[])?[\s$]*")
+# Both cases by hand: a search that ignores case has no fast path.
 _CUE = re.compile(
-    r"\banswer\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*(?:\b(?:is|are|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*",
-    re.IGNORECASE,
+    r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
 )
 _CORRECTION = re.compile(
     r"\b(?:no|wait|actually|correction|sorry|oops|i mean|i meant|make that|hold on)\b(?=[\s,.:;!\u2026\u2014-])[\s,.:;!\u2026\u2014-]*"
@@ -30,13 +30,13 @@ _CORRECTION = re.compile(
     re.IGNORECASE,
 )
 _CORRECTED = re.compile(r"(?:\$[^$\n]+\$|\\\([^\n]+\\\)|[-+\u2212]?[$\u20ac\u00a3]?\.?\d\S*(?:\s+[^\W\d_]+){0,2})[\s*_.!]*")
-_SENTENCE_END = re.compile(r"\n|\.\.\.|[.!?](?=[\s*_]|$)")
+_SENTENCE_END = re.compile(r"\n|\.\.\.|(?<!\\)[.!?](?=[\s*_]|$)")
 _SENTENCE = 1000
 _FORMULA = re.compile(r"\$\$.+?\$\$|\$[^$\n]+\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _LINE_END = re.compile(r"\n")
 _REASON = re.compile(r",?\s+(?:because|since|as|so|which|where|when|hence|therefore|for|if|after)\b")
 _DENIED_BEFORE = re.compile(r"\s*not\b.*?(?:\bbut\b|,)\s*(?:rather\b|it is\b|it's\b)?\s*")
-_DENIED_BEHIND = re.compile(r",?\s*\b(?:and\s+)?(?:not|instead of|rather than)\b.*")
+_DENIED_BEHIND = re.compile(r",?\s*\b(?:and\s+)?(?<!does )(?<!do )(?<!is )(?<!are )(?:not|instead of|rather than)\b.*")
 _MATHEMATICAL = re.compile(r"[\d$\\]")
 
 
