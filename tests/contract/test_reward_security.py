@@ -50,7 +50,7 @@ async def grpc_score(address: str, security: SecurityConfig | None) -> float | s
     """The score of a right answer, or the status' name."""
     async with rpc.connect(address, security) as channel:
         try:
-            reply = await reward_pb2_grpc.RewardServiceStub(channel).Score(REQUEST, timeout=60)
+            reply = await reward_pb2_grpc.RewardServiceStub(channel).Score(REQUEST, timeout=300)
         except grpc.aio.AioRpcError as error:
             return error.code().name
         return reply.results[0].score
@@ -59,7 +59,7 @@ async def grpc_score(address: str, security: SecurityConfig | None) -> float | s
 async def http_score(url: str, context: ssl.SSLContext | bool, authorization: str | None) -> float | int | str:
     """The score of a right answer, the HTTP status of a refusal, or "unreachable"."""
     headers = {} if authorization is None else {"authorization": authorization}
-    async with httpx.AsyncClient(verify=context, trust_env=False, timeout=60, headers=headers) as client:
+    async with httpx.AsyncClient(verify=context, trust_env=False, timeout=300, headers=headers) as client:
         try:
             reply = await client.post(f"{url}v1/score", json=BODY)
         except httpx.TransportError:
@@ -113,7 +113,7 @@ async def test_nothing_but_health_is_answered_without_the_token(ours: Issued, mo
         monkeypatch.setenv(VARIABLE, "another")
         assert await grpc_score(addresses.grpc, security) == "UNAUTHENTICATED"
         async with rpc.connect(addresses.grpc, plain) as channel:
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=300)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
         async with httpx.AsyncClient(verify=client_context(ours), trust_env=False, base_url=addresses.url) as client:
             found = {path: (await client.get(path)).status_code for path in ("health", "ready", "metrics", "docs", "v1/rewards")}

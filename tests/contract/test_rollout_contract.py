@@ -48,7 +48,7 @@ class World:
         return await generate(self.rollout, self.ask(slots, **options))
 
     async def outstanding(self) -> int:
-        return int((await self.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=60)).outstanding_tokens)
+        return int((await self.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)).outstanding_tokens)
 
     async def push(self, version: int, factor: float) -> Any:
         arrays = {name: array * factor for name, array in self.arrays.items()}
@@ -74,7 +74,7 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
 
     async with rpc.serve("127.0.0.1", 0, add, [], grace=0.1) as server, rpc.connect(f"127.0.0.1:{server.port}") as channel:
         yield rollout_pb2_grpc.RolloutServiceStub(channel), weights_pb2_grpc.WeightsServiceStub(channel), learner, arrays
-        await asyncio.wait_for(service.drained(), 60)
+        await asyncio.wait_for(service.drained(), 300)
 
 
 @asynccontextmanager
@@ -179,26 +179,26 @@ async def test_the_whole_context_can_be_filled(world: World) -> None:
 
 
 async def test_cancelling_a_call_ends_its_work(world: World) -> None:
-    stream = world.rollout.Generate(world.ask([(i, [], 120, i) for i in range(32)], temperature=1.0), timeout=60)
-    async with asyncio.timeout(60):
+    stream = world.rollout.Generate(world.ask([(i, [], 120, i) for i in range(32)], temperature=1.0), timeout=300)
+    async with asyncio.timeout(300):
         while not await world.outstanding():  # noqa: ASYNC110 - it asks a server; a message may come when all is done
             await asyncio.sleep(0.001)
     stream.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while await world.outstanding():  # noqa: ASYNC110 - it asks a server
             await asyncio.sleep(0.01)
 
 
 async def test_slots_under_way_survive_a_swap_and_say_where_it_was(world: World) -> None:
-    before = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=60)).version
+    before = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)).version
     staging = world.learner.write(before + 1, {name: array * 1.5 for name, array in world.arrays.items()})
-    await world.weights.StageArena(staging, timeout=60)
-    stream = aiter(world.rollout.Generate(world.ask([(0, [], 120, 3), (1, [], 120, 4)], temperature=1.0), timeout=60))
+    await world.weights.StageArena(staging, timeout=300)
+    stream = aiter(world.rollout.Generate(world.ask([(0, [], 120, 3), (1, [], 120, 4)], temperature=1.0), timeout=300))
     first = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not 0 < await world.outstanding() <= 2 * (120 - 20):  # noqa: ASYNC110 - it asks a server
             await asyncio.sleep(0.001)
-    committed = await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id), timeout=60)
+    committed = await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id), timeout=300)
     responses = [await first]
     assert committed.version == before + 1
     responses += [response async for response in stream]
@@ -217,7 +217,7 @@ async def test_slots_under_way_survive_a_swap_and_say_where_it_was(world: World)
 
 
 async def test_describe(world: World) -> None:
-    answer = await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=60)
+    answer = await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)
     assert (answer.run_id, answer.api, answer.has_version, answer.quarantined) == (world.run_id, API_VERSION, True, False)
     assert answer.max_model_len == 128
     assert answer.outstanding_tokens == 0
@@ -226,30 +226,30 @@ async def test_describe(world: World) -> None:
 
 async def test_damaged_weights_and_stale_terms_change_nothing(world: World) -> None:
     before = (await world.generate([(0, [], 20, 0)]))[0].ids
-    version = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=60)).version
+    version = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)).version
     staging = world.learner.write(version + 1, world.arrays)
     staging.manifest.tensors[0].digest ^= 1
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await world.weights.StageArena(staging, timeout=60)
+        await world.weights.StageArena(staging, timeout=300)
     assert refused.value.code() == grpc.StatusCode.DATA_LOSS
     staging.manifest.id.term = 0
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await world.weights.StageArena(staging, timeout=60)
+        await world.weights.StageArena(staging, timeout=300)
     assert refused.value.code() == grpc.StatusCode.ABORTED
     id = weights_pb2.VersionId(run_id=world.run_id, term=world.learner.term, version=version + 1)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await world.weights.Commit(weights_pb2.CommitRequest(id=id), timeout=60)
+        await world.weights.Commit(weights_pb2.CommitRequest(id=id), timeout=300)
     assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert (await world.generate([(0, [], 20, 0)]))[0].ids == before
 
 
 async def test_an_arena_that_cannot_be_mapped_is_said_so(world: World) -> None:
     probe = weights_pb2.ProbeRequest(run_id=world.run_id, term=world.learner.term, arena_path="/dev/shm/none", nonce=b"x" * 16)
-    answer = await world.weights.Probe(probe, timeout=60)
+    answer = await world.weights.Probe(probe, timeout=300)
     assert not answer.can_map
     assert "/dev/shm/none" in answer.reason
     probe.arena_path = str(world.learner.arena.path)
-    answer = await world.weights.Probe(probe, timeout=60)
+    answer = await world.weights.Probe(probe, timeout=300)
     assert not answer.can_map
     assert "nonce" in answer.reason
 

@@ -46,7 +46,7 @@ async def secured(redis_url: str, run: Run, security: SecurityConfig) -> AsyncIt
 async def describe(address: str, security: SecurityConfig | None) -> str:
     async with rpc.connect(address, security) as channel:
         try:
-            await rollout_pb2_grpc.RolloutServiceStub(channel).Describe(rollout_pb2.DescribeRequest(), timeout=60)
+            await rollout_pb2_grpc.RolloutServiceStub(channel).Describe(rollout_pb2.DescribeRequest(), timeout=300)
         except grpc.aio.AioRpcError as error:
             return error.code().name
     return "OK"
@@ -66,13 +66,13 @@ async def test_nothing_but_probes_is_answered_without_the_token(
         async with rpc.connect(lease.address, tokenless) as channel:
             stub = weights_pb2_grpc.WeightsServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                await stub.Commit(weights_pb2.CommitRequest(), timeout=60)
+                await stub.Commit(weights_pb2.CommitRequest(), timeout=300)
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=60):
+                async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=300):
                     pass
             health = health_pb2_grpc.HealthStub(channel)
             assert (
-                await health.Check(health_pb2.HealthCheckRequest(), timeout=60)
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=300)
             ).status == health_pb2.HealthCheckResponse.NOT_SERVING
         context = ssl.create_default_context(cafile=ours.ca) if tls else True
         url = f"{'https' if tls else 'http'}://{lease.http_address}"

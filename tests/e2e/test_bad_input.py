@@ -150,7 +150,7 @@ def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:
             told(process, 3, "maxmemory-policy allkeys-lru (must be noeviction)", "`config set maxmemory-policy noeviction`")
     finally:
         redis.terminate()
-        redis.wait(60)
+        redis.wait(300)
     output = told(nobody, 3, "connection refused (nothing listens there)", "redis-server --appendonly yes")
     assert output.count("connection refused") == 2  # once when it begins to wait, once at the end
 
@@ -165,7 +165,7 @@ def test_servers_of_another_version_are_named(task: Path, tmp_path: Path) -> Non
             told(train, 7, "reward.start_timeout = 20 s", "(API 2, ours is 1). Install the same Polyreme version everywhere.")
         finally:
             reward.send_signal(signal.SIGTERM)
-            reward.communicate(timeout=60)
+            reward.communicate(timeout=300)
     records = (tmp_path / "skew" / "metrics.jsonl").read_text()
     assert "filtered as too long" in records
     assert "is not used: expected API 1, found 2. Install the same Polyreme version everywhere." in records

@@ -93,7 +93,7 @@ class Cluster:
         assert await self.run.state() == (RunState.DONE, ""), self.logs()
         assert (await ExperienceLog(self.run).audit()).clean
         for child in self.children.values():
-            assert await child.gone(60) and child.poll() == 0, self.logs()
+            assert await child.gone(300) and child.poll() == 0, self.logs()
         assert not self.pids()
         path = self.config.run_dir / "checkpoints" / f"iteration-{ITERATIONS:06d}"
         return {
@@ -130,7 +130,7 @@ async def cluster(url: str, run_id: str, folder: Path, model: Path, machines: li
     finally:
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)
-        await asyncio.gather(*(child.stop(60.0) for child in made.children.values()))
+        await asyncio.gather(*(child.stop(300) for child in made.children.values()))
         await redis.aclose()
 
 
@@ -211,7 +211,7 @@ async def test_the_documented_commands_train_on_two_machines(net: Network, tmp_p
             start("reward", trainer, "reward")
             start("learner", other, "learner", "--node", "1")
             start("train", trainer, "train", str(config), *words)
-            ended = await children["train"].gone(900) and await children["learner"].gone(60)
+            ended = await children["train"].gone(900) and await children["learner"].gone(300)
             logs = "\n".join(child.log_tail(40) for child in children.values())
             assert ended and (children["train"].poll(), children["learner"].poll()) == (0, 0), logs
         finally:

@@ -111,7 +111,7 @@ async def test_a_run_over_three_machines_outlives_a_cut_link(net: Network, run_i
             raise AssertionError(started.logs()) from None
         finally:
             near.heal()
-            await asyncio.gather(*(child.stop(60.0) for child in started.children.values()))
+            await asyncio.gather(*(child.stop(300) for child in started.children.values()))
             await redis.aclose()
 
 
@@ -150,7 +150,7 @@ async def test_a_machine_joins_with_nothing_but_redis_address(net: Network, run_
             raise
         finally:
             publisher.close()
-            await child.stop(60.0)
+            await child.stop(300)
             learner.arena.close()
             await redis.aclose()
 

@@ -74,7 +74,7 @@ async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> 
     try:
         async with simulated_storm(nursery, tmp_path / "run", 0, iterations=10_000, supervised=False, rare=0) as s:
             await s.running(600.0)
-            replicas = {lease.id for lease in await Registry(s.run).wait_for("rollout", 3, 60)}
+            replicas = {lease.id for lease in await Registry(s.run).wait_for("rollout", 3, 300)}
             await s.rage([Fault("chunk", "after", 0.03, "rollout-0", "stop", 12.0, 0.0)])
             before = s.appends
             await asyncio.sleep(9.0)

@@ -19,7 +19,7 @@ async def test_a_replica_that_cannot_map_gets_every_version_by_stream(world: Wor
     async with world.replica("far") as far:
         for version in range(4):
             weights = await world.step()
-            await world.publisher.wait_committed(version, 1, 60)
+            await world.publisher.wait_committed(version, 1, 300)
             assert same(far.weights, weights)
         assert list(far.calls) == ["Probe"] + ["StageStream", "Commit"] * 4
         await world.notice("replica far", "cannot map", "by stream", "No such file")
@@ -31,15 +31,15 @@ async def test_a_late_joiner_of_another_host_and_one_of_this_host_serve_the_same
     await world.step()
     weights = await world.step()
     async with world.replica("near") as near:
-        await world.publisher.wait_committed(1, 1, 60)
+        await world.publisher.wait_committed(1, 1, 300)
         world.arena.unlink()
         async with world.replica("far") as far:
-            await world.publisher.wait_committed(1, 2, 60)
+            await world.publisher.wait_committed(1, 2, 300)
             assert (near.versions, far.versions) == ([1], [1])
             assert same(near.weights, weights)
             assert same(far.weights, weights)
             weights = await world.step()
-            await world.publisher.wait_committed(2, 2, 60)
+            await world.publisher.wait_committed(2, 2, 300)
             assert same(near.weights, weights)
             assert same(far.weights, weights)
 
@@ -60,12 +60,12 @@ async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch
 
         async with await world.registry.register(lease("far", proxy.port)):
             weights = await world.step()
-            await world.publisher.wait_committed(0, 1, 60)
+            await world.publisher.wait_committed(0, 1, 300)
             proxy.listener = cut
             weights = await world.step()
             await world.notice("the way to replica far is broken, it is tried again: version 1: UNAVAILABLE")
             proxy.heal()
-            await world.publisher.wait_committed(1, 1, 60)
+            await world.publisher.wait_committed(1, 1, 300)
             assert same(receiver.weights, weights)
             assert receiver.versions == [0, 1]
 
@@ -84,12 +84,12 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
         await world.registry.register(lease("far", proxy.port)),
     ):
         await world.step()
-        await world.publisher.wait_committed(0, 1, 60)
+        await world.publisher.wait_committed(0, 1, 300)
         proxy.hold()  # nothing gets through, and nobody is told
         weights = await world.step()
         await world.notice("the way to replica far is broken", "the stream stood still after 0 of")
         proxy.heal()
-        await world.publisher.wait_committed(1, 1, 60)
+        await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
 
 
@@ -113,18 +113,18 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
         for name, proxy in (("one", one), ("two", two)):
             await stack.enter_async_context(await world.registry.register(lease(name, proxy.port)))
         await world.step()
-        await world.publisher.wait_committed(0, 2, 60)
+        await world.publisher.wait_committed(0, 2, 300)
         for version, slow in ((1, one), (2, two)):
             slow.hold()
             await world.step()
             await until(lambda slow=slow, version=version: (f"127.0.0.1:{slow.port}", version) in begun)
             if slow is one:
-                await world.publisher.wait_committed(1, 1, 60)
+                await world.publisher.wait_committed(1, 1, 300)
         for _ in (3, 4, 5, 6):
             weights = await world.step()  # raises when there is no slot
         one.heal()
         two.heal()
-        commits = await world.publisher.wait_committed(6, 2, 60)
+        commits = await world.publisher.wait_committed(6, 2, 300)
         assert {commit.version for commit in commits} == {6}
         assert all(same(receiver.weights, weights) for receiver in receivers)
         assert receivers[0].versions == [0, 1, 6]
@@ -166,6 +166,6 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
     async with AsyncExitStack() as stack:
         receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(replica_sync.STREAMS + 4)]
         weights = await world.step()
-        await world.publisher.wait_committed(0, len(receivers), 60)
+        await world.publisher.wait_committed(0, len(receivers), 300)
         assert all(same(receiver.weights, weights) for receiver in receivers)
     assert most == replica_sync.STREAMS

@@ -52,7 +52,7 @@ def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, c
             words = [word for child in children for word in child.cmdline()]
         finally:
             up.send_signal(signal.SIGKILL)
-    assert not psutil.wait_procs(children, timeout=60)[1]
+    assert not psutil.wait_procs(children, timeout=300)[1]
     assert guarded.url in words
     assert not [word for word in words if SECRET in word]
     record = read_run_file(config.run_dir)
@@ -85,6 +85,6 @@ def test_a_record_of_an_earlier_release_that_has_it_is_used_and_it_is_not_shown(
     record = RunFile("gone", guarded.url.replace("//", f"//:{SECRET}@"))
     (config.run_dir / "run.json").write_text(json.dumps(vars(record)))
     command = [sys.executable, "-m", "polyreme", "audit", str(config.run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "expected run gone in Redis; found none" in done.stderr
     assert SECRET not in done.stdout + done.stderr

@@ -55,7 +55,7 @@ async def reward_run(redis: Redis, run_id: str, tmp_path: Path) -> Run:
 
 
 async def lease(run: Run) -> Lease:
-    (found,) = await Registry(run).wait_for("reward", 1, 60)
+    (found,) = await Registry(run).wait_for("reward", 1, 300)
     return found
 
 
@@ -72,11 +72,11 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
         assert len(children) == 2, "the keeper and one worker"
         async with rpc.connect(found.address) as channel:
             score = reward_pb2_grpc.RewardServiceStub(channel).Score
-            call = asyncio.ensure_future(score(request("1"), timeout=60))
+            call = asyncio.ensure_future(score(request("1"), timeout=300))
             await until((tmp_path / "asked").exists)
             process.terminate()
             assert (await call).results[0].score == 2.0, "what was under way is answered"
-        assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert await asyncio.wait_for(process.wait(), 300) == 0
         assert await Registry(reward_run).leases("reward") == []
         assert not [child for child in children if runs(child)]
 
@@ -98,13 +98,13 @@ async def test_a_killed_server_leaves_no_process_behind(redis_url: str, reward_r
         await lease(reward_run)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=60)
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=300)
         assert (len(gone), alive) == (2, [])
 
 
 async def error_of(*arguments: str) -> tuple[int, str]:
     async with command(*arguments) as process:
-        _, text = await asyncio.wait_for(process.communicate(), 60)
+        _, text = await asyncio.wait_for(process.communicate(), 300)
         assert process.returncode is not None
         return process.returncode, text.decode()
 

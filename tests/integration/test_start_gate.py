@@ -46,7 +46,7 @@ class Start:
 
     async def notice(self) -> str:
         """The first, once it is there."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not (texts := await self.notices()):  # noqa: ASYNC110 (it is read from a stream)
                 await asyncio.sleep(0.02)
         return texts[0]
@@ -64,7 +64,7 @@ async def start(
     monkeypatch.setattr(replica_sync, "LEASES_SECONDS", 0.02)
     monkeypatch.setattr(run_client, "STATE_SECONDS", 0.05)
     monkeypatch.setattr(run_client, "AGAIN_SECONDS", 0.1)
-    config = config_tree(tmp_path, ROWS, rollout={"replicas": getattr(request, "param", 1), "chunk_timeout": 60.0})
+    config = config_tree(tmp_path, ROWS, rollout={"replicas": getattr(request, "param", 1), "chunk_timeout": 3600.0})
     run = await make_run(redis, run_id, config)
     experience = ExperienceLog(run)
     term = await experience.take(Role.LEARNER)
@@ -72,7 +72,7 @@ async def start(
     publisher = Publisher(redis_url, run_id, term, arena)
     publisher.start()
     async with AsyncExitStack() as replicas:
-        slot = await publisher.acquire_slot(60)
+        slot = await publisher.acquire_slot(300)
         arena.begin(slot)
         generation = arena.complete(slot, 0, term.counter)
         await experience.begin(0)
@@ -104,7 +104,7 @@ async def test_one_that_dies_while_it_is_asked_is_left_out(start: Start) -> None
     comparing = start.compare()
     await dies.asked.wait()
     await dies.vanish()
-    assert of_replicas(await asyncio.wait_for(comparing, 60), 1)
+    assert of_replicas(await asyncio.wait_for(comparing, 300), 1)
     [told] = await start.notices()
     assert "replica dies at " in told
 
@@ -116,7 +116,7 @@ async def test_one_that_stands_still_is_left_out_when_its_lease_goes(start: Star
     comparing = start.compare()
     await still.asked.wait()
     await still.lose_lease()
-    assert of_replicas(await asyncio.wait_for(comparing, 60), 1)
+    assert of_replicas(await asyncio.wait_for(comparing, 300), 1)
     [told] = await start.notices()
     assert "its lease is gone" in told
 
@@ -127,24 +127,24 @@ def with_rollout(config: RunConfig, **changes: float) -> RunConfig:
 
 @pytest.mark.parametrize("start", [2], indirect=True)
 async def test_one_that_is_silent_is_left_out_although_its_lease_lives(start: Start) -> None:
-    start.config = with_rollout(start.config, chunk_timeout=5.0)
+    start.config = with_rollout(start.config, chunk_timeout=3.0)
     await start.replica("mute", failures=SILENT)
     await start.replica("stays")
-    assert of_replicas(await asyncio.wait_for(start.compare(), 60), 1)
+    assert of_replicas(await asyncio.wait_for(start.compare(), 300), 1)
     [told] = await start.notices()
-    assert "no token within 5" in told
+    assert "no token within 3" in told
 
 
 async def test_the_only_one_that_drains_after_its_commit_is_waited_for_in_its_successor(start: Start) -> None:
     drains = await start.replica("drains")
-    await start.publisher.wait_committed(0, 1, 60)
+    await start.publisher.wait_committed(0, 1, 300)
     drains.service.draining = True
     comparing = start.compare()
     await start.notice()
     await drains.vanish()
     assert not comparing.done()
     await start.replica("next")
-    assert of_replicas(await asyncio.wait_for(comparing, 60), 1)
+    assert of_replicas(await asyncio.wait_for(comparing, 300), 1)
 
 
 async def test_the_only_one_that_is_killed_is_waited_for_in_its_successor(start: Start) -> None:
@@ -153,14 +153,14 @@ async def test_the_only_one_that_is_killed_is_waited_for_in_its_successor(start:
     await killed.asked.wait()
     await killed.die()
     await start.replica("next")
-    assert of_replicas(await asyncio.wait_for(comparing, 60), 1)
+    assert of_replicas(await asyncio.wait_for(comparing, 300), 1)
 
 
 async def test_a_channel_that_closes_under_the_calls_is_a_replica_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     channels, connect = [], rpc.connect
     monkeypatch.setattr(rpc, "connect", lambda *arguments: channels.append(connect(*arguments)) or channels[-1])
     asked = await start.replica("asked", failures=SILENT)
-    await start.publisher.wait_committed(0, 1, 60)
+    await start.publisher.wait_committed(0, 1, 300)
     channels.clear()  # the publisher's
     comparing = start.compare()
     await asked.asked.wait()
@@ -175,9 +175,9 @@ async def test_a_channel_that_closes_under_the_calls_is_a_replica_lost(start: St
 async def test_without_a_successor_the_start_ends_in_its_time_and_says_why(start: Start) -> None:
     start.config = with_rollout(start.config, chunk_timeout=0.5, start_timeout=1.5)
     await start.replica("mute", failures=SILENT)
-    await start.publisher.wait_committed(0, 1, 60)
+    await start.publisher.wait_committed(0, 1, 300)
     with pytest.raises(UnavailableError, match="mute: no token within"):
-        await asyncio.wait_for(start.compare(), 60)
+        await asyncio.wait_for(start.compare(), 300)
 
 
 async def test_a_run_that_drains_waits_for_no_replica(start: Start) -> None:
@@ -188,4 +188,4 @@ async def test_a_run_that_drains_waits_for_no_replica(start: Start) -> None:
     await start.client.run.set_state(RunState.RUNNING)
     await start.client.run.set_state(RunState.DRAINING)
     with pytest.raises(DrainError):
-        await asyncio.wait_for(comparing, 60)
+        await asyncio.wait_for(comparing, 300)

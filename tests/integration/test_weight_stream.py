@@ -56,7 +56,7 @@ class Wire:
         self.channel, self.stub = channel, pb_grpc.WeightsServiceStub(channel)
 
     def call(self) -> Any:
-        return self.channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=60)
+        return self.channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=300)
 
     async def begin(self, manifest: Manifest) -> tuple[Any, int]:
         """An open stream, and where it is to begin."""
@@ -80,7 +80,7 @@ class Wire:
         return begin
 
     async def commit(self, id: pb.VersionId) -> pb.CommitResponse:
-        return await self.stub.Commit(pb.CommitRequest(id=id), timeout=60)
+        return await self.stub.Commit(pb.CommitRequest(id=id), timeout=300)
 
     async def push(self, sent: Sent) -> None:
         for part in sent.parts:
@@ -150,7 +150,7 @@ async def test_a_version_of_two_parts_comes_in_any_order_and_from_arena_and_stre
         arena.slot_view(0)[:] = data
         generation = arena.complete(0, 2, 1)
         staging = pb.StageArenaRequest(manifest=manifest.to_proto(), arena_path=str(arena.path), slot=0, generation=generation)
-        await asyncio.gather(wire.stage(two.parts[1]), wire.stub.StageArena(staging, timeout=60))
+        await asyncio.gather(wire.stage(two.parts[1]), wire.stub.StageArena(staging, timeout=300))
         await wire.commit(two.id)
         arena.close()
         assert same(receiver, two)
@@ -316,7 +316,7 @@ async def test_what_the_engine_is_loading_is_not_written() -> None:
         await wire.stage(two.parts[0])
         receiver.engine.may_load.clear()
         committing = asyncio.ensure_future(wire.commit(two.id))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not receiver.engine.paused:  # noqa: ASYNC110 - the engine is the server's
                 await asyncio.sleep(0.001)
         await wire.stage(three.parts[0])
@@ -360,16 +360,16 @@ async def test_other_calls_are_answered_while_bytes_are_hashed(monkeypatch: pyte
 
     def slow(assembly: Assembly, offset: int, data: memoryview) -> None:
         hashing.set()
-        assert may_hash.wait(60)
+        assert may_hash.wait(300)
         real(assembly, offset, data)
 
     monkeypatch.setattr(Assembly, "add", slow)
     async with world() as (receiver, wire):
         sent = Sent(1)
         streaming = asyncio.ensure_future(wire.push(sent))
-        assert await asyncio.to_thread(hashing.wait, 60)
+        assert await asyncio.to_thread(hashing.wait, 300)
         probe = pb.ProbeRequest(run_id="run", term=1, arena_path="/dev/shm/none", nonce=bytes(16))
-        assert not (await wire.stub.Probe(probe, timeout=60)).can_map
+        assert not (await wire.stub.Probe(probe, timeout=300)).can_map
         assert not streaming.done()
         may_hash.set()
         await streaming
@@ -386,7 +386,7 @@ def test_an_arena_without_a_name_is_mapped_by_other_processes_and_dies_with_its_
         "print(a.nonce.hex(), a.version(0), bytes(a.slot_view(0)) == b'x' * 5000)"
     )
     command = [sys.executable, "-c", code, str(arena.path), str(generation)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == f"{arena.nonce.hex()} (3, 7) True"
     path = arena.path
     arena.close()

@@ -141,7 +141,7 @@ async def broken_version_is_rolled_back(learner: Learner, there: Any, weights: d
     learner.layout = good
     assert refused.value.code() == grpc.StatusCode.INTERNAL
     assert "version 2 is served again" in refused.value.details()
-    answer = await there.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=60)
+    answer = await there.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)
     assert (answer.has_version, answer.version, answer.quarantined) == (True, 2, False)
 
 
@@ -229,7 +229,7 @@ async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str
         family = psutil.Process(there.child.pid).children(recursive=True)
         assert family
         os.kill(there.child.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(family, timeout=60)
+        _, alive = psutil.wait_procs(family, timeout=300)
         assert not alive
 
 
@@ -268,7 +268,7 @@ async def read(url: str, body: Any = None) -> bytes:
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
 
     def call() -> bytes:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=300) as answer:
             return bytes(answer.read())
 
     return await asyncio.to_thread(call)
@@ -291,14 +291,14 @@ async def test_term_drains_and_leaves_no_files(redis_url: str, tmp_path: Path) -
     async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model)) as there:
         learner = Learner.of(run_id, model)
         await learner.push(there.weights, 0, next(versions(model, 1)))
-        stream = aiter(there.rollout.Generate(request(run_id, PROMPT, [(0, [], 120, 0)]), timeout=60))
+        stream = aiter(there.rollout.Generate(request(run_id, PROMPT, [(0, [], 120, 0)]), timeout=300))
         responses = [await anext(stream)]
         there.child.signal(signal.SIGTERM)
         responses += [response async for response in stream]
         assert sum(len(chunk.token_ids) for response in responses for chunk in response.chunks) == 4 * 120
         family = psutil.Process(there.child.pid).children(recursive=True)
         assert await asyncio.wait_for(there.child.wait(), 120) == 0
-        assert not psutil.wait_procs(family, timeout=60)[1]
+        assert not psutil.wait_procs(family, timeout=300)[1]
         learner.arena.close()
 
 
@@ -309,7 +309,7 @@ def test_a_taken_port_is_one_clear_error(option: str) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "polyreme", "rollout", "--redis", "redis://127.0.0.1:1", option, port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith(f"polyreme: error: expected a free port {port}")
     assert "Traceback" not in done.stderr
@@ -318,7 +318,7 @@ def test_a_taken_port_is_one_clear_error(option: str) -> None:
 
 def test_an_unreachable_redis_is_one_clear_error() -> None:
     command = [sys.executable, "-m", "polyreme", "rollout", "--redis", "redis://127.0.0.1:1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 3
     assert "127.0.0.1:1" in done.stderr
     assert "Traceback" not in done.stderr

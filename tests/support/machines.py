@@ -132,4 +132,4 @@ def _plug(switch: str, port: str, device: str, namespace: str | None) -> None:
 
 
 def _run(*argv: str) -> None:
-    subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60)
+    subprocess.run(argv, check=True, capture_output=True, text=True, timeout=300)

@@ -63,7 +63,7 @@ class Nursery:
             sys.executable, __file__, *modules, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
         nursery = cls(process)
-        await asyncio.wait_for(nursery._asked.get(), 60)
+        await asyncio.wait_for(nursery._asked.get(), 300)
         return nursery
 
     async def spawn(self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> Born:
@@ -72,7 +72,7 @@ class Nursery:
         assert self._process.stdin is not None
         async with self._lock:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            pid = await asyncio.wait_for(self._asked.get(), 60)
+            pid = await asyncio.wait_for(self._asked.get(), 300)
         return self._born[pid]
 
     async def close(self) -> None:

@@ -42,7 +42,7 @@ class World:
     async def step(self) -> dict[str, np.ndarray]:
         """Writes and publishes the next version, as the learner does; gives its tensors."""
         self.version += 1
-        slot = await self.publisher.acquire_slot(60)
+        slot = await self.publisher.acquire_slot(300)
         self.arena.begin(slot)
         views = tensor_views(LAYOUT, self.arena.slot_view(slot))
         views["embed"][:] = self.rng.normal(size=(7, 4))
@@ -68,7 +68,7 @@ class World:
 
     async def notice(self, *words: str) -> str:
         """The first notice with all these words, once it is there."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while True:
                 for text in await self.notices():
                     if all(word in text for word in words):

@@ -182,5 +182,5 @@ async def replica(redis_url: str, run_id: str, model: Path, log: Path, config: R
                 child, lease, run, rollout_pb2_grpc.RolloutServiceStub(channel), weights_pb2_grpc.WeightsServiceStub(channel)
             )
     finally:
-        await child.stop(60)
+        await child.stop(300)
         await redis.aclose()

@@ -19,7 +19,7 @@ EXACT = {"name": "exact", "options": {"after": "#"}}
 
 
 def reward_config(*rewards: dict[str, Any], **fields: Any) -> RewardConfig:
-    return RewardConfig.model_validate({"rewards": list(rewards), "item_timeout": 60.0, **fields})
+    return RewardConfig.model_validate({"rewards": list(rewards), "item_timeout": 60.0, "start_timeout": 600.0, **fields})
 
 
 @asynccontextmanager
@@ -38,7 +38,7 @@ async def serving(
     async with (
         serve(reward_config(*rewards, **fields)) as addresses,
         rpc.connect(addresses.grpc) as channel,
-        httpx.AsyncClient(base_url=f"http://{addresses.http}", trust_env=False, timeout=60) as client,
+        httpx.AsyncClient(base_url=f"http://{addresses.http}", trust_env=False, timeout=300) as client,
     ):
         yield reward_pb2_grpc.RewardServiceStub(channel), client, addresses
 

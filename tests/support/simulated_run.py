@@ -84,5 +84,5 @@ async def simulated_run(
             started.start(name)
         yield started
     finally:
-        await asyncio.gather(*(child.stop(60.0) for child in started.children.values()))
+        await asyncio.gather(*(child.stop(300) for child in started.children.values()))
         await redis.aclose()

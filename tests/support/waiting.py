@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-DEADLINE = 120.0  # seconds
+DEADLINE = 300.0  # seconds
 _POLL = 0.01  # seconds between two checks of what gives no event, such as a process or a file
 
 

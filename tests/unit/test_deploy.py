@@ -127,12 +127,12 @@ def test_compose_takes_the_file_and_starts_nothing_without_secrets(tmp_path: Pat
     def config(*arguments: str) -> "subprocess.CompletedProcess[str]":
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("POLYREME_", "COMPOSE_"))}
         command = ["docker-compose", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=300, check=False)
 
     refused = config("--env-file", ".env.example", "config")
     assert refused.returncode != 0 and "make secrets" in refused.stderr
     secrets = tmp_path / "env"
-    subprocess.run([ROOT / "deploy" / "secrets.sh", secrets], check=True, timeout=60)
+    subprocess.run([ROOT / "deploy" / "secrets.sh", secrets], check=True, timeout=300)
     assert secrets.stat().st_mode & 0o077 == 0
     resolved = config("--env-file", str(secrets), "config")
     assert resolved.returncode == 0, resolved.stderr
@@ -141,7 +141,7 @@ def test_compose_takes_the_file_and_starts_nothing_without_secrets(tmp_path: Pat
 
 def test_secrets_are_fresh_and_never_overwritten(tmp_path: Path) -> None:
     def write(name: str) -> dict[str, str]:
-        subprocess.run([ROOT / "deploy" / "secrets.sh", tmp_path / name], check=True, timeout=60)
+        subprocess.run([ROOT / "deploy" / "secrets.sh", tmp_path / name], check=True, timeout=300)
         lines = (tmp_path / name).read_text().splitlines()
         return {key: value for key, _, value in (line.partition("=") for line in lines) if key in SECRETS}
 
@@ -156,13 +156,13 @@ def test_certificates_are_what_the_services_take(tmp_path: Path, monkeypatch: py
     from polyreme.net import tls
 
     folder = tmp_path / "tls"
-    subprocess.run([ROOT / "deploy" / "certs.sh", folder, "DNS:elsewhere"], check=True, timeout=60, capture_output=True)
+    subprocess.run([ROOT / "deploy" / "certs.sh", folder, "DNS:elsewhere"], check=True, timeout=300, capture_output=True)
     files = {"certificate": folder / "certificate.pem", "key": folder / "key.pem", "ca": folder / "ca.pem"}
     config = SecurityConfig(**files, mutual=True, server_name="polyreme")
     assert tls.server_credentials(config) is not None
-    subprocess.run(["openssl", "verify", "-CAfile", files["ca"], files["certificate"]], check=True, timeout=60)
+    subprocess.run(["openssl", "verify", "-CAfile", files["ca"], files["certificate"]], check=True, timeout=300)
     authority = files["ca"].read_bytes()
-    subprocess.run([ROOT / "deploy" / "certs.sh", folder], check=True, timeout=60, capture_output=True)
+    subprocess.run([ROOT / "deploy" / "certs.sh", folder], check=True, timeout=300, capture_output=True)
     assert files["ca"].read_bytes() == authority, "a CA is kept"
 
 
@@ -219,7 +219,7 @@ def test_the_learner_spreads_over_pods_that_meet_by_name(overlay: str, card: str
     shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
     path = tmp_path / "kubernetes" / "overlays" / overlay / "kustomization.yaml"
     path.write_text(path.read_text() + "components: [../../components/multi-node]\n")
-    built = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=True, timeout=60).stdout
+    built = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=True, timeout=300).stdout
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for document in yaml.safe_load_all(built):
         kubernetes_validate.validate(document, "1.33", strict=True)

@@ -80,7 +80,7 @@ def test_the_core_stays_light_when_all_of_it_is_loaded() -> None:
     names = [module for module, _ in modules() if under(module, "polyreme") and not module.endswith("__main__")]
     script = "import importlib, sys\n" + "".join(f"importlib.import_module({name!r})\n" for name in names)
     script += f"print(*(sorted({{m.partition('.')[0] for m in sys.modules}} & {set(HEAVY)!r})))"
-    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True).stdout
     assert loaded.strip() == ""
 
 

@@ -18,7 +18,7 @@ from polyreme.process.lifecycle import exit_on_error
 def polyreme(*argv: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
     env = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
     command = [sys.executable, "-m", "polyreme", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=env | {"COLUMNS": "120"})
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=env | {"COLUMNS": "120"})
 
 
 def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -> None:

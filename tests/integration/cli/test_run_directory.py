@@ -132,7 +132,7 @@ with exit_on_error("other"), owned(Path(sys.argv[1])):
 
 def test_one_process_at_a_time_owns_a_directory(config: RunConfig) -> None:
     def other() -> "subprocess.CompletedProcess[str]":
-        return subprocess.run([sys.executable, "-c", _OWN, str(config.run_dir)], capture_output=True, text=True, timeout=60)
+        return subprocess.run([sys.executable, "-c", _OWN, str(config.run_dir)], capture_output=True, text=True, timeout=300)
 
     with owned(config.run_dir):
         assert "another process" in other().stderr

@@ -81,7 +81,7 @@ def test_a_run_whose_reader_is_gone_goes_on_to_its_own_end(config_file: Path, li
             process.send_signal(signal.SIGINT)
         else:
             (config_file.parent / "trained").touch()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
     assert (config_file.parent / "saved").exists()
 
 
@@ -92,4 +92,4 @@ def test_a_server_that_ends_while_its_run_goes_on_is_started_again(config_file: 
         os.kill(int(started.read_text()), signal.SIGTERM)
         wait_until(lambda: len(started.read_text().split()) == 2)
         (config_file.parent / "trained").touch()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0

@@ -127,7 +127,7 @@ async def test_waiting_ends_when_enough_have_come(run: Run, monkeypatch: pytest.
 
     monkeypatch.setattr(run, "watch", watched)
     task = asyncio.create_task(come_later())
-    assert await registry.wait_for("rollout", 1, timeout=60) == [lease("a")]
+    assert await registry.wait_for("rollout", 1, timeout=300) == [lease("a")]
     assert woken, "by the event, not by the heartbeat"
     await task
 
@@ -142,7 +142,7 @@ async def test_waiting_says_who_is_there(run: Run) -> None:
 async def test_waiting_ends_with_its_source_and_with_the_run(run: Run) -> None:
     registry = Registry(run)
     with pytest.raises(UnavailableError, match="has ended"):
-        await registry.wait_for("rollout", 1, timeout=60, alive=lambda: False)
+        await registry.wait_for("rollout", 1, timeout=300, alive=lambda: False)
     await run.set_state(RunState.FAILED, "no reward server")
     with pytest.raises(RunFailedError, match="no reward server"):
-        await registry.wait_for("rollout", 1, timeout=60)
+        await registry.wait_for("rollout", 1, timeout=300)

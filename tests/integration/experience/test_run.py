@@ -38,22 +38,22 @@ async def test_a_server_of_the_newest_run_leaves_it_when_it_is_over(redis: Redis
         await asyncio.sleep(0.1)  # for some looks
         assert not over.is_set()
         await run.set_state(RunState.DONE)
-        await asyncio.wait_for(over.wait(), 60)
+        await asyncio.wait_for(over.wait(), 300)
     with pytest.raises(UnavailableError, match="a run in Redis"):
         await Run.attach(redis, None, 0, ended=False)
     assert (await Run.attach(redis, run.run_id, 0, ended=False)).run_id == run.run_id
-    waiting = asyncio.create_task(Run.attach(redis, None, 60, ended=False))
+    waiting = asyncio.create_task(Run.attach(redis, None, 300, ended=False))
     await asyncio.sleep(0.05)
     await Run.resume(redis, run.run_id, run_config(tmp_path), {})
     resumed = await waiting
     superseded = asyncio.Event()
     async with resumed.telling(superseded):
         await Run.create(redis, f"{run.run_id}-2", run_config(tmp_path), {})
-        await asyncio.wait_for(superseded.wait(), 60)
+        await asyncio.wait_for(superseded.wait(), 300)
 
 
 async def test_attaching_waits_and_then_says_so(redis: Redis, run_id: str, tmp_path) -> None:
-    waiting = asyncio.create_task(Run.attach(redis, run_id, 60))
+    waiting = asyncio.create_task(Run.attach(redis, run_id, 300))
     await asyncio.sleep(0.05)
     await Run.create(redis, run_id, run_config(tmp_path), {})
     assert (await waiting).run_id == run_id

@@ -56,7 +56,7 @@ def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], bu
             assert service.stdout.readline() == "draining\n"
         time.sleep(0.2)  # two of a kind that are both pending are one
         service.send_signal(numbers[1])
-        output, _ = service.communicate(timeout=60)
+        output, _ = service.communicate(timeout=300)
     finally:
         service.kill()
         service.wait()

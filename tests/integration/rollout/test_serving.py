@@ -25,9 +25,9 @@ async def test_a_dead_engine_is_what_a_new_start_mends(
     engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB)
     orders = Orders(run_id, config, {}, "")
     serves = asyncio.create_task(serving.serve(engine, orders, redis_url, Place(http_port=None), asyncio.Event()))
-    await registry.wait_for("rollout", 1, 60)
+    await registry.wait_for("rollout", 1, 300)
     engine.close()
     with pytest.raises(PolyremeError, match="the engine to run") as told:
-        await asyncio.wait_for(serves, 60)
+        await asyncio.wait_for(serves, 300)
     assert told.value.exit_code not in FINAL_CODES
     assert await registry.leases("rollout") == []

@@ -42,7 +42,7 @@ def test_several_processes_write_slices_of_one_slot(arena: Arena) -> None:
     """
     arena.begin(1)
     ranks = [python(code, arena.path, rank) for rank in range(4)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0, 0, 0]
+    assert [rank.wait(300) for rank in ranks] == [0, 0, 0, 0]
     for rank in ranks:
         rank.communicate()
     arena.complete(1, version=1, term=1)
@@ -54,7 +54,7 @@ def test_exit_removes_the_arena(run_id: str) -> None:
     owner = python(
         "import sys; from polyreme.weights.arena import Arena; a = Arena.create(sys.argv[1], 100); print(a.path)", run_id
     )
-    output, _ = owner.communicate(timeout=60)
+    output, _ = owner.communicate(timeout=300)
     assert owner.returncode == 0
     assert not Path(output.strip()).exists()
 
@@ -73,7 +73,7 @@ def test_a_killed_owners_arena_is_removed_by_the_next(run_id: str) -> None:
     assert remove_stale(run_id) == []
     assert path.exists()
     os.kill(owner.pid, signal.SIGKILL)
-    owner.communicate(timeout=60)
+    owner.communicate(timeout=300)
     assert path.exists()
     arena = Arena.create(run_id, 200)
     assert [p.name for p in SHARED_MEMORY.glob(f"polyreme-{run_id}-*")] == [path.name]
@@ -91,5 +91,5 @@ def test_a_child_of_the_owner_removes_nothing(run_id: str) -> None:
         print(arena.path.exists())
     """
     owner = python(code, run_id)
-    output, _ = owner.communicate(timeout=60)
+    output, _ = owner.communicate(timeout=300)
     assert output == "True\n"

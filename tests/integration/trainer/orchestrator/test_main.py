@@ -292,7 +292,7 @@ async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
         await until(lambda: len(w.replicas[0].calls) == 4)  # the replica has an event for its first call only
         groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._bring_in"]
         groups[0].cancel()  # a task group does not mind
-        await asyncio.wait_for(asyncio.gather(working, w.train()), 60)
+        await asyncio.wait_for(asyncio.gather(working, w.train()), 300)
         assert (await w.log.audit()).clean
         assert {group.attempt for group in w.learner.trained[1]} == {1}
         calls = [call.request_id.rpartition("-")[0] for call in w.replicas[0].calls]
@@ -325,7 +325,7 @@ async def test_an_evaluation_and_groups_survive_the_drain_of_their_reward_server
             await servers.enter_async_context(serve(w.config.reward, run=w.run))
             gate.touch()
         last.push_async_callback(servers.aclose)
-        await asyncio.wait_for(asyncio.gather(working, training, *draining), 60)
+        await asyncio.wait_for(asyncio.gather(working, training, *draining), 300)
         assert (await w.log.audit()).clean
         assert [record["version"] for record in await w.records("eval")] == [0, 1]
         assert not await w.records("eval_failed")
@@ -353,26 +353,26 @@ async def test_a_reward_outage_pauses_admission_and_burns_nothing(world):
 
 
 async def test_drain(world):
-    slow = {"step_seconds": 1.0, "lengths": Lengths(1e9)}
+    slow = {"step_seconds": 10.0, "lengths": Lengths(1e9)}
     async with world(slow) as w:
         working = asyncio.create_task(orchestrate(w.run))
         await w.replicas[0].asked.wait()
         await w.run.set_state(RunState.DRAINING, "a signal")
-        await asyncio.wait_for(working, 60)
+        await asyncio.wait_for(working, 300)
         assert await w.log.in_flight()
 
 
 async def test_a_signal_ends_the_process_whose_run_goes_on_as_one_to_start_again(world):
-    slow = {"step_seconds": 1.0, "lengths": Lengths(1e9)}
+    slow = {"step_seconds": 10.0, "lengths": Lengths(1e9)}
     async with world(slow) as w:
         child = Child.spawn(
             "orchestrator",
             [sys.executable, "-m", "polyreme_trainer.orchestrator"],
             {**os.environ, "POLYREME_REDIS": w.redis_url, "POLYREME_RUN": w.run.run_id},
         )
-        await asyncio.wait_for(w.replicas[0].asked.wait(), 60)
+        await asyncio.wait_for(w.replicas[0].asked.wait(), 300)
         child.signal(signal.SIGTERM)
-        assert await asyncio.wait_for(child.wait(), 60) == 128 + signal.SIGTERM
+        assert await asyncio.wait_for(child.wait(), 300) == 128 + signal.SIGTERM
         assert (await w.run.state())[0] is RunState.RUNNING and await w.log.in_flight()
 
 

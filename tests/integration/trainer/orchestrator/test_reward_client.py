@@ -176,7 +176,7 @@ async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
     await until(lambda: rewards.paused)
     async with serve(config, run=run):
         await rewards.refresh()
-        async with asyncio.timeout(60):  # and not after the pause between two tries
+        async with asyncio.timeout(250):  # and not after the pause between two tries
             assert [result.score for result in await scoring] == [1.0]
         assert not rewards.paused
     await rewards.close()
@@ -244,7 +244,7 @@ async def test_what_a_server_that_left_never_answers_is_asked_again(start, late)
             way.heal()
             await others.enter_async_context(await Registry(run).register(lease))
             await rewards.refresh()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             assert (await scoring)[0].score == 1.0
         await rewards.close()
 
@@ -264,7 +264,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
         scoring.cancel()  # by whoever asked, and so it ends for good
         with pytest.raises(asyncio.CancelledError):
             await scoring
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             await rewards.close()
 
 

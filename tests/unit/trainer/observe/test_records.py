@@ -209,7 +209,7 @@ def test_a_full_disk_is_told_each_time_and_all_is_written_once_there_is_room(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert process.returncode == 0, process.stderr
     assert [line["id"] for line in lines(config.run_dir / "metrics.jsonl")] == [at for at, _ in records]
