@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from polyreme_reward.http_server import BODY_LIMIT
+from polyreme.net.http_server import BODY_LIMIT
 from support.rewards import EXACT, item, scoring, serving
 
 
