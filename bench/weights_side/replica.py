@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from polyreme.net import rpc
 from polyreme.process.lifecycle import stop_event
-from polyreme_rollout.engine.base import ArenaSource, Loaded
+from polyreme_rollout.engine.protocol import ArenaSource, Loaded
 from support.receiver import SERVICE, Receiver
 
 

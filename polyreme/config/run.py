@@ -32,6 +32,7 @@ class DataConfig(Section):
 
 
 class RolloutConfig(Section):
+    engine: str = Field("vllm", description="Inference engine: a name in the entry-point group `polyreme.engines`.")
     replicas: int = Field(1, ge=1, description="How many `polyreme up` starts, and how many a run waits for.")
     tensor_parallel: int = Field(1, ge=1)
     max_new_tokens: int = Field(ge=1)

@@ -167,9 +167,8 @@ def test_the_workers_hold_the_pushed_tensors(kind: Kind, parallel: int, tmp_path
         for weights, workers in zip(pushed, json.loads(done.stdout.splitlines()[-1]), strict=True):
             assert len(workers) == parallel
             for rank, answer in enumerate(workers):
-                assert "error" not in answer, answer
                 expected = {name: digest(array) for name, array in rank_weights(weights, kind, rank, parallel).items()}
-                assert {name: (tuple(shape), value) for name, (shape, value) in answer["weights"].items()} == expected
+                assert {name: (tuple(shape), value) for name, (shape, value) in answer.items()} == expected
     finally:
         learner.arena.close()
 

@@ -1,8 +1,8 @@
-"""A replica's receive side on an engine of plain memory: the real weights service, swap machine, lease and gRPC server."""
+"""A replica's receive side on an engine of plain memory: the real weights service, weight swapper, lease and gRPC server."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,9 +14,9 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
-from polyreme_rollout.engine.base import ArenaSource, Delta, EngineRequest, Loaded, LoadError
+from polyreme_rollout.engine.protocol import ArenaSource, Delta, EngineRequest, Loaded, LoadError, TensorDigest
 from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.weight_swap import Swapper
+from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 
 SERVICE = "polyreme.api.v1.WeightsService"
@@ -37,6 +37,9 @@ class MemoryEngine:
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.paused = False
+
+    async def open(self) -> None:
+        pass
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
         raise NotImplementedError
@@ -70,6 +73,12 @@ class MemoryEngine:
     async def resume(self) -> None:
         self.paused = False
 
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> Any:
+        raise NotImplementedError
+
+    async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
+        raise NotImplementedError
+
     def close(self) -> None:
         pass
 
@@ -82,7 +91,7 @@ class Receiver(WeightsService):
         self.versions: list[int] = []
         self.calls: deque[str] = deque(maxlen=1000)
         self.term = 0
-        swapper = Swapper(
+        swapper = WeightSwapper(
             run_id, self.engine, lambda: self.term, lambda version, _sampled: self.versions.append(version), lambda: None
         )
         super().__init__(swapper, Metrics(), self._committed)

@@ -30,7 +30,7 @@ from polyreme_rollout.metrics import Metrics
 from polyreme_rollout.requests import Limits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedEngine
-from polyreme_rollout.weight_swap import Swapper
+from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 from polyreme_trainer.weight_sync.replica_client import Link, Version
 from support.tiny_tokenizer import CHARS, SPECIAL, model_files
@@ -100,7 +100,7 @@ async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engin
     engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
     metrics = Metrics()
     service = RolloutService(engine, Identity(run.run_id, name, ""), Limits(CONTEXT, VOCAB, 1 << 14), metrics)
-    swapper = Swapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
+    swapper = WeightSwapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
     async with AsyncExitStack() as life, AsyncExitStack() as lease_life:
         replica = Replica(name, engine, service, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life)

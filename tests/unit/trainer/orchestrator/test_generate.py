@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from polyreme.api.v1 import experience_pb2, rollout_pb2
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Role
-from polyreme_rollout.engine.base import Sampling
+from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
 from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, Drafts, merged

@@ -14,7 +14,7 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import RunState
 from polyreme.process.lifecycle import Child
 from polyreme_reward.server import serve
-from polyreme_rollout.engine.base import Sampling
+from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.main import orchestrate
 from polyreme_trainer.orchestrator.prompt_order import row_of, slot_seed
