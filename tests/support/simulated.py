@@ -32,7 +32,7 @@ from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedEngine
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
-from polyreme_trainer.weight_sync.replica_client import Link, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
 from support.tiny_tokenizer import CHARS, SPECIAL, model_files
 
 VOCAB = len(SPECIAL) + len(CHARS)
@@ -155,7 +155,7 @@ class IdleLearner:
     async def push(self, replica: Replica) -> None:
         """Brings the newest version to a replica."""
         identity = self._manifest.id
-        link = Link(replica.lease, self._arena)
+        link = ReplicaClient(replica.lease, self._arena)
         version = Version(self._manifest, identity.version % 3, self._generation)
         await link.stage(version)
         await link.commit(version)
