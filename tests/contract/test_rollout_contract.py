@@ -18,8 +18,8 @@ from polyreme.api.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc, weigh
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import TensorSpec, plan_manifest
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import Limits
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedEngine
 from polyreme_rollout.weight_swap import WeightSwapper
@@ -61,7 +61,7 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
     layout = plan_manifest([TensorSpec("w", "F32", (64,))])
     learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
     engine = SimulatedEngine(frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.002)
-    service = RolloutService(engine, Identity(run_id, "here", "f"), Limits(128, 45, max_sequences=40), Metrics())
+    service = RolloutService(engine, Identity(run_id, "here", "f"), RequestLimits(128, 45, max_sequences=40), ReplicaMetrics())
     swapper = WeightSwapper(run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
 
@@ -70,7 +70,7 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
 
     def add(server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, Metrics(), announce), server)
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, ReplicaMetrics(), announce), server)
 
     async with rpc.serve("127.0.0.1", 0, add, [], grace=0.1) as server, rpc.connect(f"127.0.0.1:{server.port}") as channel:
         yield rollout_pb2_grpc.RolloutServiceStub(channel), weights_pb2_grpc.WeightsServiceStub(channel), learner, arrays

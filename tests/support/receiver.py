@@ -14,8 +14,8 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
-from polyreme_rollout.engine.protocol import ArenaSource, Delta, EngineRequest, Loaded, LoadError, TensorDigest
-from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.engine.protocol import ArenaSource, Delta, EngineRequest, LoadError, LoadResult, TensorDigest
+from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 
@@ -48,7 +48,7 @@ class MemoryEngine:
     async def pause(self) -> None:
         self.paused = True
 
-    async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         assert self.paused
         await self.may_load.wait()
         for source in sources:
@@ -59,7 +59,7 @@ class MemoryEngine:
                 raise LoadError(str(error)) from None
             finally:
                 arena.close()
-        return Loaded(seconds=0.001, sampled={})
+        return LoadResult(seconds=0.001, sampled={})
 
     def _load(self, source: ArenaSource, arena: Arena) -> None:
         arena.check(source.slot, source.generation)
@@ -94,7 +94,7 @@ class Receiver(WeightsService):
         swapper = WeightSwapper(
             run_id, self.engine, lambda: self.term, lambda version, _sampled: self.versions.append(version), lambda: None
         )
-        super().__init__(swapper, Metrics(), self._committed)
+        super().__init__(swapper, ReplicaMetrics(), self._committed)
 
     async def _committed(self) -> None:
         pass

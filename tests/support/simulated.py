@@ -26,8 +26,8 @@ from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import Limits
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedEngine
 from polyreme_rollout.weight_swap import WeightSwapper
@@ -98,8 +98,8 @@ class Replica:
 async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engine_arguments: Any) -> AsyncIterator[Replica]:
     """A replica with a lease. It serves nothing until a version is pushed to it."""
     engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
-    metrics = Metrics()
-    service = RolloutService(engine, Identity(run.run_id, name, ""), Limits(CONTEXT, VOCAB, 1 << 14), metrics)
+    metrics = ReplicaMetrics()
+    service = RolloutService(engine, Identity(run.run_id, name, ""), RequestLimits(CONTEXT, VOCAB, 1 << 14), metrics)
     swapper = WeightSwapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
     async with AsyncExitStack() as life, AsyncExitStack() as lease_life:

@@ -13,11 +13,11 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp
 
-from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.metrics import ReplicaMetrics
 
 
 def make_app(
-    healthy: Callable[[], bool], ready: Callable[[], bool], metrics: Metrics, openai: Callable[[], Awaitable[ASGIApp]]
+    healthy: Callable[[], bool], ready: Callable[[], bool], metrics: ReplicaMetrics, openai: Callable[[], Awaitable[ASGIApp]]
 ) -> ASGIApp:
     """The ASGI application.
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from polyreme.process.resource_metrics import Usage
 
 
-class Metrics:
+class ReplicaMetrics:
     """The metrics of one replica."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ class InvalidRequestError(ValueError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Args: max_model_len: tokens of prompt, prefix and response; vocab_size; max_sequences: running and queued."""
 
     max_model_len: int
@@ -34,7 +34,7 @@ class SequenceRequest:
     seed: int
 
 
-def parse_sequences(request: pb.GenerateRequest, run_id: str, limits: Limits) -> list[SequenceRequest]:
+def parse_sequences(request: pb.GenerateRequest, run_id: str, limits: RequestLimits) -> list[SequenceRequest]:
     """Raises InvalidRequestError."""
     if request.run_id != run_id:
         raise InvalidRequestError(f"expected a request of run {run_id}; found run {request.run_id or 'without a name'}")
@@ -58,7 +58,7 @@ def parse_sequences(request: pb.GenerateRequest, run_id: str, limits: Limits) ->
     return [_parse(sequence, prompt, limits) for sequence in request.slots]
 
 
-def _parse(sequence: pb.Slot, prompt: list[int], limits: Limits) -> SequenceRequest:
+def _parse(sequence: pb.Slot, prompt: list[int], limits: RequestLimits) -> SequenceRequest:
     name = f"sequence {sequence.index}"
     prefix = _ids(sequence.prefix_ids, f"prefix of {name}", limits)
     if sequence.max_new < 1:
@@ -72,7 +72,7 @@ def _parse(sequence: pb.Slot, prompt: list[int], limits: Limits) -> SequenceRequ
     return SequenceRequest(sequence.index, prompt + prefix, sequence.max_new, sequence.seed & _SEED_BITS)
 
 
-def _ids(data: bytes, what: str, limits: Limits) -> list[int]:
+def _ids(data: bytes, what: str, limits: RequestLimits) -> list[int]:
     try:
         ids = unpack_ids(data)
     except ValueError as error:

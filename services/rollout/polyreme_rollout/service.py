@@ -17,8 +17,8 @@ from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, InferenceEngine, Sampling
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import InvalidRequestError, Limits, SequenceRequest, parse_sequences
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import InvalidRequestError, RequestLimits, SequenceRequest, parse_sequences
 from polyreme_rollout.sequences import SequenceProgress
 from polyreme_rollout.weight_swap import WeightSwapper
 
@@ -71,7 +71,7 @@ class _Call:
 class RolloutService(pb_grpc.RolloutServiceServicer):
     """Args: engine; identity; limits: of requests; metrics. `bind` sets the weight swapper."""
 
-    def __init__(self, engine: InferenceEngine, identity: Identity, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, engine: InferenceEngine, identity: Identity, limits: RequestLimits, metrics: ReplicaMetrics) -> None:
         self._engine, self._identity, self._limits, self._metrics = engine, identity, limits, metrics
         self._swapper: WeightSwapper
         self._running: dict[str, tuple[SequenceProgress, _Call]] = {}

@@ -22,8 +22,8 @@ from polyreme.net.endpoint import Place
 from polyreme.net.http_server import serve_http
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.http_app import make_app
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import Limits
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.weight_swap import WeightSwapper
@@ -48,9 +48,9 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, place: P
         StoreError, ConfigError: see their messages. PolyremeError: the engine has died; a restart of this process helps.
     """
     redis = await connect(redis_url)
-    metrics = Metrics()
+    metrics = ReplicaMetrics()
     replica_id = f"rollout-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    limits = Limits(engine.max_model_len, engine.vocab_size, QUEUED_PER_RUNNING * spec.config.rollout.max_num_seqs)
+    limits = RequestLimits(engine.max_model_len, engine.vocab_size, QUEUED_PER_RUNNING * spec.config.rollout.max_num_seqs)
     service = RolloutService(engine, Identity(spec.run_id, replica_id, spec.model_fingerprint), limits, metrics)
     keeper: LeaseKeeper | None = None
     swapper = WeightSwapper(spec.run_id, engine, lambda: keeper.learner_term if keeper else 0, service.on_swap, service.on_lost)

@@ -20,7 +20,7 @@ from polyreme.weights.assembly import RangeError
 from polyreme.weights.digest import DigestError, verify
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme_rollout.arena_cache import ArenaCache
-from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, Loaded, LoadError
+from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
 from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
 from polyreme_rollout.weight_receiver import IncomingPart, SupersededError, WeightReceiver
 
@@ -225,7 +225,7 @@ class WeightSwapper:
         logger.error("%s", text)
         return text
 
-    async def _serve(self, served: Served, loaded: Loaded) -> None:
+    async def _serve(self, served: Served, loaded: LoadResult) -> None:
         self._swaps += 1
         self._on_swap(served.id.version, loaded.sampled)
         await self._engine.resume()

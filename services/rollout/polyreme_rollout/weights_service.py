@@ -16,7 +16,7 @@ from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.protocol import EngineDeadError
-from polyreme_rollout.metrics import Metrics
+from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.staged_parts import Refusal, VersionId
 from polyreme_rollout.weight_swap import WeightSwapper
 
@@ -26,7 +26,7 @@ STREAM_IDLE_TIMEOUT = 30.0  # keepalive detects a lost connection no earlier: se
 class WeightsService(pb_grpc.WeightsServiceServicer):
     """Args: swapper; metrics; on_change: called after every commit, successful or failed."""
 
-    def __init__(self, swapper: WeightSwapper, metrics: Metrics, on_change: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, swapper: WeightSwapper, metrics: ReplicaMetrics, on_change: Callable[[], Awaitable[None]]) -> None:
         self._swapper, self._metrics, self._on_change = swapper, metrics, on_change
 
     def add_to(self, server: grpc.aio.Server) -> None:

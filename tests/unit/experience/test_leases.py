@@ -54,7 +54,7 @@ async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
                     await asyncio.sleep(0.02)
 
             async with await Registry(run).register(lease("a"), ttl=0.3):
-                redis.patience = 0.1
+                redis.reconnect_timeout = 0.1
                 await redis.config_set("min-replicas-to-write", "1")
                 await lives(False)
                 await asyncio.sleep(0.2)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from polyreme_rollout.requests import InvalidRequestError, Limits, parse_sequences
+from polyreme_rollout.requests import InvalidRequestError, RequestLimits, parse_sequences
 from support.replicas import request
 
-LIMITS = Limits(max_model_len=20, vocab_size=10, max_sequences=100)
+LIMITS = RequestLimits(max_model_len=20, vocab_size=10, max_sequences=100)
 
 
 def plan(prompt: list[int], slots: list[tuple[int, list[int], int, int]], run_id: str = "r", **sampling: Any) -> Any:

@@ -77,7 +77,7 @@ class ArenaSource:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadResult:
     """`sampled`: tokens of each unfinished request at the change, by request id. A request that never ran may be missing."""
 
     seconds: float
@@ -129,7 +129,7 @@ class InferenceEngine(Protocol):
         """Stops sampling between two steps. Running requests are kept, new ones wait. Raises EngineDeadError."""
         ...
 
-    async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         """Loads all parts of a version while paused. Raises LoadError, EngineDeadError."""
         ...
 

@@ -30,8 +30,8 @@ from polyreme_rollout.engine.protocol import (
     Delta,
     EngineDeadError,
     EngineRequest,
-    Loaded,
     LoadError,
+    LoadResult,
     TensorDigest,
 )
 
@@ -155,7 +155,7 @@ class VllmEngine:
     async def resume(self) -> None:
         await self._call(self.llm.resume_generation())
 
-    async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         parts = [
             (source.path, source.nonce, source.slot, source.generation, source.manifest.to_proto().SerializeToString())
             for source in sources
@@ -172,7 +172,7 @@ class VllmEngine:
             raise LoadError("; ".join(errors))
         # The core appends a random suffix to our ids since vLLM 0.14.
         sampled = {id.partition("-")[0]: count for id, count in answers[0]["sampled"].items()}
-        return Loaded(max(answer["seconds"] for answer in answers), sampled)
+        return LoadResult(max(answer["seconds"] for answer in answers), sampled)
 
     @property
     def dead(self) -> bool:

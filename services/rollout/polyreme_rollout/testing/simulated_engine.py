@@ -26,8 +26,8 @@ from polyreme_rollout.engine.protocol import (
     Delta,
     EngineDeadError,
     EngineRequest,
-    Loaded,
     LoadError,
+    LoadResult,
     Sampling,
     TensorDigest,
 )
@@ -166,7 +166,7 @@ class SimulatedEngine:
         self._check_alive()
         self._running.clear()
 
-    async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         self._check_alive()
         started, policy, digests = time.perf_counter(), xxhash.xxh3_64(), dict[str, TensorDigest]()
         self._loads += 1
@@ -187,7 +187,7 @@ class SimulatedEngine:
             raise LoadError(str(error)) from None
         self.policy = policy.intdigest()
         self._digests = digests
-        return Loaded(time.perf_counter() - started, dict(self._sampled))
+        return LoadResult(time.perf_counter() - started, dict(self._sampled))
 
     async def resume(self) -> None:
         self._check_alive()

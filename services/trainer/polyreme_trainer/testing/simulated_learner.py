@@ -22,7 +22,7 @@ from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog, Plan, Role
 from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, settle
 from polyreme.weights.arena import Arena
@@ -214,7 +214,7 @@ def newest(checkpoints: Path) -> Weights | None:
 
 async def _learn(train_seconds: float, weight_bytes: int) -> None:
     url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
-    redis = await connect(url, RIDE_OVER)
+    redis = await connect(url, RECONNECT_TIMEOUT)
     try:
         run = await Run.attach(redis, run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)

@@ -17,7 +17,7 @@ from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Term, TransitionError
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest
@@ -134,7 +134,7 @@ class Publisher:
 
     async def _run_thread(self) -> None:
         try:
-            redis = await connect(self._redis_url, RIDE_OVER)
+            redis = await connect(self._redis_url, RECONNECT_TIMEOUT)
             try:
                 await self._follow(await Run.attach(redis, self._run_id, ATTACH_TIMEOUT))
             finally:

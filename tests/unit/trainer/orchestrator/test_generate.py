@@ -16,9 +16,10 @@ from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Role
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
+from polyreme_trainer.orchestrator.claim import Claim
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
-from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, Drafts, merged
-from polyreme_trainer.orchestrator.replica_pool import Claim, Fleet
+from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, PartialRollouts, merged
+from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 
 PROMPT = np.array([7, 8, 9], dtype=np.int32)
@@ -27,21 +28,21 @@ STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_L
 
 @pytest.fixture
 async def world(redis, run_id, tmp_path):
-    """A run, and `start({engine arguments}, ...)`: replicas at version 0 with a fleet that sees them."""
+    """A run, and `start({engine arguments}, ...)`: replicas at version 0 with a pool that sees them."""
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS))
     async with AsyncExitStack() as life:
 
         class World:
             def __init__(self):
-                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=1.0, room=12)
+                self.run, self.pool = run, ReplicaPool(run, ExperienceLog(run), start_timeout=1.0, capacity=12)
 
             async def start(self, *engines: dict[str, Any]):
                 self.replicas = [
                     await life.enter_async_context(simulated_replica(run, f"r{i}", **engine)) for i, engine in enumerate(engines)
                 ]
                 self.learner = await life.enter_async_context(idle_learner(run, self.replicas))
-                await self.fleet.refresh()
-                life.push_async_callback(self.fleet.close)
+                await self.pool.refresh()
+                life.push_async_callback(self.pool.close)
                 return self.replicas
 
             def wanted(self, **fields) -> Generation:
@@ -52,7 +53,7 @@ async def world(redis, run_id, tmp_path):
                 return Generation(**{**defaults, **fields})
 
             async def generate(self, **fields):
-                return await generate(self.fleet, self.wanted(**fields), silence=2.0, patience=5.0)
+                return await generate(self.pool, self.wanted(**fields), chunk_timeout=2.0, progress_timeout=5.0)
 
         yield World()
 
@@ -65,14 +66,14 @@ def expected(engine, seed, max_new=96, prefix=(), temperature=1.0):
 async def test_tokens_of_one_replica(world):
     profile = {"lengths": Lengths(30)}
     (replica,) = await world.start(profile)
-    drafts = await world.generate(count=8)
-    assert len({draft.length for draft in drafts}) > 3
-    for draft in drafts:
-        ids, logprobs = expected(replica.engine, 1000 * draft.index)
-        assert draft.token_ids().tolist() == ids
-        assert draft.token_logprobs().tolist() == np.float32(logprobs).tolist()
-        assert draft.finish_reason == (STOP if ids[-1] == 1 else LENGTH)
-        assert draft.spans == [(0, 0, len(ids))]
+    samples = await world.generate(count=8)
+    assert len({one.length for one in samples}) > 3
+    for one in samples:
+        ids, logprobs = expected(replica.engine, 1000 * one.index)
+        assert one.token_ids().tolist() == ids
+        assert one.token_logprobs().tolist() == np.float32(logprobs).tolist()
+        assert one.finish_reason == (STOP if ids[-1] == 1 else LENGTH)
+        assert one.spans == [(0, 0, len(ids))]
     assert len(replica.calls) == 1 and replica.service.ready
 
 
@@ -81,7 +82,7 @@ async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
     replicas = await world.start(slow, slow)
     await asyncio.gather(*(world.generate() for _ in range(6)))
     assert [len(replica.calls) for replica in replicas] == [3, 3]
-    assert [target.outstanding for target in world.fleet._targets.values()] == [0, 0]
+    assert [target.outstanding for target in world.pool._targets.values()] == [0, 0]
 
 
 async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monkeypatch):
@@ -97,33 +98,33 @@ async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monke
             claim.cut()
 
     monkeypatch.setattr(Claim, "arrived", arrive)
-    drafts = await world.generate()
+    samples = await world.generate()
     assert len(responses) == len(cut.calls) == 1 and len(other.calls) == 1
-    for draft in drafts:
-        assert draft.length == 96
+    for one in samples:
+        assert one.length == 96
 
 
 async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
-    """Not to the one that it would have waited at: neither long answers nor a full fleet keep a replica idle."""
+    """Not to the one that it would have waited at: neither long answers nor a full pool keep a replica idle."""
     slow, fast = await world.start(
         {"step_seconds": 0.01, "lengths": Lengths(1e9)}, {"step_seconds": 0.0005, "lengths": Lengths(1e9)}
     )
     await asyncio.gather(*(world.generate(count=12) for _ in range(8)))
     assert (len(slow.calls), len(fast.calls)) == (1, 7)
-    assert [target.slots for target in world.fleet._targets.values()] == [0, 0]
+    assert [target.sequences for target in world.pool._targets.values()] == [0, 0]
 
 
 async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
     slow = {"step_seconds": 0.02, "lengths": Lengths(1e9)}
     busy, late = await world.start(slow, slow)
     await world.learner.log.run.redis.delete(world.run.key("commits"))
-    world.fleet._targets["r1"].version = None
+    world.pool._targets["r1"].version = None
     generating = [asyncio.create_task(world.generate(count=12)) for _ in range(2)]
     await busy.asked.wait()
     await asyncio.sleep(0.1)
     assert not late.calls
     await world.learner.push(late)
-    await world.fleet.refresh()
+    await world.pool.refresh()
     await asyncio.wait_for(late.asked.wait(), 0.5)
     await asyncio.gather(*generating)
 
@@ -133,11 +134,11 @@ async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_le
     names = []
 
     async def one(version, name):
-        async with world.fleet.claim(100, 12, version):
+        async with world.pool.claim(100, 12, version):
             names.append(name)
             await asyncio.sleep(0.01)
 
-    async with world.fleet.claim(100, 12, 0):
+    async with world.pool.claim(100, 12, 0):
         tasks = [asyncio.create_task(one(*wanted)) for wanted in ((0, "first"), (-1, "older"), (0, "cancelled"), (0, "last"))]
         await asyncio.sleep(0.01)
         assert not names
@@ -145,34 +146,34 @@ async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_le
         await asyncio.sleep(0)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert names == ["older", "first", "last"]
-    (target,) = world.fleet._targets.values()
-    assert (target.outstanding, target.slots, world.fleet._waiting) == (0, 0, {})
+    (target,) = world.pool._targets.values()
+    assert (target.outstanding, target.sequences, world.pool._waiting) == (0, 0, {})
 
 
 async def test_a_replica_that_dies_midstream_is_continued_exactly(world):
     profile = {"lengths": Lengths(60)}
     dying, other = await world.start({**profile, "failures": Failures(die_after=100)}, profile)
-    drafts = await world.generate(count=4)  # r0 is the first choice
+    samples = await world.generate(count=4)  # r0 is the first choice
     assert dying.engine.dead and len(other.calls) == 1
     prefixes = {slot.index: np.frombuffer(slot.prefix_ids, "<i4").tolist() for slot in other.calls[0].slots}
     assert any(prefixes.values())
-    for draft in drafts:
-        first, first_logprobs = expected(dying.engine, 1000 * draft.index)
-        prefix = prefixes.get(draft.index, first)
+    for one in samples:
+        first, first_logprobs = expected(dying.engine, 1000 * one.index)
+        prefix = prefixes.get(one.index, first)
         assert (prefix == first[: len(prefix)] and len(prefix) % 16 == 0) or prefix == first
         rest, rest_logprobs = [], []
-        if draft.index in prefixes:
-            rest, rest_logprobs = expected(other.engine, 1000 * draft.index + len(prefix), 96 - len(prefix), prefix)
-        assert draft.token_ids().tolist() == prefix + rest
-        assert draft.token_logprobs().tolist() == np.float32(first_logprobs[: len(prefix)] + rest_logprobs).tolist()
-        assert draft.spans == [(0, 0, draft.length)] and draft.finished
+        if one.index in prefixes:
+            rest, rest_logprobs = expected(other.engine, 1000 * one.index + len(prefix), 96 - len(prefix), prefix)
+        assert one.token_ids().tolist() == prefix + rest
+        assert one.token_logprobs().tolist() == np.float32(first_logprobs[: len(prefix)] + rest_logprobs).tolist()
+        assert one.spans == [(0, 0, one.length)] and one.finished
 
 
 async def test_greedy_continuation_equals_an_uninterrupted_answer(world):
     profile = {"lengths": Lengths(200)}
     dying, _ = await world.start({**profile, "failures": Failures(die_after=40)}, profile)
-    (draft,) = await world.generate(count=1, temperature=0.0)
-    assert draft.token_ids().tolist() == expected(dying.engine, 0, temperature=0.0)[0]
+    (one,) = await world.generate(count=1, temperature=0.0)
+    assert one.token_ids().tolist() == expected(dying.engine, 0, temperature=0.0)[0]
 
 
 async def test_a_vanished_replica_is_continued_at_once(world):
@@ -182,9 +183,9 @@ async def test_a_vanished_replica_is_continued_at_once(world):
     await gone.asked.wait()
     await asyncio.sleep(0.5)
     await gone.vanish()
-    await world.fleet.refresh()
-    (draft,) = await generating
-    assert draft.length == 96 and len(other.calls) == 1
+    await world.pool.refresh()
+    (one,) = await generating
+    assert one.length == 96 and len(other.calls) == 1
     assert len(other.calls[0].slots[0].prefix_ids) >= 4 * 16
 
 
@@ -192,24 +193,24 @@ async def test_a_silent_replica_is_left_when_its_lease_ends(world):
     """A stopped process answers nothing and refuses nothing; the call must not wait for the idle deadline."""
     profile = {"lengths": Lengths(1e9)}
     silent, other = await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
-    generating = asyncio.create_task(generate(world.fleet, world.wanted(count=1), silence=60.0, patience=60.0))
+    generating = asyncio.create_task(generate(world.pool, world.wanted(count=1), chunk_timeout=60.0, progress_timeout=60.0))
     await silent.asked.wait()
     await silent.lose_lease()
-    await world.fleet.refresh()
-    (draft,) = await asyncio.wait_for(generating, 5.0)
-    assert draft.length == 96 and len(other.calls) == 1
+    await world.pool.refresh()
+    (one,) = await asyncio.wait_for(generating, 5.0)
+    assert one.length == 96 and len(other.calls) == 1
 
 
 async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(world):
     """Its channel is closed by then."""
     gone, other = await world.start({}, {})
     async with AsyncExitStack() as full:
-        busy = [await full.enter_async_context(world.fleet.claim(1, 12, 0)) for _ in range(2)]
+        busy = [await full.enter_async_context(world.pool.claim(1, 12, 0)) for _ in range(2)]
         assert [claim.target.id for claim in busy] == [gone.id, other.id]
         generating = asyncio.create_task(world.generate(count=1))
         await asyncio.sleep(0.05)  # it waits for room
         busy[0].end(time.monotonic())  # and has a claim now, but has not been woken
-        await world.fleet._remove(gone.id)
+        await world.pool._remove(gone.id)
     assert len(await asyncio.wait_for(generating, 5.0)) == 1
     assert not gone.calls and len(other.calls) == 1
 
@@ -217,8 +218,8 @@ async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(
 async def test_a_silent_replica_is_left_at_the_idle_deadline(world):
     profile = {"lengths": Lengths(1e9)}
     await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
-    (draft,) = await generate(world.fleet, world.wanted(count=1), silence=0.3, patience=5.0)
-    assert draft.length == 96
+    (one,) = await generate(world.pool, world.wanted(count=1), chunk_timeout=0.3, progress_timeout=5.0)
+    assert one.length == 96
 
 
 async def test_spans_of_a_continuation_on_a_newer_version(world):
@@ -226,9 +227,9 @@ async def test_spans_of_a_continuation_on_a_newer_version(world):
     dying, other = await world.start({**slow, "failures": Failures(die_after=64)}, slow)
     await world.learner.write(1)
     await world.learner.push(other)
-    (draft,) = await world.generate(count=1)
-    (_, _, change), _ = draft.spans
-    assert draft.spans == [(0, 0, change), (1, change, 96)] and change in (48, 64)  # its last chunk may be lost with it
+    (one,) = await world.generate(count=1)
+    (_, _, change), _ = one.spans
+    assert one.spans == [(0, 0, change), (1, change, 96)] and change in (48, 64)  # its last chunk may be lost with it
     assert len(dying.calls) == 1
 
 
@@ -239,18 +240,20 @@ async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropp
     async def serve(version):
         await world.learner.write(version)
         await world.learner.push(replica)
-        await world.fleet.refresh()
+        await world.pool.refresh()
 
     await serve(1)
-    generating = asyncio.create_task(generate(world.fleet, world.wanted(min_version=1, count=2), silence=5.0, patience=5.0))
+    generating = asyncio.create_task(
+        generate(world.pool, world.wanted(min_version=1, count=2), chunk_timeout=5.0, progress_timeout=5.0)
+    )
     await replica.asked.wait()
     await asyncio.sleep(0.3)
     await world.learner.log.take(Role.LEARNER)
     await serve(0)
     await asyncio.sleep(0.3)
     await serve(1)
-    for draft in await asyncio.wait_for(generating, 10.0):
-        assert draft.length == 96 and draft.spans == [(1, 0, 96)]
+    for one in await asyncio.wait_for(generating, 10.0):
+        assert one.length == 96 and one.spans == [(1, 0, 96)]
     assert len(replica.calls) >= 2 and any(slot.prefix_ids for slot in replica.calls[-1].slots)
 
 
@@ -258,26 +261,26 @@ async def test_version_gating(world):
     old, new = await world.start({}, {})
     await world.learner.write(1)
     await world.learner.push(new)
-    await world.fleet.refresh()
+    await world.pool.refresh()
     await world.generate(min_version=1)
     assert len(new.calls) == 1 and not old.calls
 
 
 async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
-    """A commit that the fleet believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
+    """A commit that the pool believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
     behind, other = await world.start({}, {})
     await world.learner.log.ack_commit("r0", 5, 1, 0.0, 0.0)
     await world.learner.write(5)
     await world.learner.push(other)
-    await world.fleet.refresh()
-    drafts = await world.generate(min_version=5)
-    assert all(draft.finished for draft in drafts) and len(behind.calls) == 1 and len(other.calls) == 1
+    await world.pool.refresh()
+    samples = await world.generate(min_version=5)
+    assert all(one.finished for one in samples) and len(behind.calls) == 1 and len(other.calls) == 1
 
 
 async def test_no_replica_says_what_is_there(world):
     await world.start({})
     await world.learner.log.run.redis.hset(world.run.key("meta"), "version", 3)
-    await world.fleet.refresh()
+    await world.pool.refresh()
     with pytest.raises(UnavailableError, match=r"serves version 3 within rollout.start_timeout = 1 s; found r0 \(version 0\)"):
         await world.generate(min_version=3)
 
@@ -322,37 +325,37 @@ def message(slot, ids=(), ends=None, version=0, logprobs=None):
     ],
 )
 def test_what_the_contract_rules_out_is_refused(bad):
-    drafts = Drafts(2, 8, [1])
-    drafts.start_call()
+    rollouts = PartialRollouts(2, 8, [1])
+    rollouts.start_call()
     with pytest.raises(BadStreamError):
-        drafts.add(bad)
+        rollouts.add(bad)
 
 
 def test_an_end_that_was_lost_with_its_replica():
-    drafts = Drafts(3, 4, [1])
-    drafts.start_call()
-    assert drafts.add(message(0, [5, 1])) + drafts.add(message(1, [5, 6, 7, 8])) + drafts.add(message(2, [5])) == 7
-    assert [draft.index for draft in drafts.start_call()] == [2]
-    assert [draft.finish_reason for draft in drafts.drafts] == [STOP, LENGTH, 0]
+    rollouts = PartialRollouts(3, 4, [1])
+    rollouts.start_call()
+    assert rollouts.add(message(0, [5, 1])) + rollouts.add(message(1, [5, 6, 7, 8])) + rollouts.add(message(2, [5])) == 7
+    assert [one.index for one in rollouts.start_call()] == [2]
+    assert [one.finish_reason for one in rollouts.samples] == [STOP, LENGTH, 0]
 
 
 def test_exact_spans_replace_those_of_chunks():
-    drafts = Drafts(1, 64, [1])
-    drafts.start_call()
-    drafts.add(message(0, [5] * 20, version=3))
-    drafts.start_call()
-    drafts.add(message(0, [6] * 30, version=3))
-    drafts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
-    assert drafts.drafts[0].spans == [(3, 0, 31), (4, 31, 51)]
+    rollouts = PartialRollouts(1, 64, [1])
+    rollouts.start_call()
+    rollouts.add(message(0, [5] * 20, version=3))
+    rollouts.start_call()
+    rollouts.add(message(0, [6] * 30, version=3))
+    rollouts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
+    assert rollouts.samples[0].spans == [(3, 0, 31), (4, 31, 51)]
 
 
 def test_what_is_too_old_is_cut_off_with_all_behind_it():
-    drafts = Drafts(2, 96, (1,), min_version=3)
-    drafts.drafts[0].ids, drafts.drafts[0].logprobs = bytearray(range(40)), bytearray(range(40))
-    drafts.drafts[0].spans, drafts.drafts[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
-    drafts.drop_older()
-    (first, _) = drafts.drafts
-    assert (first.length, first.spans, first.finished, drafts.cuts) == (6, [(4, 0, 6)], False, 1)
+    rollouts = PartialRollouts(2, 96, (1,), min_version=3)
+    rollouts.samples[0].ids, rollouts.samples[0].logprobs = bytearray(range(40)), bytearray(range(40))
+    rollouts.samples[0].spans, rollouts.samples[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
+    rollouts.drop_older()
+    (first, _) = rollouts.samples
+    assert (first.length, first.spans, first.finished, rollouts.cuts) == (6, [(4, 0, 6)], False, 1)
     assert first.ids == first.logprobs == bytearray(range(24))
 
 

@@ -14,15 +14,21 @@ from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator import main
-from polyreme_trainer.orchestrator.partial_rollout_log import Snapshots
-from polyreme_trainer.orchestrator.partial_rollouts import BadDraftError, Drafts, SteppedBackError, joined, part_since
+from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.partial_rollouts import (
+    PartialRolloutError,
+    PartialRollouts,
+    SteppedBackError,
+    join_parts,
+    part_since,
+)
 from support.simulated import ROWS, config_tree, idle_learner, make_run, simulated_replica
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
-def drafts(max_new: int = 64, count: int = 2) -> Drafts:
-    return Drafts(count, max_new, (1,))
+def rollouts(max_new: int = 64, count: int = 2) -> PartialRollouts:
+    return PartialRollouts(count, max_new, (1,))
 
 
 def chunk(slot: int, ids: list[int], version: int = 0) -> rollout_pb2.GenerateResponse:
@@ -44,7 +50,7 @@ def end(slot: int, length: int) -> rollout_pb2.GenerateResponse:
     )
 )
 def test_parts_make_up_the_drafts_whenever_they_are_cut(steps):
-    there, parts = drafts(max_new=1000), []
+    there, parts = rollouts(max_new=1000), []
     marks = there.marks()
     for step in steps:
         if step:
@@ -52,25 +58,25 @@ def test_parts_make_up_the_drafts_whenever_they_are_cut(steps):
         else:
             parts.append(part_since(marks, there, PROMPT))
             marks = there.marks()
-    if there.drafts[0].length:
-        there.add(end(0, there.drafts[0].length))
+    if there.samples[0].length:
+        there.add(end(0, there.samples[0].length))
     parts.append(part_since(marks, there, PROMPT))
-    again = joined(parts, PROMPT, drafts(max_new=1000))
-    for before, after in zip(there.drafts, again.drafts, strict=True):
+    again = join_parts(parts, PROMPT, rollouts(max_new=1000))
+    for before, after in zip(there.samples, again.samples, strict=True):
         assert (before.ids, before.logprobs, before.spans, before.finish_reason) == (
             after.ids, after.logprobs, after.spans, after.finish_reason,
         )  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused():
-    there = drafts()
+    there = rollouts()
     there.add(chunk(0, [9] * 20))
-    part = part_since(drafts().marks(), there, PROMPT)
-    for prompt, blank in ((PROMPT + 1, drafts()), (PROMPT, drafts(count=3)), (PROMPT, drafts(max_new=19))):
-        with pytest.raises(BadDraftError):
-            joined([part], prompt, blank)
-    with pytest.raises(BadDraftError):
-        joined([part, part], PROMPT, drafts())  # its spans begin at nought again
+    part = part_since(rollouts().marks(), there, PROMPT)
+    for prompt, blank in ((PROMPT + 1, rollouts()), (PROMPT, rollouts(count=3)), (PROMPT, rollouts(max_new=19))):
+        with pytest.raises(PartialRolloutError):
+            join_parts([part], prompt, blank)
+    with pytest.raises(PartialRolloutError):
+        join_parts([part, part], PROMPT, rollouts())  # its spans begin at nought again
 
 
 async def test_only_what_is_new_of_groups_that_last_is_written(run):
@@ -79,25 +85,25 @@ async def test_only_what_is_new_of_groups_that_last_is_written(run):
     await learner.take(Role.LEARNER)
     await learner.begin(0)
     first, second = await log.admit(2)
-    snapshots = Snapshots(log, interval=0.05)
-    with snapshots.of(first, PROMPT, drafts()) as growing, snapshots.of(second, PROMPT, drafts()):
+    partial_log = PartialRolloutLog(log, interval=0.05)
+    with partial_log.track(first, PROMPT, rollouts()) as growing, partial_log.track(second, PROMPT, rollouts()):
         growing.add(chunk(0, [9] * 20))
-        await snapshots.write()
-        assert await log.drafts([first, second]) == {}  # it is younger than the interval
+        await partial_log.save()
+        assert await log.partial_rollouts([first, second]) == {}  # it is younger than the interval
         await asyncio.sleep(0.06)
-        await snapshots.write()
-        await snapshots.write()
-        assert [len(parts) for parts in (await log.drafts([first, second])).values()] == [1]
+        await partial_log.save()
+        await partial_log.save()
+        assert [len(parts) for parts in (await log.partial_rollouts([first, second])).values()] == [1]
         growing.add(chunk(1, [8] * 16))
-        await snapshots.write()
-        one, two = (await log.drafts([first]))[first.index]
+        await partial_log.save()
+        one, two = (await log.partial_rollouts([first]))[first.index]
         assert len(two) < len(one)
-    successor = Snapshots(log)
+    successor = PartialRolloutLog(log)
     await successor.load([first, second])
-    with successor.of(first, PROMPT, drafts()) as restored:
-        assert [draft.ids for draft in restored.drafts] == [draft.ids for draft in growing.drafts]
+    with successor.track(first, PROMPT, rollouts()) as restored:
+        assert [one.ids for one in restored.samples] == [one.ids for one in growing.samples]
     await log.append(first.index, 1, b"payload", 0, 0.0)
-    assert await log.drafts([first]) == {}
+    assert await log.partial_rollouts([first]) == {}
     assert (await log.audit()).clean
 
 
@@ -107,19 +113,19 @@ async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
     await learner.take(Role.LEARNER)
     await learner.begin(0)
     (admission,) = await log.admit(1)
-    snapshots = Snapshots(log, interval=0.0)
-    with snapshots.of(admission, PROMPT, Drafts(1, 64, (1,), min_version=1)) as growing:
+    partial_log = PartialRolloutLog(log, interval=0.0)
+    with partial_log.track(admission, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)) as growing:
         growing.add(chunk(0, [9] * 16, version=1))
         with pytest.raises(SteppedBackError):
             growing.add(chunk(0, [8] * 16, version=0))
-        await snapshots.write()
+        await partial_log.save()
         growing.drop_older()
         growing.add(chunk(0, [7] * 20, version=1))
-        await snapshots.write()
-        parts = (await log.drafts([admission]))[admission.index]
-    (draft,) = joined(parts, PROMPT, Drafts(1, 64, (1,), min_version=1)).drafts
-    assert draft.token_ids().tolist() == [9] * 16 + [7] * 20
-    assert draft.spans == [(1, 0, 36)]
+        await partial_log.save()
+        parts = (await log.partial_rollouts([admission]))[admission.index]
+    (one,) = join_parts(parts, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)).samples
+    assert one.token_ids().tolist() == [9] * 16 + [7] * 20
+    assert one.spans == [(1, 0, 36)]
 
 
 async def test_drafts_of_another_prompt_are_replaced(run):
@@ -129,18 +135,18 @@ async def test_drafts_of_another_prompt_are_replaced(run):
     await learner.begin(0)
     (admission,) = await log.admit(1)
     for prompt in (PROMPT, PROMPT + 1):
-        snapshots = Snapshots(log, interval=0.0)
-        await snapshots.load([admission])
-        with snapshots.of(admission, prompt, drafts()) as growing:
+        partial_log = PartialRolloutLog(log, interval=0.0)
+        await partial_log.load([admission])
+        with partial_log.track(admission, prompt, rollouts()) as growing:
             assert growing.tokens() == 0
             growing.add(chunk(0, [9] * 20))
-            await snapshots.write()
-    (part,) = (await log.drafts([admission]))[admission.index]
-    assert joined([part], PROMPT + 1, drafts()).tokens() == 20
+            await partial_log.save()
+    (part,) = (await log.partial_rollouts([admission]))[admission.index]
+    assert join_parts([part], PROMPT + 1, rollouts()).tokens() == 20
 
 
 async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, monkeypatch):
-    monkeypatch.setattr(main, "Snapshots", partial(Snapshots, interval=0.05))
+    monkeypatch.setattr(main, "PartialRolloutLog", partial(PartialRolloutLog, interval=0.05))
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, iterations=1))
     log = ExperienceLog(run)
     async with (
@@ -150,12 +156,12 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
     ):
         await run.set_state(RunState.RUNNING)
         killed = asyncio.create_task(main.orchestrate(run))
-        while not await log.drafts(in_flight := await log.in_flight()):  # noqa: ASYNC110 (there is no event for it)
+        while not await log.partial_rollouts(in_flight := await log.in_flight()):  # noqa: ASYNC110 (there is no event for it)
             await asyncio.sleep(0.02)
         killed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await killed
-        kept = await log.drafts(in_flight)
+        kept = await log.partial_rollouts(in_flight)
         before = len(replica.calls)
         await asyncio.gather(main.orchestrate(run), learner.train([1], [replica]))
         prefixes = {
@@ -164,10 +170,10 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
         groups = {group.index: group for group in learner.trained[1]}
         assert kept
         for index, parts in kept.items():
-            restored = joined(parts, groups[index].prompt_ids, drafts(max_new=96, count=3))
-            for draft, sample in zip(restored.drafts, groups[index].samples, strict=True):
-                assert prefixes[str(index), draft.index] == draft.ids
-                assert sample.token_ids.tobytes().startswith(draft.ids)
+            restored = join_parts(parts, groups[index].prompt_ids, rollouts(max_new=96, count=3))
+            for one, sample in zip(restored.samples, groups[index].samples, strict=True):
+                assert prefixes[str(index), one.index] == one.ids
+                assert sample.token_ids.tobytes().startswith(one.ids)
                 assert len(sample.token_ids) == 96
         assert {group.attempt for group in groups.values()} == {1}
         assert (await log.audit()).clean

@@ -10,8 +10,9 @@ import pytest
 from polyreme import API_VERSION
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
+from polyreme.process.backoff import Backoff
 from polyreme_reward.server import serve
-from polyreme_trainer.orchestrator.reward_client import Health, Question, Rewards, ScoreError
+from polyreme_trainer.orchestrator.reward_client import Health, Question, RewardClient, ScoreError
 from support.proxy import bad_network
 from support.simulated import ROWS, config_tree, make_run
 
@@ -61,7 +62,7 @@ def start(redis, run_id, tmp_path):
 async def test_scores_parts_and_keys(start):
     run, config = await start(rewards=[{"name": "exact", "weight": 2.0}])
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         questions = [Question(("run", 0, 1, i), "p", text, text, "7", "{}") for i, text in enumerate(["7", "8", "7"])]
         results = await rewards.score(questions)
@@ -76,7 +77,7 @@ async def test_scores_parts_and_keys(start):
 async def test_what_fails_at_first_is_retried(start, tmp_path):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         questions = [question(0, "3"), question(1, "4", "flaky", marks=str(tmp_path / "marks"))]
         assert [result.score for result in await rewards.score(questions)] == [3.0, 4.0]
@@ -87,13 +88,13 @@ async def test_what_fails_at_first_is_retried(start, tmp_path):
 async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         for mode, why in (("raise", "no score today"), ("nan", "finite"), ("hang", "timeout")):
-            with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 tries: .*{why}"):
+            with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 attempts: .*{why}"):
                 await rewards.score([question(mode + "0", "3"), question(mode + "1", "4", mode)])
             assert not rewards.paused
-        with pytest.raises(ScoreError, match="2 of 2 samples have no score after 2 tries"):
+        with pytest.raises(ScoreError, match="2 of 2 samples have no score after 2 attempts"):
             await rewards.score([question(i, mode="raise") for i in range(2)])
         assert not rewards.paused
         await rewards.close()
@@ -102,7 +103,7 @@ async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start)
 async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = Rewards(run, config.model_copy(update={"start_timeout": 1.5}))
+        rewards = RewardClient(run, config.model_copy(update={"start_timeout": 1.5}))
         await rewards.refresh()
         begin = time.monotonic()
         groups = [asyncio.create_task(rewards.score([question(2 * g + i, mode="raise") for i in range(2)])) for g in range(2)]
@@ -120,10 +121,9 @@ async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start)
 
 
 async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._FIRST_PAUSE", 600.0)
-    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._LONGEST_PAUSE", 600.0)
+    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client.RETRY_BACKOFF", Backoff(first=600.0, longest=600.0))
     run, config = await start(rewards=[{"name": "exact"}])
-    rewards = Rewards(run, config)
+    rewards = RewardClient(run, config)
     scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))
     await asyncio.sleep(0.3)
     assert rewards.paused
@@ -137,7 +137,7 @@ async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
 
 async def test_a_server_that_goes_and_comes_back(start):
     run, config = await start(rewards=[{"name": "exact"}])
-    rewards, asked = Rewards(run, config), Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    rewards, asked = RewardClient(run, config), Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config, run=run):
         await rewards.refresh()
         await rewards.score([asked])
@@ -156,7 +156,7 @@ async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_pa
     marks.touch()
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         await first.enter_async_context(serve(config, run=run))
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         scoring = asyncio.create_task(rewards.score([question(0, "3", "slow", marks=str(marks), seconds=1.5)]))
         while not marks.read_text():  # noqa: ASYNC110 (another process writes it)
@@ -181,7 +181,7 @@ async def test_what_a_server_that_left_never_answers_is_asked_again(start, late)
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way, AsyncExitStack() as others:
         lease = Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         async with await Registry(run).register(lease):
             await rewards.refresh()
             await rewards.score([asked])
@@ -207,7 +207,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
     run, config = await start(rewards=[{"name": "exact"}], item_timeout=60.0)
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way:
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         async with await Registry(run).register(Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)):
             await rewards.refresh()
         way.hold()
@@ -223,7 +223,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
 
 async def test_no_server_for_too_long(start):
     run, config = await start(start_timeout=0.6)
-    rewards = Rewards(run, config)
+    rewards = RewardClient(run, config)
     with pytest.raises(
         UnavailableError, match=r"answers within reward.start_timeout = 1 s; found no reward server is registered"
     ):
@@ -233,7 +233,7 @@ async def test_no_server_for_too_long(start):
 async def test_a_full_server_is_asked_again_when_it_says(start):
     run, config = await start(queue=2)
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         groups = [[question(2 * g, "1"), question(2 * g + 1, "2")] for g in range(3)]
         results = await asyncio.gather(*(rewards.score(group) for group in groups))
@@ -242,7 +242,7 @@ async def test_a_full_server_is_asked_again_when_it_says(start):
 
 
 def test_health():
-    health = Health(grace=10.0)
+    health = Health(outage_timeout=10.0)
     assert not health.waits(0.0)
     health.failed(5.0, "group 1")
     health.failed(6.0, "group 1")
