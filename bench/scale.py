@@ -36,12 +36,10 @@ from simulated_side.runs import COUNT, Stretch, measured
 
 from polyreme.experience.store import EmbeddedServer
 from polyreme.net.endpoint import Place
-from polyreme_rollout.engine.base import Delta, EngineRequest, Sampling
-from polyreme_rollout.replica import fetch_orders
-from polyreme_rollout.sequences import CHUNK_TOKENS
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, Delta, EngineRequest, Sampling
+from polyreme_rollout.run_spec import fetch_run_spec
 from polyreme_rollout.serving import serve
-from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedEngine, sample
-from polyreme_rollout.testing.simulated_replicas import WEIGHT_NAMES
+from polyreme_rollout.testing.simulated_engine import WEIGHT_NAMES, Lengths, SimulatedEngine, sample
 from support.simulated import VOCAB
 from support.simulated_run import SimulatedRun, simulated_run
 
@@ -75,10 +73,10 @@ class JoiningEngine(SimulatedEngine):
 
 async def join(started: SimulatedRun, options: argparse.Namespace) -> dict[str, float]:
     """One more replica, in this process, until it has made a group: seconds from its start to its first call, and to the group's end."""
-    orders = await fetch_orders(started.redis_url, started.run.run_id)
+    spec = await fetch_run_spec(started.redis_url, started.run.run_id)
     engine = JoiningEngine(WEIGHT_NAMES, CONTEXT, VOCAB, options.step, options.slots, LENGTHS)
     stop, began = asyncio.Event(), time.perf_counter()
-    serving = asyncio.create_task(serve(engine, orders, started.redis_url, Place(http_port=None), stop))
+    serving = asyncio.create_task(serve(engine, spec, started.redis_url, Place(http_port=None), stop))
     try:
         whole = await asyncio.wait_for(engine.whole, JOIN_SECONDS)
         assert engine.called is not None

@@ -15,7 +15,7 @@ from typing import Any
 
 from polyreme.config.load import load_config
 from polyreme_rollout.engine import vllm as engine_module
-from polyreme_rollout.engine.base import ArenaSource, EngineRequest, Sampling
+from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, Sampling
 
 RUN_ID = "bench-parts"
 

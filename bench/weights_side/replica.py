@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from polyreme.net import rpc
 from polyreme.process.lifecycle import stop_event
-from polyreme_rollout.engine.base import ArenaSource, Loaded
+from polyreme_rollout.engine.protocol import ArenaSource, LoadResult
 from support.receiver import SERVICE, Receiver
 
 
 async def serve(host: str, tensors: int, run: str) -> None:
     receiver = Receiver(run, names(tensors))
 
-    async def load(_: Sequence[ArenaSource]) -> Loaded:
-        return Loaded(0.0, {})
+    async def load(_: Sequence[ArenaSource]) -> LoadResult:
+        return LoadResult(0.0, {})
 
     receiver.engine.load = load  # type: ignore[method-assign]  # only the way to it is measured
     async with rpc.serve(host, 0, receiver.add_to, [SERVICE]) as server:

@@ -25,7 +25,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
 from polyreme_trainer.weight_sync.publisher import Publisher
-from polyreme_trainer.weight_sync.replica_client import Link, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
 from support.machines import missing, network
 from support.receiver import lease
 
@@ -75,7 +75,7 @@ def peer(
             process.wait(20)
 
 
-async def stream(link: Link, versions: Versions, turn: int) -> float:
+async def stream(link: ReplicaClient, versions: Versions, turn: int) -> float:
     """Seconds of one version's way, verified at its end."""
     slot = turn % versions.arena.slots
     sealed, generation = versions.write(slot)
@@ -100,7 +100,7 @@ async def against_socket(nbytes: int, repeats: int) -> dict[str, float]:
     versions = Versions(nbytes, run_id())
     try:
         with peer("stream", nbytes, versions.run_id) as port, peer("socket", versions.plan.nbytes, versions.run_id) as bare_port:
-            link = Link(lease("bench", port), versions.arena)
+            link = ReplicaClient(lease("bench", port), versions.arena)
             data = versions.arena.slot_view(0)[: versions.plan.nbytes]
             first = [await stream(link, versions, turn) for turn in range(2)]  # its buffers are made
             with socket.create_connection(("127.0.0.1", bare_port)) as connection:
@@ -132,7 +132,7 @@ async def against_shaped_link(nbytes: int, repeats: int) -> dict[str, float]:
             machine = net.add()
             machine.shape(SHAPED_RATE)
             with peer("stream", nbytes, versions.run_id, machine.address, machine.command) as port:
-                link = Link(replace(lease("bench", port), address=f"{machine.address}:{port}"), versions.arena)
+                link = ReplicaClient(replace(lease("bench", port), address=f"{machine.address}:{port}"), versions.arena)
                 streams = [await stream(link, versions, turn) for turn in range(repeats + 2)][2:]
                 await link.close()
     finally:

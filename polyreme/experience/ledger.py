@@ -20,7 +20,7 @@ from polyreme.experience.audit import Audit, Snapshot
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import StaleAttemptError, TransitionError
 
-__all__ = ["Admission", "DraftPart", "ExperienceLog", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
+__all__ = ["Admission", "ExperienceLog", "PartialRolloutPart", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
 
 COMMITS_BOUND = 10_000
 _READ_AT_ONCE = 64  # payloads per command: a long reply would hold up every other client
@@ -55,7 +55,7 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class DraftPart:
+class PartialRolloutPart:
     """What attempt `attempt` at group `index` has generated since its part `number` - 1."""
 
     index: int
@@ -110,7 +110,7 @@ class ExperienceLog:
         reply = await self._change("readmit", index, attempt, _one_line(reason), max_attempts)
         return None if reply is None else _admission(reply)
 
-    async def draft(self, parts: Sequence[DraftPart]) -> None:
+    async def save_partial_rollouts(self, parts: Sequence[PartialRolloutPart]) -> None:
         """Keeps what attempts in flight have so far, until they are appended, dropped or over. A part replaces those from its number on.
 
         Attempts that are over meanwhile are passed over.
@@ -239,7 +239,7 @@ class ExperienceLog:
         words = [(index, row.split()) for index, row in zip(members, rows, strict=True)]
         return [Admission(index, int(row[1]), int(row[2])) for index, row in words if row[0] == b"admitted"]
 
-    async def drafts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:
+    async def partial_rollouts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:
         """The parts of what these attempts have generated, by index, for those that have any. For the orchestrator alone."""
         redis, key = self.run.redis, self.run.key("drafts")
         heads = await redis.hmget(key, [admission.index for admission in admissions]) if admissions else []

@@ -8,14 +8,11 @@ import hmac
 import os
 import ssl
 from pathlib import Path
-from typing import Any
 
 import grpc
 
 from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError
-
-PROBES = ("/health", "/ready")
 
 
 def server_context(config: SecurityConfig) -> ssl.SSLContext | None:
@@ -73,27 +70,6 @@ def authorized(header: bytes, expected: str) -> bool:
     """Whether an `authorization` header has the token. Takes the same time wherever they differ."""
     scheme, _, given = header.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), expected.encode())
-
-
-class Bearer:
-    """An ASGI application behind the token: 401 to requests without it, but for probes, which have none."""
-
-    def __init__(self, app: Any, token: str) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        if scope["path"] in PROBES or (len(given) == 1 and authorized(given[0], self._token)):
-            await self._app(scope, receive, send)
-            return
-        body = b'{"detail":"expected `authorization: Bearer TOKEN` with this service\'s token"}'
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"www-authenticate", b"Bearer"),
-            (b"content-length", b"%d" % len(body)),
-        ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
 
 
 def _context(purpose: ssl.Purpose, trusted: Path | None, shown: tuple[Path | None, Path | None]) -> ssl.SSLContext:

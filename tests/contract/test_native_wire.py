@@ -12,7 +12,7 @@ from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.errors import ConfigError
 from polyreme.net import rpc
 from polyreme.net.endpoint import Place
-from polyreme_reward.http_server import BODY_LIMIT
+from polyreme.net.http_server import BODY_LIMIT
 from polyreme_reward.items import Item
 from polyreme_reward.server import serve
 from support.ipv6 import needs_ipv6

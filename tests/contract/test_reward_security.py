@@ -21,7 +21,7 @@ from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme_reward.server import Addresses, serve
-from polyreme_trainer.orchestrator.reward_client import Question, Rewards
+from polyreme_trainer.orchestrator.reward_client import Question, RewardClient
 from support.certificates import Issued, issue, pem_key
 from support.configs import run_config
 from support.rewards import EXACT, reward_config
@@ -147,7 +147,7 @@ async def test_a_run_scores_through_a_secured_service(redis: Redis, run_id: str,
     recorded = (await run.config()).reward
     assert recorded.security == config.security and TOKEN not in recorded.model_dump_json()
     async with serve(recorded, run=run):
-        rewards = Rewards(run, recorded)
+        rewards = RewardClient(run, recorded)
         try:
             await rewards.wait_for(1)
             await rewards.refresh()

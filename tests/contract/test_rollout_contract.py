@@ -18,11 +18,11 @@ from polyreme.api.v1 import experience_pb2, rollout_pb2, rollout_pb2_grpc, weigh
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import TensorSpec, plan_manifest
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import Limits
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedEngine
-from polyreme_rollout.weight_swap import Swapper
+from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 from support.models import tiny_model
 from support.replicas import Learner, generate, hf_weights, replica, request, rollout_config
@@ -61,8 +61,8 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
     layout = plan_manifest([TensorSpec("w", "F32", (64,))])
     learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
     engine = SimulatedEngine(frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.005, max_num_seqs=8)
-    service = RolloutService(engine, Identity(run_id, "here", "f"), Limits(128, 45, max_slots=40), Metrics())
-    swapper = Swapper(run_id, engine, lambda: 0, service.on_swap, service.on_lost)
+    service = RolloutService(engine, Identity(run_id, "here", "f"), RequestLimits(128, 45, max_sequences=40), ReplicaMetrics())
+    swapper = WeightSwapper(run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
 
     async def announce() -> None:
@@ -70,7 +70,7 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
 
     def add(server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, server)
-        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, Metrics(), announce), server)
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(WeightsService(swapper, ReplicaMetrics(), announce), server)
 
     async with rpc.serve("127.0.0.1", 0, add, [], grace=0.1) as server, rpc.connect(f"127.0.0.1:{server.port}") as channel:
         yield rollout_pb2_grpc.RolloutServiceStub(channel), weights_pb2_grpc.WeightsServiceStub(channel), learner, arrays
@@ -94,7 +94,7 @@ async def world(request: Any, redis_url: str, tmp_path_factory: pytest.TempPathF
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await there.generate([(0, [], 1, 0)])
         assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
-        assert "serves none" in refused.value.details()
+        assert "found none" in refused.value.details()
         await there.push(1, 1.0)
         yield there
         learner.arena.close()
@@ -152,8 +152,8 @@ async def test_a_seed_repeats_a_sample_and_seeds_differ(world: World) -> None:
 @pytest.mark.parametrize(
     ("slots", "options", "code", "text"),
     [
-        ([(0, [], 124, 0)], {}, grpc.StatusCode.INVALID_ARGUMENT, "max_new 124 = 129 tokens"),
-        ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "no slots"),
+        ([(0, [], 124, 0)], {}, grpc.StatusCode.INVALID_ARGUMENT, "max_new 124 = 129"),
+        ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "at least one sequence"),
         ([(0, [], 4, 0)], {"stop_token_ids": [45]}, grpc.StatusCode.INVALID_ARGUMENT, "stop token ids"),
         ([(0, [], 4, 0)], {"min_version": 10**6}, grpc.StatusCode.FAILED_PRECONDITION, "version 1000000 or newer"),
     ],

@@ -181,7 +181,7 @@ def test_a_reward_that_raises_ends_the_run_with_its_words(task: Path, monkeypatc
     changes += ["trainer.sft=[]", "max_attempts=1", "reward.attempts=1", "eval_samples=4"]
     up = Up(task, "name=raises", "max_failed_fraction=0", "data.max_prompt_tokens=4", *changes)
     assert up.wait() == 7
-    one_error(up.output, "KeyError: 'no such label' (rewards.py:7)", "Mend the cause, then go on with --resume.")
+    one_error(up.output, "KeyError: 'no such label' (rewards.py:7)", "Fix the cause, then continue with --resume.")
     assert "filtered as too long" in up.output
     assert not up.leftovers()
 

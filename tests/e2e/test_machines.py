@@ -104,7 +104,7 @@ async def test_a_run_over_three_machines_outlives_a_cut_link(net: Network, run_i
             assert [record["iteration"] for record in await started.records("iteration")] == [*range(1, ITERATIONS + 1)]
             assert {record["path"] for record in await started.records("commit")} == {"stream"}
             notices = [record["text"] for record in await started.records("notice")]
-            assert sum("gets them by stream" in text for text in notices) >= 2, notices
+            assert sum("receives them by stream" in text for text in notices) >= 2, notices
             assert any(f"at {near.address}:" in text for text in notices), notices
             assert any(f"at {net.address}:{proxy.port} joined" in text for text in notices), notices
         except TimeoutError:

@@ -9,6 +9,7 @@ from polyreme.config.load import parse_config
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Role
 from polyreme.experience.run import Run
+from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_sync
 from polyreme_trainer.weight_sync.publisher import Publisher
@@ -17,9 +18,8 @@ from support.publishing import CONFIG, LAYOUT, World
 
 @pytest.fixture
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(replica_sync, "LEASES_SECONDS", 0.02)
-    monkeypatch.setattr(replica_sync, "FIRST_BACKOFF_SECONDS", 0.01)
-    monkeypatch.setattr(replica_sync, "LONGEST_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
     run = await Run.create(redis, run_id, parse_config(CONFIG, "test"), {})
     log = ExperienceLog(run)
     term = await log.take(Role.LEARNER)

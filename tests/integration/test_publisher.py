@@ -203,7 +203,7 @@ async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(replica_sync.Link, "commit", broken)
+    monkeypatch.setattr(replica_sync.ReplicaClient, "commit", broken)
     async with world.replica("a"):
         await world.step()
         with pytest.raises(RuntimeError, match="publisher") as raised:
@@ -213,7 +213,7 @@ async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch
 
 
 async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyreme_trainer.weight_sync.publisher.ATTACH_SECONDS", 0.1)
+    monkeypatch.setattr("polyreme_trainer.weight_sync.publisher.ATTACH_TIMEOUT", 0.1)
     run_id = f"test-{uuid.uuid4().hex[:12]}"
     arena = Arena.create(run_id, LAYOUT.nbytes)
     publisher = Publisher(redis_url, run_id, Term(Role.LEARNER, 1, "x"), arena)

@@ -63,7 +63,7 @@ async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch
             await world.publisher.wait_committed(0, 1, 300)
             proxy.listener = cut
             weights = await world.step()
-            await world.notice("the way to replica far is broken, it is tried again: version 1: UNAVAILABLE")
+            await world.notice("the connection to replica far is broken", "version 1: UNAVAILABLE")
             proxy.heal()
             await world.publisher.wait_committed(1, 1, 300)
             assert same(receiver.weights, weights)
@@ -74,8 +74,8 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(replica_client, "STREAM_IDLE_SECONDS", 1.0)
-    monkeypatch.setattr(replica_client, "STAGE_SECONDS", 1.0)
+    monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
+    monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
     world.arena.unlink()
     receiver = world.receiver()
     async with (
@@ -87,7 +87,7 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
         await world.publisher.wait_committed(0, 1, 300)
         proxy.hold()  # nothing gets through, and nobody is told
         weights = await world.step()
-        await world.notice("the way to replica far is broken", "the stream stood still after 0 of")
+        await world.notice("the connection to replica far is broken", "no progress after 0 of")
         proxy.heal()
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
@@ -97,14 +97,14 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, int]] = []
-    real = replica_client.Link.stream
+    real = replica_client.ReplicaClient.stream
 
-    async def noted(link: replica_client.Link, version: replica_client.Version) -> None:
+    async def noted(link: replica_client.ReplicaClient, version: replica_client.Version) -> None:
         begun.append((link._address, version.number))
         await real(link, version)
 
-    monkeypatch.setattr(replica_client.Link, "stream", noted)
-    monkeypatch.setattr(replica_sync, "STREAM_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
+    monkeypatch.setattr(replica_sync, "STREAM_INTERRUPT_TIMEOUT", 0.05)
     world.arena.unlink()
     receivers = [world.receiver() for _ in range(2)]
     async with AsyncExitStack() as stack:
@@ -148,24 +148,24 @@ async def test_a_version_that_a_replica_finds_wrong_is_a_failed_swap(world: Worl
 async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     running = most = 0
     full = threading.Event()
-    real = replica_client.Link.stream
+    real = replica_client.ReplicaClient.stream
 
-    async def counted(link: replica_client.Link, version: replica_client.Version) -> None:
+    async def counted(link: replica_client.ReplicaClient, version: replica_client.Version) -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        if running == replica_sync.STREAMS:
+        if running == replica_sync.MAX_STREAMS:
             full.set()
         await until(full.is_set)
         await asyncio.sleep(0.01)
         await real(link, version)
         running -= 1
 
-    monkeypatch.setattr(replica_client.Link, "stream", counted)
+    monkeypatch.setattr(replica_client.ReplicaClient, "stream", counted)
     world.arena.unlink()
     async with AsyncExitStack() as stack:
-        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(replica_sync.STREAMS + 4)]
+        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(replica_sync.MAX_STREAMS + 4)]
         weights = await world.step()
         await world.publisher.wait_committed(0, len(receivers), 300)
         assert all(same(receiver.weights, weights) for receiver in receivers)
-    assert most == replica_sync.STREAMS
+    assert most == replica_sync.MAX_STREAMS

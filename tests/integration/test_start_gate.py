@@ -61,7 +61,7 @@ async def start(
     request: pytest.FixtureRequest, redis: Redis, redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Start]:
     """With as many replicas wanted as the parameter says, else 1."""
-    monkeypatch.setattr(replica_sync, "LEASES_SECONDS", 0.02)
+    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
     monkeypatch.setattr(run_client, "STATE_SECONDS", 0.05)
     monkeypatch.setattr(run_client, "AGAIN_SECONDS", 0.1)
     config = config_tree(tmp_path, ROWS, rollout={"replicas": getattr(request, "param", 1), "chunk_timeout": 3600.0})

@@ -138,7 +138,7 @@ async def test_a_version_of_two_parts_comes_in_any_order_and_from_arena_and_stre
     async with world() as (receiver, wire):
         one = Sent(1, parts=HALVES)
         await wire.stage(one.parts[1])
-        with pytest.raises(grpc.aio.AioRpcError, match=r"lacks parts \[0\] of 2"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"parts \[0\] are missing"):
             await wire.commit(one.id)
         await wire.stage(one.parts[0])
         await wire.commit(one.id)
@@ -172,8 +172,8 @@ async def test_what_contradicts_the_manifest_is_refused_and_stages_nothing() -> 
         ([], "INVALID_ARGUMENT", "manifest first"),
         ([whole], "INVALID_ARGUMENT", "manifest first"),
         ([b"\xff\xff\xff"], "INVALID_ARGUMENT", "other bytes"),
-        ([encode_manifest(lying)], "INVALID_ARGUMENT", "the manifest contradicts itself"),
-        ([encode_manifest(unaligned)], "INVALID_ARGUMENT", "the manifest contradicts itself"),
+        ([encode_manifest(lying)], "INVALID_ARGUMENT", "consistent manifest"),
+        ([encode_manifest(unaligned)], "INVALID_ARGUMENT", "consistent manifest"),
         ([head, head], "INVALID_ARGUMENT", "found a manifest"),
         ([head], "INVALID_ARGUMENT", f"expected {size} bytes; the stream ended after 0"),
         ([head, encode_chunk(4, memoryview(data)[4:])], "INVALID_ARGUMENT", "expected bytes from 0 on"),
@@ -187,7 +187,7 @@ async def test_what_contradicts_the_manifest_is_refused_and_stages_nothing() -> 
             found = await wire.refused(messages)
             assert found[0] == code, found
             assert text in found[1]
-            with pytest.raises(grpc.aio.AioRpcError, match="nothing is"):
+            with pytest.raises(grpc.aio.AioRpcError, match="found nothing"):
                 await wire.commit(sent.id)
             await wire.push(sent)
             assert same(receiver, sent)
@@ -199,7 +199,7 @@ async def test_a_stale_term_and_another_run_are_refused() -> None:
         manifest = sent.parts[0][0].to_proto()
         receiver.term = 2
         code, text = await wire.refused([encode_manifest(manifest)])
-        assert (code, "term 1 is over" in text) == ("ABORTED", True)
+        assert (code, "found 1" in text) == ("ABORTED", True)
         manifest.id.run_id = "other"
         assert (await wire.refused([encode_manifest(manifest)]))[0] == "INVALID_ARGUMENT"
 
@@ -211,7 +211,7 @@ async def test_a_learner_taken_over_in_mid_stream_stages_nothing() -> None:
         await call.write(encode_chunk(0, memoryview(data)))
         receiver.term = 2
         await call.done_writing()
-        with pytest.raises(grpc.aio.AioRpcError, match="term 1 is over"):
+        with pytest.raises(grpc.aio.AioRpcError, match="ABORTED"):
             await call.read()
 
 
@@ -225,7 +225,7 @@ async def test_a_broken_stream_stages_nothing_and_the_next_goes_on_where_it_ende
         await call.write(encode_chunk(0, memoryview(data)[:20_000]))
         await asyncio.sleep(0.05)
         call.cancel()
-        with pytest.raises(grpc.aio.AioRpcError, match="version 1 of term 1 is not staged"):
+        with pytest.raises(grpc.aio.AioRpcError, match="version 1 of term 1 to be staged"):
             await wire.commit(one.id)
         assert receiver.versions == [0]
         assert await wire.stage(one.parts[0]) == 20_000
@@ -264,14 +264,14 @@ async def test_a_newer_stream_ends_an_older_one_of_the_same_part() -> None:
 
 
 async def test_silence_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_service, "STREAM_IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(weights_service, "STREAM_IDLE_TIMEOUT", 0.1)
     async with world() as (_, wire):
         manifest, data = Sent(1).parts[0]
         call, _ = await wire.begin(manifest)
         await call.write(encode_chunk(0, memoryview(data)[:100]))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await call.read()
-        assert (ended.value.code(), "nothing came for 0.1 s" in ended.value.details()) == (
+        assert (ended.value.code(), "within 0.1 s" in ended.value.details()) == (
             grpc.StatusCode.DEADLINE_EXCEEDED,
             True,
         )

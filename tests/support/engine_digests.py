@@ -1,4 +1,4 @@
-"""Run as a program: an engine takes a version from an arena and tells what its workers then compute with, as JSON.
+"""Run as a program: an engine loads versions from an arena and prints its workers' weight digests after each, as JSON.
 
 python -m support.engine_digests MODEL_FILES TENSOR_PARALLEL STAGING...     (each a serialised StageArenaRequest)
 """
@@ -12,12 +12,12 @@ from typing import Any
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest
-from polyreme_rollout.engine.base import ArenaSource
-from polyreme_rollout.engine.vllm import VllmEngine, start
+from polyreme_rollout.engine.load import load_engine
+from polyreme_rollout.engine.protocol import ArenaSource, InferenceEngine
 from support.replicas import rollout_config
 
 
-async def load_all(engine: VllmEngine, stagings: list[Path]) -> list[Any]:
+async def load_all(engine: InferenceEngine, stagings: list[Path]) -> list[Any]:
     """The workers' digests after each version."""
     await engine.open()
     answers = []
@@ -28,13 +28,13 @@ async def load_all(engine: VllmEngine, stagings: list[Path]) -> list[Any]:
         await engine.pause()
         await engine.load([ArenaSource(staging.arena_path, nonce, staging.slot, staging.generation, manifest)])
         await engine.resume()
-        answers.append(await engine.llm.collective_rpc("polyreme_digests"))
+        answers.append(await engine.weight_digests())
     return answers
 
 
 def main() -> None:
     files, parallel, *stagings = sys.argv[1:]
-    engine = start(rollout_config(Path(files), tensor_parallel=int(parallel)), Path(files))
+    engine = load_engine("vllm")(rollout_config(Path(files), tensor_parallel=int(parallel)), Path(files))
     try:
         answers = asyncio.run(load_all(engine, [Path(path) for path in stagings]))
     finally:

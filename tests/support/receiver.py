@@ -1,8 +1,8 @@
-"""A replica's receive side on an engine of plain memory: the real weights service, swap machine, lease and gRPC server."""
+"""A replica's receive side on an engine of plain memory: the real weights service, weight swapper, lease and gRPC server."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,9 +14,9 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
-from polyreme_rollout.engine.base import ArenaSource, Delta, EngineRequest, Loaded, LoadError
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.weight_swap import Swapper
+from polyreme_rollout.engine.protocol import ArenaSource, Delta, EngineRequest, LoadError, LoadResult, TensorDigest
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 
 SERVICE = "polyreme.api.v1.WeightsService"
@@ -38,6 +38,9 @@ class MemoryEngine:
         self.may_load.set()
         self.paused = False
 
+    async def open(self) -> None:
+        pass
+
     async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
         raise NotImplementedError
         yield
@@ -45,7 +48,7 @@ class MemoryEngine:
     async def pause(self) -> None:
         self.paused = True
 
-    async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         assert self.paused
         await self.may_load.wait()
         for source in sources:
@@ -56,7 +59,7 @@ class MemoryEngine:
                 raise LoadError(str(error)) from None
             finally:
                 arena.close()
-        return Loaded(seconds=0.001, sampled={})
+        return LoadResult(seconds=0.001, sampled={})
 
     def _load(self, source: ArenaSource, arena: Arena) -> None:
         arena.check(source.slot, source.generation)
@@ -70,6 +73,12 @@ class MemoryEngine:
     async def resume(self) -> None:
         self.paused = False
 
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> Any:
+        raise NotImplementedError
+
+    async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
+        raise NotImplementedError
+
     def close(self) -> None:
         pass
 
@@ -82,10 +91,10 @@ class Receiver(WeightsService):
         self.versions: list[int] = []
         self.calls: deque[str] = deque(maxlen=1000)
         self.term = 0
-        swapper = Swapper(
+        swapper = WeightSwapper(
             run_id, self.engine, lambda: self.term, lambda version, _sampled: self.versions.append(version), lambda: None
         )
-        super().__init__(swapper, Metrics(), self._committed)
+        super().__init__(swapper, ReplicaMetrics(), self._committed)
 
     async def _committed(self) -> None:
         pass

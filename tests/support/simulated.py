@@ -26,13 +26,13 @@ from polyreme.net import rpc
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import Limits
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.service import Identity, RolloutService
 from polyreme_rollout.testing.simulated_engine import SimulatedEngine
-from polyreme_rollout.weight_swap import Swapper
+from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
-from polyreme_trainer.weight_sync.replica_client import Link, Version
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
 from support.tiny_tokenizer import CHARS, SPECIAL, model_files
 
 VOCAB = len(SPECIAL) + len(CHARS)
@@ -98,9 +98,9 @@ class Replica:
 async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engine_arguments: Any) -> AsyncIterator[Replica]:
     """A replica with a lease. It serves nothing until a version is pushed to it."""
     engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
-    metrics = Metrics()
-    service = RolloutService(engine, Identity(run.run_id, name, ""), Limits(CONTEXT, VOCAB, 1 << 14), metrics)
-    swapper = Swapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
+    metrics = ReplicaMetrics()
+    service = RolloutService(engine, Identity(run.run_id, name, ""), RequestLimits(CONTEXT, VOCAB, 1 << 14), metrics)
+    swapper = WeightSwapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
     async with AsyncExitStack() as life, AsyncExitStack() as lease_life:
         replica = Replica(name, engine, service, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life)
@@ -155,7 +155,7 @@ class IdleLearner:
     async def push(self, replica: Replica) -> None:
         """Brings the newest version to a replica."""
         identity = self._manifest.id
-        link = Link(replica.lease, self._arena)
+        link = ReplicaClient(replica.lease, self._arena)
         version = Version(self._manifest, identity.version % 3, self._generation)
         await link.stage(version)
         await link.commit(version)

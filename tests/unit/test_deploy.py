@@ -247,7 +247,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     from prometheus_client import generate_latest
 
     from polyreme_reward.metrics import Metrics as RewardMetrics
-    from polyreme_rollout.metrics import Metrics as RolloutMetrics
+    from polyreme_rollout.metrics import ReplicaMetrics as RolloutMetrics
 
     board = json.loads((ROOT / "deploy" / "observability" / "dashboards" / "polyreme.json").read_text())
     asked = {

@@ -18,10 +18,10 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Place
+from polyreme.net.http_server import serve_http
 from polyreme_reward.build import open_rewards
 from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app
-from polyreme_reward.http_server import serve_http
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.scorer import Scorer
 

@@ -1,12 +1,12 @@
-"""Mapped arenas of the trainer's host, found again by their nonce.
+"""A cache of mapped arenas of the trainer's host, looked up by nonce.
 
-Kept here: a path leads to the arena that is there now, a nonce to the arena it was read from, even when a newer learner has
-put another file in its place since; at most KEPT arenas stay mapped.
+Invariant: `at` returns the arena that a path names now. `with_nonce` returns the arena with that nonce, even after a newer learner
+replaced the file. At most MAX_ARENAS arenas stay mapped.
 """
 
 from polyreme.weights.arena import Arena, ArenaError, identity
 
-KEPT = 2  # the one in use, and the one that the version served before may be in
+MAX_ARENAS = 2  # the current one, and the one that may hold the previously served version
 
 
 class ArenaCache:
@@ -16,16 +16,16 @@ class ArenaCache:
         self._by_file: dict[tuple[int, int], Arena] = {}
 
     def at(self, path: str) -> Arena:
-        """The arena that `path` leads to now. Raises ArenaError."""
+        """The arena that `path` names now. Raises ArenaError."""
         file = identity(path)
         if file not in self._by_file:
             self._by_file[file] = Arena.open(path)
-            for old in list(self._by_file)[:-KEPT]:
+            for old in list(self._by_file)[:-MAX_ARENAS]:
                 self._by_file.pop(old).close()
         return self._by_file[file]
 
-    def named(self, path: str, nonce: bytes) -> Arena:
-        """The arena with this nonce, mapped already or to be found at `path`. Raises ArenaError."""
+    def with_nonce(self, path: str, nonce: bytes) -> Arena:
+        """The arena with this nonce: a mapped one, else the one at `path`. Raises ArenaError."""
         for arena in self._by_file.values():
             if arena.nonce == nonce:
                 return arena
@@ -35,7 +35,7 @@ class ArenaCache:
         return arena
 
     def close(self) -> None:
-        """Unmaps all."""
+        """Unmaps all arenas."""
         for arena in self._by_file.values():
             arena.close()
         self._by_file.clear()

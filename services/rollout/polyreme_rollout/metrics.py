@@ -1,26 +1,35 @@
-"""What a replica tells Prometheus."""
+"""A replica's Prometheus metrics.
+
+Invariant: they live in a registry of their own, because vLLM uses the default registry of the same process.
+"""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from polyreme.process.resource_metrics import Usage
 
 
-class Metrics:
-    """The replica's own registry: vLLM's metrics live in the default one of the same process."""
+class ReplicaMetrics:
+    """The metrics of one replica."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(Usage())
-        self.tokens = Counter("polyreme_rollout_tokens", "Tokens sampled.", registry=self.registry)
-        self.slots = Counter("polyreme_rollout_slots", "Slots ended, by finish reason.", ["finish"], registry=self.registry)
-        self.active_slots = Gauge("polyreme_rollout_active_slots", "Slots under way.", registry=self.registry)
-        self.version = Gauge("polyreme_rollout_version", "Policy version served; -1: none.", registry=self.registry)
-        self.ready = Gauge("polyreme_rollout_ready", "1 while a version is served and calls are taken.", registry=self.registry)
+        self.tokens = Counter("polyreme_rollout_tokens", "Sampled tokens.", registry=self.registry)
+        self.sequences = Counter(
+            "polyreme_rollout_slots", "Finished sequences, by finish reason.", ["finish"], registry=self.registry
+        )
+        self.active_sequences = Gauge(
+            "polyreme_rollout_active_slots", "Sequences of unfinished calls, running or queued.", registry=self.registry
+        )
+        self.version = Gauge("polyreme_rollout_version", "Served policy version; -1: none.", registry=self.registry)
+        self.ready = Gauge(
+            "polyreme_rollout_ready", "1 while a version is served and calls are accepted.", registry=self.registry
+        )
         self.stall_seconds = Histogram(
             "polyreme_rollout_swap_stall_seconds",
-            "How long generation stood still for a swap.",
+            "Time that a weight swap paused generation.",
             buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
             registry=self.registry,
         )
-        self.swap_failures = Counter("polyreme_rollout_swap_failures", "Swaps that failed.", registry=self.registry)
+        self.swap_failures = Counter("polyreme_rollout_swap_failures", "Failed weight swaps.", registry=self.registry)
         self.version.set(-1)

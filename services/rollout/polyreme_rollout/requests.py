@@ -1,4 +1,7 @@
-"""What a Generate call asks, checked: every refusal says what was expected and what came. Pure."""
+"""Checks a Generate request and turns it into sequences. Pure.
+
+Invariant: every refusal states what was expected and what was found.
+"""
 
 from dataclasses import dataclass
 
@@ -9,21 +12,21 @@ _SEED_BITS = (1 << 63) - 1  # samplers take signed 64-bit seeds
 
 
 class InvalidRequestError(ValueError):
-    """The request can never be served, by this replica or its peers."""
+    """No replica of this run can serve the request."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Args: max_model_len: tokens of prompt, prefix and response; vocab_size; max_slots: under way at once, queued ones included."""
+class RequestLimits:
+    """Args: max_model_len: tokens of prompt, prefix and response; vocab_size; max_sequences: running and queued."""
 
     max_model_len: int
     vocab_size: int
-    max_slots: int
+    max_sequences: int
 
 
 @dataclass(frozen=True)
-class SlotPlan:
-    """One slot as the engine will see it: `prompt_ids` is prompt and prefix."""
+class SequenceRequest:
+    """One sequence of a Generate call. `prompt_ids` is the prompt followed by the prefix."""
 
     index: int
     prompt_ids: list[int]
@@ -31,10 +34,10 @@ class SlotPlan:
     seed: int
 
 
-def plan_slots(request: pb.GenerateRequest, run_id: str, limits: Limits) -> list[SlotPlan]:
+def parse_sequences(request: pb.GenerateRequest, run_id: str, limits: RequestLimits) -> list[SequenceRequest]:
     """Raises InvalidRequestError."""
     if request.run_id != run_id:
-        raise InvalidRequestError(f"this replica serves run {run_id}, not {request.run_id or 'one without a name'}")
+        raise InvalidRequestError(f"expected a request of run {run_id}; found run {request.run_id or 'without a name'}")
     sampling = request.sampling
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or (sampling.top_k < 1 and sampling.top_k != -1):
         raise InvalidRequestError(
@@ -43,35 +46,39 @@ def plan_slots(request: pb.GenerateRequest, run_id: str, limits: Limits) -> list
         )
     unknown = [id for id in sampling.stop_token_ids if not 0 <= id < limits.vocab_size]
     if unknown:
-        raise InvalidRequestError(f"stop token ids {unknown} are not in the vocabulary of {limits.vocab_size}")
+        raise InvalidRequestError(f"expected stop token ids in the vocabulary of {limits.vocab_size}; found {unknown}")
     prompt = _ids(request.prompt_ids, "prompt", limits)
     if not prompt:
-        raise InvalidRequestError("the prompt is empty")
+        raise InvalidRequestError("expected a prompt of at least one token; found none")
     if not request.slots:
-        raise InvalidRequestError("no slots are asked for")
-    if len({slot.index for slot in request.slots}) != len(request.slots):
-        raise InvalidRequestError("a slot index occurs twice")
-    return [_plan(slot, prompt, limits) for slot in request.slots]
+        raise InvalidRequestError("expected at least one sequence; found none")
+    indices = [sequence.index for sequence in request.slots]
+    if len(set(indices)) != len(indices):
+        raise InvalidRequestError(f"expected distinct sequence indices; found {indices}")
+    return [_parse(sequence, prompt, limits) for sequence in request.slots]
 
 
-def _plan(slot: pb.Slot, prompt: list[int], limits: Limits) -> SlotPlan:
-    prefix = _ids(slot.prefix_ids, f"prefix of slot {slot.index}", limits)
-    if slot.max_new < 1:
-        raise InvalidRequestError(f"slot {slot.index} asks for no new token")
-    total = len(prompt) + len(prefix) + slot.max_new
+def _parse(sequence: pb.Slot, prompt: list[int], limits: RequestLimits) -> SequenceRequest:
+    name = f"sequence {sequence.index}"
+    prefix = _ids(sequence.prefix_ids, f"prefix of {name}", limits)
+    if sequence.max_new < 1:
+        raise InvalidRequestError(f"{name}: expected max_new of at least 1; found {sequence.max_new}")
+    total = len(prompt) + len(prefix) + sequence.max_new
     if total > limits.max_model_len:
         raise InvalidRequestError(
-            f"slot {slot.index}: prompt {len(prompt)} + prefix {len(prefix)} + max_new {slot.max_new} = {total} tokens; "
-            f"this replica's context holds {limits.max_model_len} (rollout.max_model_len)"
+            f"{name}: expected at most {limits.max_model_len} tokens (rollout.max_model_len); "
+            f"found prompt {len(prompt)} + prefix {len(prefix)} + max_new {sequence.max_new} = {total}"
         )
-    return SlotPlan(slot.index, prompt + prefix, slot.max_new, slot.seed & _SEED_BITS)
+    return SequenceRequest(sequence.index, prompt + prefix, sequence.max_new, sequence.seed & _SEED_BITS)
 
 
-def _ids(data: bytes, what: str, limits: Limits) -> list[int]:
+def _ids(data: bytes, what: str, limits: RequestLimits) -> list[int]:
     try:
         ids = unpack_ids(data)
     except ValueError as error:
         raise InvalidRequestError(f"{what}: {error}") from None
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-        raise InvalidRequestError(f"{what}: ids from {min(ids)} to {max(ids)}; the vocabulary has {limits.vocab_size}")
+        raise InvalidRequestError(
+            f"{what}: expected ids in the vocabulary of {limits.vocab_size}; found ids from {min(ids)} to {max(ids)}"
+        )
     return ids

@@ -1,27 +1,25 @@
-"""What a slot has sampled: chunks of it on their way, and which version wrote which tokens. Pure.
+"""The progress of one sequence: chunks to send, and the policy version of each token. Pure.
 
-Kept here: every token leaves in exactly one chunk, in order; a chunk has at least CHUNK_TOKENS tokens unless it is the slot's
-last; spans are contiguous from the slot's first sampled token.
+Invariant: every token leaves in exactly one chunk, in order; a chunk has at least CHUNK_TOKENS tokens unless it is the last of its
+sequence; version spans are contiguous from the first sampled token.
 """
 
 import struct
 from collections.abc import Sequence
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_rollout.engine.base import Delta
-
-CHUNK_TOKENS = 16
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, Delta
 
 _FINISH = {"stop": experience_pb2.FINISH_REASON_STOP, "length": experience_pb2.FINISH_REASON_LENGTH}
 
 
-class SlotProgress:
-    """One slot of one call.
+class SequenceProgress:
+    """One sequence of one Generate call.
 
     Args:
-        index: the slot's number in its group.
-        max_new: tokens it may still sample at the start.
-        version: the policy that starts it.
+        index: the sample's position in its group.
+        max_new: upper bound of tokens to sample.
+        version: the policy version at the start.
     """
 
     def __init__(self, index: int, max_new: int, version: int) -> None:
@@ -34,19 +32,21 @@ class SlotProgress:
 
     @property
     def outstanding(self) -> int:
-        """Tokens that this slot may still sample."""
+        """Tokens that this sequence may still sample."""
         return self.max_new - self.sampled
 
-    def cut(self, version: int, sampled: int) -> None:
-        """The policy changed to `version` when the engine had sampled `sampled` tokens of the slot."""
+    def change_version(self, version: int, sampled: int) -> None:
+        """Records that the policy changed to `version` after the engine had sampled `sampled` tokens of this sequence."""
         while self._starts and self._starts[-1][1] >= sampled:
-            self._starts.pop()  # it wrote nothing
+            self._starts.pop()  # that version sampled no token
         self._starts.append((version, sampled if self._starts else 0))
 
     def add(self, delta: Delta) -> rollout_pb2.Chunk | None:
-        """Takes tokens in; the chunk that is due, if one is."""
+        """Takes new tokens. Returns a chunk when one is complete. Raises ValueError when ids and log-probabilities differ in number."""
         if len(delta.token_ids) != len(delta.logprobs):
-            raise ValueError(f"{len(delta.token_ids)} tokens with {len(delta.logprobs)} log-probabilities")
+            raise ValueError(
+                f"expected a log-probability per token; found {len(delta.token_ids)} tokens, {len(delta.logprobs)} values"
+            )
         self._ids.extend(delta.token_ids)
         self._logprobs.extend(delta.logprobs)
         self.sampled += len(delta.token_ids)
@@ -69,7 +69,7 @@ class SlotProgress:
         return [(version, start, end) for version, start, end in clipped if start < end]
 
     def end(self, finish: str) -> rollout_pb2.SlotEnd:
-        """The slot's last word."""
+        """The message that ends this sequence."""
         spans = [experience_pb2.VersionSpan(version=v, start=start, end=end) for v, start, end in self.spans()]
         return rollout_pb2.SlotEnd(slot=self.index, finish_reason=_FINISH[finish], spans=spans)
 
@@ -80,7 +80,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Raises ValueError when the bytes are not whole int32 numbers."""
+    """The inverse of `pack_ids`. Raises ValueError for a length that is no multiple of 4."""
     if len(data) % 4:
-        raise ValueError(f"{len(data)} bytes are not int32 numbers")
+        raise ValueError(f"expected int32 numbers; found {len(data)} bytes")
     return list(struct.unpack(f"<{len(data) // 4}i", data))

@@ -1,8 +1,8 @@
-"""Generate: the slots of one group become engine requests, their tokens one stream of chunks.
+"""Generate: the sequences of one group become engine requests, and their tokens become one stream of chunks.
 
-Kept here: a call ends with every slot's end, or with a status that says why not; when it ends in any other way, its requests in
-the engine end too. A chunk waits for others of its call for a moment, a slot's end does not: a message costs both sides far more
-than a chunk in it.
+Invariant: a call ends with the end of every sequence, or with a status that gives the reason. When it ends in any other way, its
+engine requests are aborted. A chunk waits briefly for other chunks of its call, the end of a sequence does not: a message costs both
+sides far more than a chunk in it.
 """
 
 import asyncio
@@ -16,110 +16,111 @@ import grpc
 from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme_rollout.engine.base import Engine, EngineDeadError, EngineRequest, Sampling
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.requests import InvalidRequestError, Limits, SlotPlan, plan_slots
-from polyreme_rollout.sequences import SlotProgress
-from polyreme_rollout.weight_swap import Swapper
+from polyreme_rollout.engine.protocol import EngineDeadError, EngineRequest, InferenceEngine, Sampling
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import InvalidRequestError, RequestLimits, SequenceRequest, parse_sequences
+from polyreme_rollout.sequences import SequenceProgress
+from polyreme_rollout.weight_swap import WeightSwapper
 
 GATHER_SECONDS = 0.2
-"""How long a chunk may wait for others of its call; so many seconds of tokens more are lost with a replica that dies."""
+"""How long a chunk may wait for other chunks of its call. A replica's death loses this much more generation."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What this replica is: see DescribeResponse."""
+    """The replica's part of DescribeResponse."""
 
     run_id: str
     replica_id: str
     model_fingerprint: str
 
 
-class _LostError(Exception):
-    """The replica has no policy any more that could finish the slot."""
+class _PolicyLostError(Exception):
+    """The replica serves no policy any more, so running sequences cannot finish here."""
 
 
 class _Call:
-    """One Generate call's results on their way to the client."""
+    """The results of one Generate call that wait to be sent."""
 
     def __init__(self) -> None:
         self.response = pb.GenerateResponse()
-        self.news = asyncio.Event()
-        self.open_slots = 0
+        self.must_send = asyncio.Event()
+        self.open_sequences = 0
         self.failure: Exception | None = None
         self._gathering: asyncio.TimerHandle | None = None
 
-    def gather(self) -> None:
-        """There is a chunk, which may wait."""
+    def send_soon(self) -> None:
+        """The response holds a chunk, which may wait for others."""
         if self._gathering is None:
-            self._gathering = asyncio.get_running_loop().call_later(GATHER_SECONDS, self.news.set)
+            self._gathering = asyncio.get_running_loop().call_later(GATHER_SECONDS, self.must_send.set)
 
     def take(self) -> pb.GenerateResponse:
-        """What there is to send."""
+        """The response to send. A new, empty one replaces it."""
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
-        self.news.clear()
+        self.must_send.clear()
         response, self.response = self.response, pb.GenerateResponse()
         return response
 
     def fail(self, error: Exception) -> None:
         self.failure = self.failure or error
-        self.news.set()
+        self.must_send.set()
 
 
 class RolloutService(pb_grpc.RolloutServiceServicer):
-    """Args: engine; identity; limits: what a request may ask; metrics. `bind` gives it the swap machine."""
+    """Args: engine; identity; limits: of requests; metrics. `bind` sets the weight swapper."""
 
-    def __init__(self, engine: Engine, identity: Identity, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, engine: InferenceEngine, identity: Identity, limits: RequestLimits, metrics: ReplicaMetrics) -> None:
         self._engine, self._identity, self._limits, self._metrics = engine, identity, limits, metrics
-        self._swapper: Swapper
-        self._slots: dict[str, tuple[SlotProgress, _Call]] = {}
+        self._swapper: WeightSwapper
+        self._running: dict[str, tuple[SequenceProgress, _Call]] = {}
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
 
-    def bind(self, swapper: Swapper) -> None:
+    def bind(self, swapper: WeightSwapper) -> None:
         self._swapper = swapper
 
     @property
     def ready(self) -> bool:
-        """Whether calls are taken."""
+        """Whether calls are accepted."""
         return self._swapper.served is not None and not self._swapper.quarantined and not self.draining
 
     def on_swap(self, version: int, sampled: Mapping[str, int]) -> None:
-        """The policy changed to `version`; `sampled`: tokens that the engine's requests had by then."""
-        for request_id, (slot, _) in self._slots.items():
-            slot.cut(version, sampled.get(request_id, 0))
+        """The policy changed to `version`; `sampled`: tokens of each engine request at that moment."""
+        for request_id, (sequence, _) in self._running.items():
+            sequence.change_version(version, sampled.get(request_id, 0))
 
     def on_lost(self) -> None:
-        """No policy is left: everything under way fails."""
-        for _, call in self._slots.values():
-            call.fail(_LostError("a weight swap failed and no version could be restored: continue the slots elsewhere"))
+        """No policy is left: every running call fails."""
+        for _, call in self._running.values():
+            call.fail(_PolicyLostError("a weight swap failed and no version could be restored: continue on another replica"))
 
     async def drained(self) -> None:
-        """Waits until no slot is under way."""
+        """Waits until no sequence is running."""
         await self._idle.wait()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         await self._refuse_unserved(request, context)
         try:
-            plans = plan_slots(request, self._identity.run_id, self._limits)
+            sequences = parse_sequences(request, self._identity.run_id, self._limits)
         except InvalidRequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        if len(self._slots) + len(plans) > self._limits.max_slots:
+        if len(self._running) + len(sequences) > self._limits.max_sequences:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{len(self._slots)} slots are under way and {len(plans)} more would pass {self._limits.max_slots}",
+                f"expected at most {self._limits.max_sequences} sequences; "
+                f"found {len(self._running)} running and {len(sequences)} more requested",
             )
         sampling = request.sampling
         shared = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop_token_ids))
         call = _Call()
-        tasks = [self._start(plan, shared, call) for plan in plans]
+        tasks = [self._start(sequence, shared, call) for sequence in sequences]
         try:
-            while call.open_slots or call.news.is_set():  # the last slots may end while a response is being sent
-                await call.news.wait()
+            while call.open_sequences or call.must_send.is_set():  # the last sequences may end while a response is sent
+                await call.must_send.wait()
                 response = call.take()
                 if response.chunks or response.ends:
                     yield response
@@ -143,7 +144,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             has_version=version is not None,
             version=version or 0,
             max_model_len=self._limits.max_model_len,
-            outstanding_tokens=sum(slot.outstanding for slot, _ in self._slots.values()),
+            outstanding_tokens=sum(sequence.outstanding for sequence, _ in self._running.values()),
             quarantined=self._swapper.quarantined,
             engine=self._engine.name,
         )
@@ -151,52 +152,54 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def _refuse_unserved(self, request: pb.GenerateRequest, context: Any) -> None:
         await self._swapper.steady.wait()
         if self.draining:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this replica drains: ask another one")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this replica is draining: ask another one")
         version = self._swapper.version
         if self._swapper.quarantined or version is None or version < request.min_version:
-            found = "is quarantined" if self._swapper.quarantined else f"serves {'none' if version is None else version}"
+            found = "a quarantined replica" if self._swapper.quarantined else "none" if version is None else f"version {version}"
             await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"version {request.min_version} or newer is asked for; this replica {found}"
+                grpc.StatusCode.FAILED_PRECONDITION, f"expected version {request.min_version} or newer; found {found}"
             )
 
-    def _start(self, plan: SlotPlan, sampling: Sampling, call: _Call) -> "asyncio.Task[None]":
+    def _start(self, sequence: SequenceRequest, sampling: Sampling, call: _Call) -> "asyncio.Task[None]":
         assert self._swapper.version is not None
         request_id = f"polyreme.{next(self._numbers)}"
-        slot = SlotProgress(plan.index, plan.max_new, self._swapper.version)
-        self._slots[request_id] = slot, call
+        progress = SequenceProgress(sequence.index, sequence.max_new, self._swapper.version)
+        self._running[request_id] = progress, call
         self._idle.clear()
-        call.open_slots += 1
-        self._metrics.active_slots.inc()
-        task = asyncio.ensure_future(self._sample(request_id, plan, sampling, slot, call))
+        call.open_sequences += 1
+        self._metrics.active_sequences.inc()
+        task = asyncio.ensure_future(self._sample(request_id, sequence, sampling, progress, call))
         task.add_done_callback(lambda _: self._ended(request_id))
         return task
 
     def _ended(self, request_id: str) -> None:
-        del self._slots[request_id]
-        self._metrics.active_slots.dec()
-        if not self._slots:
+        del self._running[request_id]
+        self._metrics.active_sequences.dec()
+        if not self._running:
             self._idle.set()
 
-    async def _sample(self, request_id: str, plan: SlotPlan, sampling: Sampling, slot: SlotProgress, call: _Call) -> None:
+    async def _sample(
+        self, request_id: str, sequence: SequenceRequest, sampling: Sampling, progress: SequenceProgress, call: _Call
+    ) -> None:
         try:
             salt = await self._swapper.steady_salt()
-            request = EngineRequest(request_id, plan.prompt_ids, plan.max_new, plan.seed, salt, sampling)
+            request = EngineRequest(request_id, sequence.prompt_ids, sequence.max_new, sequence.seed, salt, sampling)
             async for delta in self._engine.generate(request):
-                chunk = slot.add(delta)
+                chunk = progress.add(delta)
                 if chunk:
                     call.response.chunks.append(chunk)
                 if delta.finish:
-                    call.response.ends.append(slot.end(delta.finish))
-                    call.open_slots -= 1
-                    self._metrics.slots.labels(finish=delta.finish).inc()
-                    self._metrics.tokens.inc(slot.sampled)
-                    call.news.set()
+                    call.response.ends.append(progress.end(delta.finish))
+                    call.open_sequences -= 1
+                    self._metrics.sequences.labels(finish=delta.finish).inc()
+                    self._metrics.tokens.inc(progress.sampled)
+                    call.must_send.set()
                 elif chunk:
-                    call.gather()
+                    call.send_soon()
         except Exception as error:  # noqa: BLE001 - becomes the call's status
             call.fail(error)
 
     async def _abort_failed(self, failure: Exception, context: Any) -> None:
-        if isinstance(failure, EngineDeadError | _LostError):
+        if isinstance(failure, EngineDeadError | _PolicyLostError):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(failure))
         raise failure

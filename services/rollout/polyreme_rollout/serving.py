@@ -1,7 +1,7 @@
-"""A replica's servers and its lease, around an engine that runs.
+"""A replica's servers and its lease, around a running engine.
 
-Kept here: the lease exists only while calls are answered. When the stop comes, the lease goes first, then new calls are refused,
-slots under way get their time, and then the servers end.
+Invariant: the lease exists only while calls are answered. At the end the lease is removed first, then new calls are refused, running
+sequences get time to finish, and then the servers end.
 """
 
 import asyncio
@@ -19,91 +19,94 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import rpc
 from polyreme.net.endpoint import Place
-from polyreme_rollout import http
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.replica import Orders
-from polyreme_rollout.requests import Limits
+from polyreme.net.http_server import serve_http
+from polyreme_rollout.engine.protocol import InferenceEngine
+from polyreme_rollout.http_app import make_app
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.requests import RequestLimits
+from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.weight_swap import Swapper
+from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 
-DRAIN_SECONDS = 20.0
-WATCH_SECONDS = 0.5
-QUEUED_PER_RUNNING = 16  # slots taken per slot that can be decoded at once
+DRAIN_TIMEOUT = 20.0
+ENGINE_CHECK_INTERVAL = 0.5
+QUEUED_PER_RUNNING = 16  # accepted sequences per sequence that can be decoded at once
 
 _SERVICES = [
     rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
     weights_pb2.DESCRIPTOR.services_by_name["WeightsService"].full_name,
 ]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-async def serve(engine: Any, orders: Orders, redis_url: str, place: Place, stop: asyncio.Event) -> None:
+async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, place: Place, stop: asyncio.Event) -> None:
     """Serves an open engine until `stop`, then drains.
 
     Raises:
-        StoreError, ConfigError: see their messages. PolyremeError: the engine is gone, which a start of this process mends.
+        StoreError, ConfigError: see their messages. PolyremeError: the engine has died; a restart of this process helps.
     """
     redis = await connect(redis_url)
-    metrics = Metrics()
+    metrics = ReplicaMetrics()
     replica_id = f"rollout-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
-    limits = Limits(engine.max_model_len, engine.vocab_size, QUEUED_PER_RUNNING * orders.config.rollout.max_num_seqs)
-    service = RolloutService(engine, Identity(orders.run_id, replica_id, orders.model_fingerprint), limits, metrics)
+    limits = RequestLimits(engine.max_model_len, engine.vocab_size, QUEUED_PER_RUNNING * spec.config.rollout.max_num_seqs)
+    service = RolloutService(engine, Identity(spec.run_id, replica_id, spec.model_fingerprint), limits, metrics)
     keeper: LeaseKeeper | None = None
-    swapper = Swapper(orders.run_id, engine, lambda: keeper.learner_term if keeper else 0, service.on_swap, service.on_lost)
+    swapper = WeightSwapper(spec.run_id, engine, lambda: keeper.learner_term if keeper else 0, service.on_swap, service.on_lost)
     service.bind(swapper)
 
-    async def announce() -> None:
+    async def publish_state() -> None:
         metrics.version.set(-1 if swapper.version is None else swapper.version)
         metrics.ready.set(service.ready)
         await server.set_ready(service.ready)
 
     def add(grpc_server: Any) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
-        WeightsService(swapper, metrics, announce).add_to(grpc_server)
+        WeightsService(swapper, metrics, publish_state).add_to(grpc_server)
 
     try:
         async with AsyncExitStack() as servers:
             server = await servers.enter_async_context(
-                rpc.serve(place.host, place.port, add, _SERVICES, security=orders.config.security)
+                rpc.serve(place.host, place.port, add, _SERVICES, security=spec.config.security)
             )
             http_address = ""
             if place.http_port is not None:
-                app = http.make_app(
+                app = make_app(
                     lambda: not engine.dead,
                     lambda: service.ready,
                     metrics,
-                    lambda: engine.openai_app(orders.config.name, swapper.steady_salt),
+                    lambda: engine.openai_app(spec.config.name, swapper.steady_salt),
                 )
-                bound = http.bind(place.host, place.http_port)
-                http_port = await servers.enter_async_context(http.serve(app, bound, orders.config.security))
+                http_port = await servers.enter_async_context(
+                    serve_http(place.host, place.http_port, app, security=spec.config.security)
+                )
                 http_address = place.http_address(http_port)
             lease = Lease(
                 "rollout", replica_id, place.grpc_address(server.port), http_address, API_VERSION,
-                {"model_fingerprint": orders.model_fingerprint, "max_model_len": engine.max_model_len,
-                 "tensor_parallel": orders.config.rollout.tensor_parallel, "engine": engine.name},
+                {"model_fingerprint": spec.model_fingerprint, "max_model_len": engine.max_model_len,
+                 "tensor_parallel": spec.config.rollout.tensor_parallel, "engine": engine.name},
             )  # fmt: skip
-            run = Run(redis, orders.run_id)
-            if orders.newest:
+            run = Run(redis, spec.run_id)
+            if spec.follows_newest:
                 await servers.enter_async_context(run.telling(stop))
             async with await Registry(run).register(lease) as keeper:
-                log.info(
+                logger.info(
                     "%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address or "no port", engine.name
                 )
-                await _until_stopped(stop, engine)
+                await _wait_for_stop(stop, engine)
             service.draining = True
-            await announce()
+            await publish_state()
             with suppress(TimeoutError):
-                await asyncio.wait_for(service.drained(), DRAIN_SECONDS)
+                await asyncio.wait_for(service.drained(), DRAIN_TIMEOUT)
     finally:
         await redis.aclose()
 
 
-async def _until_stopped(stop: asyncio.Event, engine: Any) -> None:
-    """Raises PolyremeError when the engine is gone: of no kind whose exit code tells a supervisor not to start the replica again."""
+async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine) -> None:
+    """Raises PolyremeError with a restartable exit code when the engine has died."""
     while not stop.is_set():
         if engine.dead:
-            raise PolyremeError("the engine to run", "it is gone", "See the log above; start the replica again.")
+            raise PolyremeError("the engine to run", "its processes have exited", "See the log above; restart the replica.")
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), WATCH_SECONDS)
+            await asyncio.wait_for(stop.wait(), ENGINE_CHECK_INTERVAL)

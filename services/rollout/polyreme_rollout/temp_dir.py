@@ -1,7 +1,7 @@
-"""A replica's temporary directory, which does not outlive it for long.
+"""A replica's temporary directory.
 
-Kept here: the directory's lock is held by this process and what it forks, so one without a lock belongs to the dead, and the next
-replica on this host removes it.
+Invariant: a live replica, or a process it forked, holds the lock of its directory. A directory without a lock belongs to a killed
+replica, and the next replica on this host removes it.
 """
 
 import fcntl
@@ -16,29 +16,29 @@ _PREFIX = "polyreme-rollout-"
 
 
 @contextmanager
-def scratch_directory() -> Iterator[Path]:
-    """A directory for the block, after those of replicas that were killed are gone."""
-    _sweep(Path(tempfile.gettempdir()))
-    unnamed = Path(tempfile.mkdtemp(prefix="." + _PREFIX))
-    lock = _lock(unnamed)
-    folder = unnamed.rename(unnamed.with_name(unnamed.name[1:]))  # locked before it has a name that others sweep
+def replica_temp_dir() -> Iterator[Path]:
+    """A directory for the block. Removes the directories of killed replicas first."""
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    hidden = Path(tempfile.mkdtemp(prefix="." + _PREFIX))
+    lock = _lock(hidden)
+    directory = hidden.rename(hidden.with_name(hidden.name[1:]))  # locked before others can see its name
     try:
-        yield folder
+        yield directory
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
 
 
-def _sweep(root: Path) -> None:
-    for folder in root.glob(_PREFIX + "*"):
-        with suppress(OSError):  # another user's, gone meanwhile, or in use
-            lock = _lock(folder)
-            shutil.rmtree(folder, ignore_errors=True)
+def _remove_abandoned(root: Path) -> None:
+    for directory in root.glob(_PREFIX + "*"):
+        with suppress(OSError):  # another user's, already removed, or in use
+            lock = _lock(directory)
+            shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
 
-def _lock(folder: Path) -> int:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _lock(directory: Path) -> int:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,10 +1,10 @@
-"""The replica's own memory for versions that come by stream.
+"""Receives versions by stream into the replica's own memory.
 
-Kept here:
-- What a version that is served, or on its way into the engine, lies in is not written.
-- A part has one stream at a time: a newer one ends an older one, whose connection may be dead without anybody's knowing.
-- What a broken stream brought stays, unstaged, until other bytes take its place; bytes that are there already are not sent again.
-- At most one buffer of a part lies idle.
+Invariant:
+- A buffer that holds the served version, or one that the engine is loading, is not written.
+- A part has one stream at a time. A newer stream ends an older one, whose connection may be dead without notice.
+- The bytes of a broken stream stay, unstaged, until other bytes replace them; the next stream of the same part continues after them.
+- At most one buffer per part is idle.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.assembly import Assembly
 from polyreme.weights.manifest import Manifest
 from polyreme.weights.wire import keep_memory
-from polyreme_rollout.engine.base import ArenaSource
+from polyreme_rollout.engine.protocol import ArenaSource
 
 _SLOT = 0
 
 
 class SupersededError(Exception):
-    """A newer stream has taken this one's place."""
+    """A newer stream of the same part has started."""
 
 
 @dataclass
 class _Buffer:
-    """An arena of one slot, and how far its bytes have come."""
+    """An arena of one slot, and the progress of its bytes."""
 
     arena: Arena
     assembly: Assembly
@@ -38,31 +38,33 @@ class _Buffer:
         return not self.assembly.broken and self.assembly.manifest.tensors == manifest.tensors
 
     async def idle(self) -> None:
-        """Returns when no thread writes here any more. What one has raised was an older stream's."""
+        """Waits until no thread writes to the buffer. An error of that thread belongs to an older stream."""
         if self.adding:
             await asyncio.wait({self.adding})
         self.adding = None
 
 
-class Incoming:
-    """A part on its way into a buffer: `add` what comes, in order, and `finish`."""
+class IncomingPart:
+    """A part that arrives in a buffer: `add` its bytes in order, then `finish`."""
 
     def __init__(self, manifest: Manifest, buffer: _Buffer) -> None:
         self._manifest, self._buffer = manifest, buffer
 
     @property
     def position(self) -> int:
-        """The offset of the byte to come next, before the first `add`."""
+        """The offset of the next byte, before the first `add`."""
         return self._buffer.assembly.position
 
     async def add(self, offset: int, data: memoryview) -> None:
-        """Takes the next bytes; returns when those before are hashed. Raises RangeError, DigestError, of those before too."""
+        """Takes the next bytes, once the previous bytes are hashed. Raises RangeError, DigestError, also for previous bytes."""
         await self._added()
         self._buffer.adding = adding = asyncio.get_running_loop().run_in_executor(None, self._buffer.assembly.add, offset, data)
-        adding.add_done_callback(lambda done: done.cancelled() or done.exception())  # a stream may end before it asks
+        adding.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # the stream may end before it reads the error
 
     async def finish(self) -> ArenaSource | None:
-        """Where the part lies; None: there are bytes yet to come. Raises RangeError, DigestError."""
+        """The location of the part; None while bytes are missing. Raises RangeError, DigestError."""
         await self._added()
         buffer, manifest = self._buffer, self._manifest
         if not buffer.assembly.complete:
@@ -89,12 +91,12 @@ class _Stream:
         await self.ended.wait()
 
 
-class Intake:
-    """The buffers of all parts. Everything runs on one event loop, but for copying and hashing.
+class WeightReceiver:
+    """The buffers of all parts. Runs on one event loop, except for copying and hashing.
 
     Args:
-        in_use: the nonces of arenas that may not be written: of what is served, or being loaded.
-        on_reuse: called with the nonce of an arena whose bytes are about to go: nothing may count on them any more.
+        in_use: the nonces of arenas that must not be written, because they are served or being loaded.
+        on_reuse: called with the nonce of an arena before its bytes are overwritten or released.
     """
 
     def __init__(self, in_use: Callable[[], Collection[bytes]], on_reuse: Callable[[bytes], None]) -> None:
@@ -103,11 +105,11 @@ class Intake:
         self._streams: dict[int, _Stream] = {}
 
     @asynccontextmanager
-    async def receive(self, manifest: Manifest) -> AsyncIterator[Incoming]:
-        """The block receives a part, from where a broken stream of the same bytes has ended.
+    async def receive(self, manifest: Manifest) -> AsyncIterator[IncomingPart]:
+        """Receives a part during the block, starting where a broken stream of the same bytes ended.
 
         Raises:
-            SupersededError: from within the block: a newer stream of the part has begun.
+            SupersededError: within the block, when a newer stream of the part starts.
             ManifestError: the manifest is not sealed.
             ConfigError: shared memory has no room.
         """
@@ -117,25 +119,25 @@ class Intake:
             await older.end()
         stream = self._streams[part] = _Stream()
         try:
-            yield Incoming(manifest, await self._buffer(manifest))
+            yield IncomingPart(manifest, await self._buffer(manifest))
         except asyncio.CancelledError:
             if not stream.superseded or not stream.task:
                 raise
             stream.task.uncancel()
-            raise SupersededError(f"a newer stream of part {part} has begun") from None
+            raise SupersededError(f"a newer stream of part {part} has started") from None
         finally:
             del self._streams[part]
             stream.ended.set()
 
     async def _buffer(self, manifest: Manifest) -> _Buffer:
-        """The buffer that holds the part's bytes, or their beginning, else one to begin in."""
+        """The buffer that holds the part's bytes or a prefix of them, else an empty one."""
         buffers = self._buffers.setdefault(manifest.part, [])
         for buffer in buffers:
             await buffer.idle()
             if buffer.holds(manifest):
                 return buffer
         in_use = self._in_use()
-        for part in [part for part in self._buffers if part >= manifest.parts]:  # there are fewer trainer hosts than before
+        for part in [part for part in self._buffers if part >= manifest.parts]:  # the trainer has fewer hosts than before
             self._buffers[part] = [buffer for buffer in self._buffers[part] if buffer.arena.nonce in in_use]
         idle = [buffer for buffer in buffers if buffer.arena.nonce not in in_use]
         chosen = next((buffer for buffer in idle if buffer.arena.slot_nbytes >= manifest.nbytes), None)

@@ -1,10 +1,10 @@
-"""How a replica changes its policy: stage parts, verify them, commit them all at once, or go back.
+"""A replica's change of policy: stage and verify the parts of a version, then commit them all at once or roll back.
 
-Kept here:
-- What is served is a whole version whose digests were right, or nothing. A failed swap restores the version before; when that
-  fails too, the replica serves nothing until a later version is committed.
-- A call of an older learner term than any seen changes nothing.
-- Nothing is sampled while the policy changes, and requests that were under way learn at which token it did.
+Invariant:
+- The replica serves a whole version with verified digests, or nothing. A failed swap restores the previous version; when that fails
+  too, the replica serves nothing until a later version is committed.
+- A call with an older learner term than the newest one seen changes nothing.
+- Nothing is sampled while the policy changes, and each running request records the token at which it changed.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from polyreme.errors import ConfigError
 from polyreme.weights.arena import ArenaError
@@ -21,42 +20,18 @@ from polyreme.weights.assembly import RangeError
 from polyreme.weights.digest import DigestError, verify
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme_rollout.arena_cache import ArenaCache
-from polyreme_rollout.engine.base import ArenaSource, Engine, EngineDeadError, Loaded, LoadError
-from polyreme_rollout.weight_receiver import Incoming, Intake, SupersededError
+from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
+from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
+from polyreme_rollout.weight_receiver import IncomingPart, SupersededError, WeightReceiver
 
 FAILURES_TO_QUARANTINE = 3
 
-Code = Literal[
-    "ABORTED",
-    "CANCELLED",
-    "DATA_LOSS",
-    "DEADLINE_EXCEEDED",
-    "FAILED_PRECONDITION",
-    "INTERNAL",
-    "INVALID_ARGUMENT",
-    "NOT_FOUND",
-    "RESOURCE_EXHAUSTED",
-]
-log = logging.getLogger(__name__)
-
-
-class Refusal(Exception):
-    """A weights call that is not done; `code` is the name of a gRPC status."""
-
-    def __init__(self, code: Code, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class VersionId:
-    term: int
-    version: int
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the engine's model holds, and where it came from."""
+    """The version in the engine's model, and the location of its parts."""
 
     id: VersionId
     sources: tuple[ArenaSource, ...]
@@ -64,92 +39,44 @@ class Served:
 
 @dataclass(frozen=True)
 class Committed:
-    """`stall_seconds`: how long generation stood still; `reload_seconds`: the slowest worker's load alone."""
+    """`stall_seconds`: how long generation was paused; `reload_seconds`: the load of the slowest worker."""
 
     version: int
     stall_seconds: float
     reload_seconds: float
 
 
-class Staging:
-    """The parts of the version that comes next. Pure.
+class WeightSwapper:
+    """Stages, commits and restores versions. Runs on one event loop.
 
     Args:
-        weight_names: what the model is made of: see `Engine.weight_names`.
-    """
-
-    def __init__(self, weight_names: frozenset[str]) -> None:
-        self._weight_names = weight_names
-        self._id: VersionId | None = None
-        self._parts: dict[int, ArenaSource] = {}
-
-    def put(self, source: ArenaSource) -> None:
-        """Keeps a verified part. A part of another version than the parts so far replaces them all."""
-        manifest = source.manifest
-        id = VersionId(manifest.term, manifest.version)
-        if id != self._id or any(part.manifest.parts != manifest.parts for part in self._parts.values()):
-            self._id, self._parts = id, {}
-        self._parts[manifest.part] = source
-
-    def take(self, id: VersionId) -> tuple[ArenaSource, ...]:
-        """All parts of the version, in order. Raises Refusal(FAILED_PRECONDITION): not complete, or not this model's."""
-        if id != self._id:
-            found = f"version {self._id.version} of term {self._id.term}" if self._id else "nothing"
-            raise Refusal("FAILED_PRECONDITION", f"version {id.version} of term {id.term} is not staged; {found} is")
-        parts = next(iter(self._parts.values())).manifest.parts
-        missing_parts = sorted(set(range(parts)) - set(self._parts))
-        if missing_parts:
-            raise Refusal("FAILED_PRECONDITION", f"version {id.version} lacks parts {missing_parts} of {parts}")
-        tensors = [tensor for source in self._parts.values() for tensor in source.manifest.tensors]
-        missing = self._weight_names - {tensor.name for tensor in tensors}
-        unknown = {tensor.name for tensor in tensors if not tensor.alias_of} - self._weight_names
-        if missing or unknown:
-            raise Refusal(
-                "FAILED_PRECONDITION",
-                f"version {id.version} is not of this replica's model: missing {_some(missing)}, unknown {_some(unknown)}",
-            )
-        return tuple(self._parts[part] for part in range(parts))
-
-    def drop(self) -> None:
-        self._id, self._parts = None, {}
-
-    def forget(self, nonce: bytes) -> None:
-        """Drops everything when a part lies in this arena."""
-        if any(source.nonce == nonce for source in self._parts.values()):
-            self.drop()
-
-
-class Swapper:
-    """The replica's versions. Everything runs on one event loop.
-
-    Args:
-        run_id: whose versions are taken.
-        engine: what holds them.
-        learner_term: the learner's term as last seen in Redis.
-        on_swap: called while paused with the new version and the tokens each unfinished request had sampled before it.
-        on_lost: called when no version could be restored: what is under way cannot go on.
+        run_id: the run whose versions are accepted.
+        engine: holds the weights.
+        learner_term: returns the learner's term as last seen in Redis.
+        on_swap: called while paused, with the new version and the tokens that each unfinished request has sampled so far.
+        on_lost: called when no version could be restored, so running requests cannot continue.
     """
 
     def __init__(
         self,
         run_id: str,
-        engine: Engine,
+        engine: InferenceEngine,
         learner_term: Callable[[], int],
         on_swap: Callable[[int, Mapping[str, int]], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._run_id, self._engine, self._learner_term = run_id, engine, learner_term
         self._on_swap, self._on_lost = on_swap, on_lost
-        self._arenas, self._staging = ArenaCache(), Staging(engine.weight_names)
+        self._arenas, self._staging = ArenaCache(), StagedParts(engine.weight_names)
         self._loading: tuple[ArenaSource, ...] = ()
-        self._intake = Intake(self._in_use, self._staging.forget)
+        self._receiver = WeightReceiver(self._in_use, self._staging.forget)
         self._lock = asyncio.Lock()
         self._term = 0
         self._swaps = 0
         self._failures = 0
         self.served: Served | None = None
         self.steady = asyncio.Event()
-        """Set while no swap is under way: what is submitted then samples from `version` under `salt`."""
+        """Set while no swap is running: a request that is submitted then samples from `version` under `salt`."""
         self.steady.set()
 
     @property
@@ -158,18 +85,18 @@ class Swapper:
 
     @property
     def salt(self) -> str:
-        """Cached prefixes are shared only between requests of the same salt: no two weights have the same."""
+        """Requests share cached prefixes only under the same salt, and each set of weights has its own."""
         served = f"{self.served.id.term}.{self.served.id.version}" if self.served else "none"
         return f"{served}.{self._swaps}"
 
     async def steady_salt(self) -> str:
-        """The salt of what is submitted now; waits for the end of a swap."""
+        """The salt of a request that is submitted now. Waits for the end of a swap."""
         await self.steady.wait()
         return self.salt
 
     @property
     def failures(self) -> int:
-        """Swaps that failed in a row."""
+        """Consecutive failed swaps."""
         return self._failures
 
     @property
@@ -177,19 +104,19 @@ class Swapper:
         return self._failures >= FAILURES_TO_QUARANTINE
 
     def probe(self, run_id: str, term: int, path: str, nonce: bytes) -> None:
-        """Whether the arena at `path` can be mapped and is the one meant. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
+        """Checks that the arena at `path` can be mapped and has this nonce. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
         self._admit(run_id, term)
         try:
-            self._arenas.named(path, nonce)
+            self._arenas.with_nonce(path, nonce)
         except ArenaError as error:
             raise Refusal("NOT_FOUND", str(error)) from None
 
     async def stage(self, manifest: Manifest, path: str, slot: int, generation: int) -> float:
-        """Verifies one part where it lies; generation goes on. Returns the seconds that took.
+        """Verifies one part in place while generation continues. Returns the duration in seconds.
 
         Raises:
             Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; NOT_FOUND: the arena cannot be mapped; DATA_LOSS: its
-                bytes are not those of the manifest, or were written anew meanwhile.
+                bytes do not match the manifest, or were overwritten meanwhile.
         """
         self._admit(manifest.run_id, manifest.term)
         try:
@@ -203,26 +130,26 @@ class Swapper:
             arena.check(slot, generation)
         except (ArenaError, DigestError, ManifestError) as error:
             raise Refusal("DATA_LOSS", str(error)) from None
-        self._admit(manifest.run_id, manifest.term)  # a newer learner may have come meanwhile
+        self._admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
         self._staging.put(ArenaSource(path, arena.nonce, slot, generation, manifest))
         return time.perf_counter() - started
 
     @asynccontextmanager
-    async def receive(self, manifest: Manifest) -> AsyncIterator[Incoming]:
-        """One part by stream: the block adds its bytes; when it ends, they are staged. Generation goes on.
+    async def receive(self, manifest: Manifest) -> AsyncIterator[IncomingPart]:
+        """Receives one part by stream: the block adds its bytes, and they are staged at its end. Generation continues.
 
         Raises:
-            Refusal: ABORTED, FAILED_PRECONDITION; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the bytes are not those of the
-                manifest; INVALID_ARGUMENT: not in order, not all, or beyond the part; CANCELLED: a newer stream has begun.
+            Refusal: ABORTED, FAILED_PRECONDITION; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the bytes do not match the
+                manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer stream has started.
         """
         self._admit(manifest.run_id, manifest.term)
         try:
-            async with self._intake.receive(manifest) as incoming:
+            async with self._receiver.receive(manifest) as incoming:
                 yield incoming
                 source = await incoming.finish()
                 if source is None:
                     raise RangeError(f"expected {manifest.nbytes} bytes; the stream ended after {incoming.position}")
-                self._admit(manifest.run_id, manifest.term)  # a newer learner may have come meanwhile
+                self._admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
                 self._staging.put(source)
         except (RangeError, ManifestError) as error:
             raise Refusal("INVALID_ARGUMENT", str(error)) from None
@@ -234,15 +161,15 @@ class Swapper:
             raise Refusal("CANCELLED", str(error)) from None
 
     def _in_use(self) -> set[bytes]:
-        """The arenas that the served version lies in, and those that the engine may be reading."""
+        """The nonces of the served version's arenas, and of those that the engine may be reading."""
         return {source.nonce for source in (*self._loading, *(self.served.sources if self.served else ()))}
 
     async def commit(self, run_id: str, id: VersionId) -> Committed:
-        """Swaps the staged version in; done to the end even when the caller goes away.
+        """Swaps the staged version in. Completes even when the caller disconnects.
 
         Raises:
-            Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; INTERNAL: the swap failed; tells what is served now.
-            EngineDeadError: the engine is gone.
+            Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; INTERNAL: the swap failed; the message names the version that is served now.
+            EngineDeadError: the engine has died.
         """
         return await asyncio.shield(asyncio.ensure_future(self._commit(run_id, id)))
 
@@ -252,7 +179,10 @@ class Swapper:
             if self.served and self.served.id == id:
                 return Committed(id.version, 0.0, 0.0)
             if self.served and self.served.id.term == id.term and self.served.id.version > id.version:
-                raise Refusal("FAILED_PRECONDITION", f"version {self.served.id.version} is served, newer than {id.version}")
+                raise Refusal(
+                    "FAILED_PRECONDITION",
+                    f"expected a version after {self.served.id.version}, which is served; found {id.version}",
+                )
             sources = self._staging.take(id)
             self._loading = (*sources, *(self.served.sources if self.served else ()))
             self.steady.clear()
@@ -272,11 +202,11 @@ class Swapper:
             finally:
                 self._loading = ()
             stall = time.perf_counter() - started
-        log.info("serving version %d of term %d (stood still %.1f ms)", id.version, id.term, stall * 1e3)
+        logger.info("serving version %d of term %d (paused %.1f ms)", id.version, id.term, stall * 1e3)
         return Committed(id.version, stall, loaded.seconds)
 
     async def _fall_back(self, id: VersionId, error: LoadError) -> str:
-        """After a failed load: the version before, or nothing. Returns what to tell the learner."""
+        """Restores the previous version after a failed load, or serves nothing. Returns the message for the learner."""
         self._failures += 1
         self._staging.drop()
         before, self.served = self.served, None
@@ -286,16 +216,16 @@ class Swapper:
                 await self._serve(before, await self._engine.load(before.sources))
                 outcome = f"version {before.id.version} is served again"
             except LoadError as again:
-                outcome += f", for version {before.id.version} could not be restored: {again}"
+                outcome += f" because version {before.id.version} could not be restored: {again}"
         if self.served is None:
             self._lose()
         text = f"version {id.version} could not be loaded: {error}; {outcome}"
         if self.quarantined:
-            text += f"; out of rotation after {self._failures} failed swaps in a row: restart this replica"
-        log.error("%s", text)
+            text += f"; quarantined after {self._failures} consecutive failed swaps: restart this replica"
+        logger.error("%s", text)
         return text
 
-    async def _serve(self, served: Served, loaded: Loaded) -> None:
+    async def _serve(self, served: Served, loaded: LoadResult) -> None:
         self._swaps += 1
         self._on_swap(served.id.version, loaded.sampled)
         await self._engine.resume()
@@ -305,21 +235,16 @@ class Swapper:
     def _lose(self) -> None:
         self.served = None
         self._on_lost()
-        self.steady.set()  # who waited finds nothing served
+        self.steady.set()  # waiting calls then find that nothing is served
 
     def _admit(self, run_id: str, term: int) -> None:
         if run_id != self._run_id:
-            raise Refusal("INVALID_ARGUMENT", f"this replica serves run {self._run_id}, not {run_id}")
+            raise Refusal("INVALID_ARGUMENT", f"expected a call of run {self._run_id}; found run {run_id}")
         self._term = max(self._term, self._learner_term())
         if term < self._term:
-            raise Refusal("ABORTED", f"term {term} is over: the learner of term {self._term} pushes to this replica")
+            raise Refusal("ABORTED", f"expected term {self._term} of the current learner, or newer; found {term}")
         self._term = term
         if self.quarantined:
             raise Refusal(
-                "FAILED_PRECONDITION", f"quarantined after {self._failures} failed swaps in a row: restart this replica"
+                "FAILED_PRECONDITION", f"quarantined after {self._failures} consecutive failed swaps: restart this replica"
             )
-
-
-def _some(names: set[str] | frozenset[str]) -> str:
-    few = ", ".join(sorted(names)[:3]) or "none"
-    return few if len(names) <= 3 else f"{few} and {len(names) - 3} more"

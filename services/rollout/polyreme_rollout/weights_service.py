@@ -1,4 +1,7 @@
-"""The weights calls on the wire: protobuf in, the swap machine's verdict as a gRPC status out."""
+"""The gRPC side of weight swaps.
+
+Invariant: every refusal of the weight swapper becomes a gRPC status with its message, and every silent stream ends with one.
+"""
 
 import asyncio
 import time
@@ -12,27 +15,28 @@ from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
-from polyreme_rollout.engine.base import EngineDeadError
-from polyreme_rollout.metrics import Metrics
-from polyreme_rollout.weight_swap import Refusal, Swapper, VersionId
+from polyreme_rollout.engine.protocol import EngineDeadError
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.staged_parts import Refusal, VersionId
+from polyreme_rollout.weight_swap import WeightSwapper
 
-STREAM_IDLE_SECONDS = 30.0  # a connection that is gone says so no earlier than this: see polyreme.net.rpc's keepalive
+STREAM_IDLE_TIMEOUT = 30.0  # keepalive detects a lost connection no earlier: see polyreme.net.rpc
 
 
 class WeightsService(pb_grpc.WeightsServiceServicer):
-    """Args: swapper; metrics; on_change: called after every commit, done or failed."""
+    """Args: swapper; metrics; on_change: called after every commit, successful or failed."""
 
-    def __init__(self, swapper: Swapper, metrics: Metrics, on_change: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, swapper: WeightSwapper, metrics: ReplicaMetrics, on_change: Callable[[], Awaitable[None]]) -> None:
         self._swapper, self._metrics, self._on_change = swapper, metrics, on_change
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the calls. StageStream gets its messages as they came: see polyreme.weights.wire."""
+        """Registers the calls. StageStream receives undecoded messages: see polyreme.weights.wire."""
         pb_grpc.add_WeightsServiceServicer_to_server(self, server)
-        unread = grpc.stream_stream_rpc_method_handler(
+        undecoded = grpc.stream_stream_rpc_method_handler(
             self.StageStream, response_serializer=pb.StageStreamResponse.SerializeToString
         )
         name = pb.DESCRIPTOR.services_by_name["WeightsService"].full_name
-        server.add_registered_method_handlers(name, {"StageStream": unread})
+        server.add_registered_method_handlers(name, {"StageStream": undecoded})
 
     async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
         async with _statuses(context):
@@ -82,17 +86,17 @@ def _manifest(message: pb.Manifest) -> Manifest:
     try:
         return Manifest.from_proto(message)
     except ManifestError as error:
-        raise Refusal("INVALID_ARGUMENT", f"the manifest contradicts itself: {error}") from None
+        raise Refusal("INVALID_ARGUMENT", f"expected a consistent manifest; {error}") from None
 
 
 async def _next(messages: AsyncIterator[bytes]) -> bytes | None:
     """None: the stream has ended."""
     try:
-        async with asyncio.timeout(STREAM_IDLE_SECONDS):
+        async with asyncio.timeout(STREAM_IDLE_TIMEOUT):
             return await anext(messages, None)
     except TimeoutError:
         raise Refusal(
-            "DEADLINE_EXCEEDED", f"expected further bytes of the part; nothing came for {STREAM_IDLE_SECONDS:g} s"
+            "DEADLINE_EXCEEDED", f"expected more bytes of the part within {STREAM_IDLE_TIMEOUT:g} s; found none"
         ) from None
 
 

@@ -68,7 +68,7 @@ async def test_a_lease_comes_back_after_a_failover(tmp_path: Path) -> None:
                 return not await there()
 
             async with await Registry(run).register(lease("a"), ttl=0.3):
-                redis.patience = 0.1
+                redis.reconnect_timeout = 0.1
                 await redis.config_set("min-replicas-to-write", "1")
                 await until(gone)
                 await asyncio.sleep(0.2)  # for some renewals that are refused

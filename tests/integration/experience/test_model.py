@@ -13,7 +13,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from polyreme.errors import StaleTermError
 from polyreme.experience.audit import Snapshot
-from polyreme.experience.ledger import Admission, DraftPart, ExperienceLog, Plan, Role, StaleAttemptError, TransitionError
+from polyreme.experience.ledger import (
+    Admission,
+    ExperienceLog,
+    PartialRolloutPart,
+    Plan,
+    Role,
+    StaleAttemptError,
+    TransitionError,
+)
 from polyreme.experience.run import Run
 from polyreme.experience.scripts import Scripts
 from polyreme.experience.store import connect
@@ -92,7 +100,7 @@ class LogMachine(RuleBasedStateMachine):
         flying = {(a.index, a.attempt, a.version) for a in self.do(self.orchestrator.in_flight())}
         groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
-        assert self.do(self.orchestrator.drafts([Admission(*words) for words in flying])) == self.model.drafts
+        assert self.do(self.orchestrator.partial_rollouts([Admission(*words) for words in flying])) == self.model.drafts
 
     @rule(most=st.integers(1, 12))
     def admit(self, most: int) -> None:
@@ -149,7 +157,7 @@ class LogMachine(RuleBasedStateMachine):
         number = max(0, len(self.model.drafts.get(index, [])) + ahead)
         part = b"%d" % size
         self.both(
-            lambda: self.orchestrator.draft([DraftPart(index, attempt, number, part)]),
+            lambda: self.orchestrator.save_partial_rollouts([PartialRolloutPart(index, attempt, number, part)]),
             lambda: self.model.draft(index, attempt, number, part),
         )
 
@@ -233,7 +241,7 @@ class LogMachine(RuleBasedStateMachine):
                 orchestrator.admit,
                 lambda: orchestrator.append(index, attempt, b"zombie", version, 0.0),
                 lambda: orchestrator.drop(index, attempt, "zombie", 0.0),
-                lambda: orchestrator.draft([DraftPart(index, attempt, 0, b"zombie")]),
+                lambda: orchestrator.save_partial_rollouts([PartialRolloutPart(index, attempt, 0, b"zombie")]),
                 lambda: orchestrator.readmit(index, attempt, "zombie", 1),
             ]
         if learner:

@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 async def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "FIRST_CONTACT", 0.3)
+    monkeypatch.setattr(store, "FIRST_CONNECT_TIMEOUT", 0.3)
     port = free_port()
     with pytest.raises(StoreError) as caught:
         await connect(f"redis://user:secret@127.0.0.1:{port}/0")
@@ -181,7 +181,7 @@ async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path) -> N
 
 
 async def test_a_lost_redis_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(store, "FIRST_CONTACT", 0.5)
+    monkeypatch.setattr(store, "FIRST_CONNECT_TIMEOUT", 0.5)
     with pytest.raises(StoreError):
         await connect(f"redis://127.0.0.1:{free_port()}")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -198,7 +198,7 @@ def test_the_last_words_of_a_server(tmp_path: Path) -> None:
 async def test_a_server_that_stays_away(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path / "redis") as server:
         client = await connect(server.url)
-        client.patience = 0.3
+        client.reconnect_timeout = 0.3
         server.stop()
         with pytest.raises(StoreError, match="expected a Redis that answers"):
             await client.get("x")
@@ -266,7 +266,7 @@ async def test_an_error_of_the_server_is_told_in_its_own_words(own_server: Embed
         with pytest.raises(StoreError, match="found WRONGTYPE Operation against a key"):
             await asked
     await client.config_set("min-replicas-to-write", "1")
-    client.patience = 0.1
+    client.reconnect_timeout = 0.1
     for asked in (client.set("x", "1"), run.emit({"kind": "notice"})):
         with pytest.raises(StoreError, match="found NOREPLICAS"):
             await asked
@@ -299,7 +299,7 @@ async def test_a_full_server_refuses_whole_changes_only(own_server: EmbeddedServ
 
 
 def test_a_taken_port(own_server: EmbeddedServer, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="our own Redis to start on port") as caught:
+    with pytest.raises(StoreError, match="Redis to start on port") as caught:
         EmbeddedServer.start(tmp_path / "other", port=port_of(own_server.url))
     assert "in use" in str(caught.value)
 
@@ -335,7 +335,7 @@ async def test_the_password_comes_from_the_environment_unless_the_url_has_one(
     monkeypatch.setenv("POLYREME_REDIS_PASSWORD", "right")
     async with await connect(own_server.url) as client:
         assert await client.ping()
-    with pytest.raises(StoreError, match="to accept us"):
+    with pytest.raises(StoreError, match="to accept the login"):
         await connect(own_server.url.replace("redis://", "redis://:wrong@"))
     with EmbeddedServer.start(tmp_path / "without") as server:
         async with await connect(server.url) as client:
@@ -363,11 +363,11 @@ async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
 
 async def test_who_knows_that_redis_is_there_waits_for_it(own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SOCKET_TIMEOUT", 0.2)
-    monkeypatch.setattr(store, "FIRST_CONTACT", 0.5)
+    monkeypatch.setattr(store, "FIRST_CONNECT_TIMEOUT", 0.5)
     os.kill(own_server.pid, signal.SIGSTOP)
     with pytest.raises(StoreError):
         await connect(own_server.url)
-    waiting = asyncio.create_task(connect(own_server.url, patience=20.0))
+    waiting = asyncio.create_task(connect(own_server.url, reconnect_timeout=20.0))
     await asyncio.sleep(0.5)
     os.kill(own_server.pid, signal.SIGCONT)
     await (await waiting).aclose()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from polyreme_rollout.temp_dir import scratch_directory
+from polyreme_rollout.temp_dir import replica_temp_dir
 
 HOLDER = (
-    "import time\nfrom polyreme_rollout.temp_dir import scratch_directory\n"
-    "with scratch_directory() as folder:\n    (folder / 'file').touch()\n    print(folder, flush=True)\n    time.sleep(60)\n"
+    "import time\nfrom polyreme_rollout.temp_dir import replica_temp_dir\n"
+    "with replica_temp_dir() as folder:\n    (folder / 'file').touch()\n    print(folder, flush=True)\n    time.sleep(60)\n"
 )
 
 
@@ -23,7 +23,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_there_for_the_block_alone(tmp_path: Path) -> None:
-    with scratch_directory() as folder:
+    with replica_temp_dir() as folder:
         (folder / "file").touch()
         assert [*tmp_path.iterdir()] == [folder]
     assert not [*tmp_path.iterdir()]
@@ -36,9 +36,9 @@ def test_a_living_replica_keeps_its_own_and_a_killed_one_is_cleared_up(tmp_path:
     assert holder.stdout is not None
     with holder, holder.stdout:
         theirs = Path(holder.stdout.readline().strip())
-        with scratch_directory():
+        with replica_temp_dir():
             assert (theirs / "file").exists()
         holder.send_signal(signal.SIGKILL)
     assert theirs.exists()
-    with scratch_directory():
+    with replica_temp_dir():
         assert not theirs.exists()

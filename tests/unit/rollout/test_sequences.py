@@ -1,4 +1,4 @@
-"""Chunks and spans of one slot, for any way an engine may hand its tokens over and any moment of a swap."""
+"""Chunks and spans of one sequence, for any sizes of an engine's deltas and any moment of a swap."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2
-from polyreme_rollout.engine.base import Delta
-from polyreme_rollout.sequences import CHUNK_TOKENS, SlotProgress, pack_ids, unpack_ids
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, Delta
+from polyreme_rollout.sequences import SequenceProgress, pack_ids, unpack_ids
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
@@ -22,15 +22,15 @@ def deltas(sizes: list[int], finish: str = "length") -> list[Delta]:
 
 @given(SIZES)
 def test_every_token_leaves_once_in_order_and_chunks_are_large(sizes: list[int]) -> None:
-    slot = SlotProgress(3, sum(sizes), version=7)
-    chunks = [chunk for delta in deltas(sizes) if (chunk := slot.add(delta))]
+    sequence = SequenceProgress(3, sum(sizes), version=7)
+    chunks = [chunk for delta in deltas(sizes) if (chunk := sequence.add(delta))]
     ids = np.concatenate([np.frombuffer(chunk.token_ids, "<i4") for chunk in chunks] or [np.array([], "<i4")])
     logprobs = np.concatenate([np.frombuffer(chunk.logprobs, "<f4") for chunk in chunks] or [np.array([], "<f4")])
     assert ids.tolist() == list(range(sum(sizes)))
     assert logprobs.tolist() == [-id / 8 for id in ids]
     assert all(len(chunk.token_ids) >= 4 * CHUNK_TOKENS for chunk in chunks[:-1])
     assert {(chunk.slot, chunk.oldest_version) for chunk in chunks} <= {(3, 7)}
-    assert slot.outstanding == 0
+    assert sequence.outstanding == 0
 
 
 @given(SIZES, st.data())
@@ -38,19 +38,19 @@ def test_spans_say_who_wrote_which_token(sizes: list[int], data: st.DataObject) 
     """The engine is ahead of what has arrived; swaps come between arrivals, at counts that never fall."""
     total = sum(sizes)
     writer = [0] * total
-    slot, arrived, count = SlotProgress(0, total, 0), 0, 0
+    sequence, arrived, count = SequenceProgress(0, total, 0), 0, 0
     chunks: list[Any] = []
     for delta in deltas(sizes):
         for version in data.draw(st.lists(st.integers(1, 5), max_size=2)):
             count = data.draw(st.integers(max(count, arrived), total))
-            slot.cut(version, count)
+            sequence.change_version(version, count)
             writer[count:] = [version] * (total - count)
         first = sum(len(chunk.token_ids) // 4 for chunk in chunks)
         arrived += len(delta.token_ids)
-        if chunk := slot.add(delta):
-            assert chunk.oldest_version == min(writer[first : slot.sampled])
+        if chunk := sequence.add(delta):
+            assert chunk.oldest_version == min(writer[first : sequence.sampled])
             chunks.append(chunk)
-    spans = slot.end("length").spans
+    spans = sequence.end("length").spans
     assert [span.version for span in spans for _ in range(span.start, span.end)] == writer
     edges = [0, *(span.end for span in spans)]
     assert [span.start for span in spans] == edges[:-1]
@@ -58,20 +58,20 @@ def test_spans_say_who_wrote_which_token(sizes: list[int], data: st.DataObject) 
 
 
 def test_a_swap_before_the_first_token_leaves_one_span() -> None:
-    slot = SlotProgress(0, 4, version=1)
-    slot.cut(2, 0)
-    slot.cut(3, 0)
-    chunk = slot.add(Delta([5, 6], [0.0, 0.0], "stop"))
+    sequence = SequenceProgress(0, 4, version=1)
+    sequence.change_version(2, 0)
+    sequence.change_version(3, 0)
+    chunk = sequence.add(Delta([5, 6], [0.0, 0.0], "stop"))
     assert chunk is not None
     assert chunk.oldest_version == 3
-    end = slot.end("stop")
+    end = sequence.end("stop")
     assert [(span.version, span.start, span.end) for span in end.spans] == [(3, 0, 2)]
     assert end.finish_reason == experience_pb2.FINISH_REASON_STOP
 
 
 def test_tokens_without_their_logprobs_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 tokens with 1 log-prob"):
-        SlotProgress(0, 4, 0).add(Delta([1, 2], [0.0], None))
+    with pytest.raises(ValueError, match="2 tokens, 1 value"):
+        SequenceProgress(0, 4, 0).add(Delta([1, 2], [0.0], None))
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

@@ -1,4 +1,4 @@
-"""The swap machine against a model of it: whatever is staged, damaged, failed or stale, what is served is whole or nothing."""
+"""The weight swapper against a model of it: whatever is staged, damaged, failed or stale, it serves a whole version or nothing."""
 
 import asyncio
 import uuid
@@ -15,8 +15,9 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
-from polyreme_rollout.engine.base import ArenaSource
-from polyreme_rollout.weight_swap import FAILURES_TO_QUARANTINE, Refusal, Staging, Swapper, VersionId
+from polyreme_rollout.engine.protocol import ArenaSource
+from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
+from polyreme_rollout.weight_swap import FAILURES_TO_QUARANTINE, WeightSwapper
 from support.receiver import MemoryEngine
 
 LAYOUT = plan_manifest([TensorSpec("a", "F32", (3,)), TensorSpec("b", "F32", (2, 2))], {"c": "a"})
@@ -61,7 +62,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.engine = MemoryEngine(sorted(NAMES))
         self.redis_term, self.lost = 0, 0
         self.announced: list[int] = []
-        self.swapper = Swapper("run", self.engine, lambda: self.redis_term, self._on_swap, self._on_lost)
+        self.swapper = WeightSwapper("run", self.engine, lambda: self.redis_term, self._on_swap, self._on_lost)
         self.slots: dict[int, tuple[Manifest, int, float]] = {}
         self.served: tuple[int, int, float] | None = None
         self.served_slot: Slot | None = None
@@ -74,7 +75,7 @@ class SwapMachine(RuleBasedStateMachine):
         self.loop.close()
 
     def _on_swap(self, version: int, sampled: Any) -> None:
-        assert self.engine.paused, "told while sampling goes on"
+        assert self.engine.paused, "called while sampling continues"
         self.announced.append(version)
 
     def _on_lost(self) -> None:
@@ -234,40 +235,42 @@ def source(part: int, parts: int, names: list[str], version: int = 1) -> ArenaSo
 
 
 def test_a_version_of_parts_is_taken_when_all_are_there() -> None:
-    staging = Staging(NAMES)
-    staging.put(source(1, 2, ["b"]))
-    with pytest.raises(Refusal, match=r"lacks parts \[0\] of 2"):
-        staging.take(VersionId(1, 1))
-    staging.put(source(0, 2, ["a"]))
-    assert [part.manifest.part for part in staging.take(VersionId(1, 1))] == [0, 1]
-    staging.put(source(0, 2, ["a"], version=2))
-    with pytest.raises(Refusal, match="version 1 of term 1 is not staged; version 2 of term 1 is"):
-        staging.take(VersionId(1, 1))
+    staged = StagedParts(NAMES)
+    staged.put(source(1, 2, ["b"]))
+    with pytest.raises(Refusal, match=r"parts \[0\]") as refused:
+        staged.take(VersionId(1, 1))
+    assert refused.value.code == "FAILED_PRECONDITION"
+    staged.put(source(0, 2, ["a"]))
+    assert [part.manifest.part for part in staged.take(VersionId(1, 1))] == [0, 1]
+    staged.put(source(0, 2, ["a"], version=2))
+    with pytest.raises(Refusal, match="version 2 of term 1") as refused:
+        staged.take(VersionId(1, 1))
+    assert refused.value.code == "FAILED_PRECONDITION"
 
 
 @pytest.mark.parametrize(("names", "text"), [(["a"], "missing b, unknown none"), (["a", "b", "d"], "missing none, unknown d")])
 def test_names_must_cover_the_model(names: list[str], text: str) -> None:
-    staging = Staging(NAMES)
-    staging.put(source(0, 1, names))
+    staged = StagedParts(NAMES)
+    staged.put(source(0, 1, names))
     with pytest.raises(Refusal, match=text) as refused:
-        staging.take(VersionId(1, 1))
+        staged.take(VersionId(1, 1))
     assert refused.value.code == "FAILED_PRECONDITION"
 
 
 async def test_a_slot_written_anew_after_staging_is_not_loaded(arena: Arena) -> None:
     engine = MemoryEngine(sorted(NAMES))
-    swapper = Swapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
+    swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
     manifest, generation = write(arena, 0, 1, 1, 1.0)
     await swapper.stage(manifest, str(arena.path), 0, generation)
     write(arena, 0, 1, 2, 2.0)
-    with pytest.raises(Refusal, match="written anew; nothing is served") as refused:
+    with pytest.raises(Refusal, match="nothing is served") as refused:
         await swapper.commit("run", VersionId(1, 1))
     assert refused.value.code == "INTERNAL"
 
 
 async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     engine = MemoryEngine(sorted(NAMES))
-    swapper = Swapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
+    swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
     manifest, generation = write(arena, 0, 1, 1, 1.0)
     await swapper.stage(manifest, str(arena.path), 0, generation)
     engine.may_load.clear()
@@ -294,7 +297,7 @@ def test_an_arena_put_in_anothers_place_is_told_from_it() -> None:
     assert cache.at(path).nonce == first.nonce
     second = Arena.create(run_id, LAYOUT.nbytes)
     assert cache.at(path).nonce == second.nonce
-    kept = tensor_views(manifest, cache.named(path, first.nonce).slot_view(0))
+    kept = tensor_views(manifest, cache.with_nonce(path, first.nonce).slot_view(0))
     assert np.all(kept["a"] == 5.0)
     second.close()
     first.close()

@@ -1,7 +1,7 @@
-"""What a worker's model really computes with: every parameter's numbers, also where only a packed copy of them is left.
+"""Reads the weights that a vLLM worker computes with, even where only a packed copy exists.
 
-On CPU vLLM packs linear weights for its kernels and throws the plain ones away. A linear layer applied to the identity gives
-its weights back, exactly: each product is a number times one, each sum that number and zeros.
+Invariant: the values are exact. On CPU vLLM packs linear weights for its kernels and discards the plain ones. A linear layer applied
+to the identity matrix returns its weights: each product multiplies by one, and each sum adds zeros.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import xxhash
 
 @torch.no_grad()
 def effective_weights(model: Any) -> dict[str, torch.Tensor]:
-    """This rank's parameters by vLLM's names (fused, without vocabulary padding), and a tied head as `lm_head.weight`."""
+    """This rank's parameters by vLLM's (fused) names, without vocabulary padding. A tied head appears as `lm_head.weight`."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.numel()}
     for path, layer in model.named_modules():
         method, width = getattr(layer, "quant_method", None), _width(layer)
@@ -37,13 +37,13 @@ def digests(model: Any) -> dict[str, tuple[list[int], int]]:
 
 
 def model_dtype(model: Any) -> torch.dtype:
-    """Of its largest parameters: norms may be kept wider."""
+    """The dtype of the matrices. Norms may have a wider one."""
     dtype: torch.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.dim() == 2)
     return dtype
 
 
 def _width(layer: Any) -> int | None:
-    """A layer's input size on this rank; None when it is neither linear nor an embedding."""
+    """A layer's input size on this rank; None unless it is linear or an embedding."""
     for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
         if isinstance(size := getattr(layer, attribute, None), int):
             return size

@@ -1,10 +1,10 @@
-"""What vLLM's workers do for a weight swap: map the arena and reload layer by layer. Mixed into vLLM's worker class.
+"""The vLLM worker's part of a weight swap: it maps the arena and reloads layer by layer. Mixed into vLLM's worker class.
 
-Kept here: no method raises, since one worker's error would leave its peers' answers unread; an answer names the error instead.
-After a failed load the next one starts from a clean state, whatever the failure left half done.
+Invariant: no method raises, because one worker's exception would leave the answers of its peers unread; the answer carries the error
+instead. After a failed load the next load starts from a clean state.
 
-vLLM builds its fused and packed tensors from Hugging Face tensors while it loads, and on CPU keeps only the packed ones. So a
-swap runs vLLM's own loading: nothing else knows all the packings.
+vLLM builds fused and packed tensors from Hugging Face tensors while it loads, and on CPU it keeps only the packed ones. A swap
+therefore runs vLLM's own loading, which alone knows every packing.
 """
 
 import logging
@@ -25,7 +25,7 @@ from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.inspection import digests
 
-# It warns of every layer without weights of its own (rotary tables, a tied head), at every swap. Coverage is checked by names.
+# At every swap it warns about layers without weights of their own (rotary tables, a tied head). We check coverage by names.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 TORCH_DTYPES = {
@@ -46,32 +46,32 @@ class PolicyWorker:
     polyreme_half_loaded: bool = False
 
     def polyreme_weight_names(self) -> list[str]:
-        """Hugging Face names of the tensors this worker's model is made of, aliases left out."""
+        """Hugging Face names of the tensors of this worker's model, without aliases."""
         return sorted(_hf_names(self.model_runner.model))
 
     def polyreme_digests(self) -> dict[str, Any]:
-        """{"weights": shape and xxh3_64 of what each parameter of this rank computes with, by vLLM's names} or {"error"}."""
+        """{"weights": {vLLM's name: (shape, xxh3_64) of what this rank computes with}} or {"error"}."""
         try:
             with set_current_vllm_config(self.vllm_config):
                 return {"weights": digests(self.model_runner.model)}
-        except Exception as error:  # noqa: BLE001 - is the answer
+        except Exception as error:  # noqa: BLE001 - the answer carries it
             return {"error": f"{type(error).__name__}: {error}"}
 
     def polyreme_load(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> dict[str, Any]:
-        """Loads a version from its parts: (path, nonce, slot, generation, serialised manifest) of each.
+        """Loads a version from its parts, each as (path, nonce, slot, generation, serialized manifest).
 
         Returns:
-            {"seconds", "sampled": tokens of each request so far} or {"error"}.
+            {"seconds", "sampled": tokens of each request so far} or {"error", "traceback"}.
         """
         started = time.perf_counter()
         try:
             if self.polyreme_half_loaded:
-                _forget_buffered(self.model_runner.model)
+                _clear_load_buffers(self.model_runner.model)
                 self._polyreme_finalize()
             self.polyreme_half_loaded = True
             self._polyreme_reload(parts)
             self.polyreme_half_loaded = False
-        except Exception as error:  # noqa: BLE001 - is the answer
+        except Exception as error:  # noqa: BLE001 - the answer carries it
             return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         sampled = {id: len(state.output_token_ids) for id, state in self.model_runner.requests.items()}
         return {"seconds": time.perf_counter() - started, "sampled": sampled}
@@ -80,7 +80,7 @@ class PolicyWorker:
         if self.polyreme_arenas is None:
             self.polyreme_arenas = ArenaCache()
         model, arenas = self.model_runner.model, self.polyreme_arenas
-        slots = [(arenas.named(path, nonce), slot, generation) for path, nonce, slot, generation, _ in parts]
+        slots = [(arenas.with_nonce(path, nonce), slot, generation) for path, nonce, slot, generation, _ in parts]
         for arena, slot, generation in slots:
             arena.check(slot, generation)
         manifests = [Manifest.from_proto(weights_pb2.Manifest.FromString(part[4])) for part in parts]
@@ -96,7 +96,7 @@ class PolicyWorker:
             _pack_tied_head(model)
         torch.accelerator.synchronize()
         for arena, slot, generation in slots:
-            arena.check(slot, generation)  # what was read is what had been verified
+            arena.check(slot, generation)  # the bytes that were read are the bytes that were verified
 
     def _polyreme_finalize(self) -> None:
         with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
@@ -104,22 +104,22 @@ class PolicyWorker:
 
 
 def _default(device: torch.device) -> AbstractContextManager[object]:
-    """Makes `device` torch's default. The CPU is that anyway, and a context would cost at every call of torch: a quarter of a load."""
+    """Makes `device` torch's default. The CPU needs no context; there, a context would cost a quarter of a load."""
     return nullcontext() if device.type == "cpu" else device
 
 
 def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torch.Tensor]]:
-    """Torch views of the arena's memory. Aliases are left out: the model ties them itself."""
+    """Torch views of the arena's memory, without aliases: the model ties them itself."""
     views = tensor_views(manifest, buffer)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and only read
+        warnings.simplefilter("ignore", UserWarning)  # the memory is read-only, and nothing writes to it
         for tensor in manifest.tensors:
             if not tensor.alias_of:
                 yield tensor.name, torch.from_numpy(views[tensor.name]).view(TORCH_DTYPES[tensor.dtype])
 
 
-def _forget_buffered(model: Any) -> None:
-    """What a failed load has buffered for layers it did not complete: finalizing would load that again, and fail again."""
+def _clear_load_buffers(model: Any) -> None:
+    """Drops what a failed load buffered for incomplete layers. Finalizing would load it again, and fail again."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -128,7 +128,7 @@ def _forget_buffered(model: Any) -> None:
 
 
 def _pack_tied_head(model: Any) -> None:
-    """Reloading a tied embedding leaves the head's packed copy (CPU) as it was: every token would come from the old head."""
+    """Packs a tied head again. A reload leaves its packed copy (CPU) stale, and every token would come from the old head."""
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "quant_method"):
         head.quant_method.process_weights_after_loading(head)

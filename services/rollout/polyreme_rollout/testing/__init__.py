@@ -1,1 +1,1 @@
-"""A simulated engine and simulated replicas, for tests and scale runs."""
+"""Simulated replicas, for tests and scale runs. The engine is also an entry point, `rollout.engine: simulated`."""

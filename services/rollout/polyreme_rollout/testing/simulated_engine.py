@@ -1,35 +1,51 @@
-"""A simulated inference engine: no model and no compute, for tests and scale runs of everything around an engine, without torch.
+"""A simulated inference engine without a model, for tests and scale runs of everything around an engine. It does not import torch.
 
-Kept here: tokens are a function of (weights, seed, tokens so far), at temperature 0 of (weights, tokens so far) alone. So a sequence
-that is continued from a prefix, on this engine or another with the same weights, can be checked token by token, and so can a swap
-in mid-sequence. Time and failures follow a schedule; nothing is random. It passes the same contract tests as vLLM.
+Invariant: tokens are a function of (weights, seed, previous tokens), at temperature 0 of (weights, previous tokens) alone. A sequence
+that continues from a prefix, here or on another engine with the same weights, can therefore be checked token by token, and so can
+a swap in mid-sequence. Time and failures follow a schedule; nothing is random.
 """
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 
 import xxhash
+from starlette.types import ASGIApp
 
+from polyreme.config.run import RunConfig
 from polyreme.weights.arena import ArenaError
 from polyreme_rollout.arena_cache import ArenaCache
-from polyreme_rollout.engine.base import ArenaSource, Delta, EngineDeadError, EngineRequest, Loaded, LoadError, Sampling
-from polyreme_rollout.sequences import CHUNK_TOKENS
+from polyreme_rollout.engine.protocol import (
+    CHUNK_TOKENS,
+    ArenaSource,
+    Delta,
+    EngineDeadError,
+    EngineRequest,
+    LoadError,
+    LoadResult,
+    Sampling,
+    TensorDigest,
+)
+
+WEIGHT_NAMES = frozenset({"weight"})
+"""The tensors of the simulated learner's versions."""
 
 _U64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """When the end token comes: geometrically, so that what is left of an answer does not depend on where it was cut.
+    """The distribution of the end token: geometric, so the rest of an answer does not depend on where it was cut.
 
     Args:
-        mean: tokens up to it, at temperature 0 and for the median seed.
-        spread: standard deviation over seeds of the mean's logarithm; 0: the same for all; 1: a long tail.
-        end_id: the end token. It ends an answer where it is a stop id, as with any model.
+        mean: tokens up to the end token, at temperature 0 and for the median seed.
+        spread: standard deviation over seeds of the mean's logarithm; 0: none; 1: a long tail.
+        end_id: the end token. It ends an answer only where it is a stop id, as with any model.
     """
 
     mean: float = 32.0
@@ -39,12 +55,12 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Failures:
-    """What goes wrong, and when. Tokens are counted over all requests since the start.
+    """A schedule of failures. Tokens are counted over all requests since the start.
 
     Args:
         die_after: tokens after which the engine is dead.
-        silent_after: tokens after which nothing more comes.
-        broken_loads: which loads fail, counted from 1.
+        silent_after: tokens after which no further token arrives.
+        broken_loads: the loads that fail, counted from 1.
     """
 
     die_after: float = math.inf
@@ -52,14 +68,38 @@ class Failures:
     broken_loads: frozenset[int] = frozenset()
 
 
+def start(config: RunConfig, model_dir: Path) -> "SimulatedEngine":
+    """An `EngineFactory`: context, vocabulary and end token are the run's."""
+    files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.is_file()}
+    return for_run(config, files, Lengths(end_id=end_id(files)))
+
+
+def for_run(
+    config: RunConfig, model_files: Mapping[str, bytes], lengths: "Lengths", step_seconds: float = 0.0
+) -> "SimulatedEngine":
+    """An engine with the run's context, vocabulary and concurrency."""
+    vocab_size = json.loads(model_files["config.json"])["vocab_size"]
+    rollout = config.rollout
+    return SimulatedEngine(WEIGHT_NAMES, rollout.max_model_len, vocab_size, step_seconds, rollout.max_num_seqs, lengths)
+
+
+def end_id(model_files: Mapping[str, bytes]) -> int:
+    """The token that ends answers, by the model's files; 1 when they name none."""
+    for name in ("generation_config.json", "config.json"):
+        stop = json.loads(model_files.get(name, b"{}")).get("eos_token_id")
+        if stop is not None:
+            return int(stop[0] if isinstance(stop, list) else stop)
+    return Lengths.end_id
+
+
 class SimulatedEngine:
-    """See `engine.base.Engine`.
+    """A simulated `InferenceEngine`.
 
     Args:
         weight_names: Hugging Face names that a version must have.
-        max_model_len, vocab_size: of the model that it stands for.
-        step_seconds: the time of one token of every request under way.
-        max_num_seqs: requests under way at once; more wait.
+        max_model_len, vocab_size: of the simulated model.
+        step_seconds: duration of one token of every running request.
+        max_num_seqs: requests that run at once; others wait.
 
     Attributes:
         tokens: sampled since the start.
@@ -87,11 +127,15 @@ class SimulatedEngine:
         self._sampled: dict[str, int] = {}
         self.tokens = self._loads = 0
         self.policy = 0
-        """A digest of the loaded weights: what `sample` takes."""
+        """A digest of the loaded weights, as `sample` takes it."""
+        self._digests: dict[str, TensorDigest] = {}
 
     @property
     def dead(self) -> bool:
         return self._dead.is_set()
+
+    async def open(self) -> None:
+        self._check_alive()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
         tokens = list(request.prompt_ids)
@@ -122,33 +166,48 @@ class SimulatedEngine:
         self._check_alive()
         self._running.clear()
 
-    async def load(self, sources: Sequence[ArenaSource]) -> Loaded:
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         self._check_alive()
-        started, policy = time.perf_counter(), xxhash.xxh3_64()
+        started, policy, digests = time.perf_counter(), xxhash.xxh3_64(), dict[str, TensorDigest]()
         self._loads += 1
         if self._loads in self._failures.broken_loads:
             raise LoadError(f"load {self._loads} fails by schedule")
         try:
             for source in sources:
-                arena = self._arenas.named(source.path, source.nonce)
+                arena = self._arenas.with_nonce(source.path, source.nonce)
                 arena.check(source.slot, source.generation)
-                policy.update(arena.slot_view(source.slot)[: source.manifest.nbytes])
+                data = arena.slot_view(source.slot)
+                policy.update(data[: source.manifest.nbytes])
+                for tensor in source.manifest.tensors:
+                    if not tensor.alias_of:
+                        content = data[tensor.offset : tensor.offset + tensor.nbytes]
+                        digests[tensor.name] = TensorDigest(tensor.shape, xxhash.xxh3_64_intdigest(content))
                 arena.check(source.slot, source.generation)
         except ArenaError as error:
             raise LoadError(str(error)) from None
         self.policy = policy.intdigest()
-        return Loaded(time.perf_counter() - started, dict(self._sampled))
+        self._digests = digests
+        return LoadResult(time.perf_counter() - started, dict(self._sampled))
 
     async def resume(self) -> None:
         self._check_alive()
         self._running.set()
+
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> ASGIApp:
+        from polyreme_rollout.testing.simulated_openai import make_openai_app
+
+        return make_openai_app(self, served_name, salt)
+
+    async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
+        self._check_alive()
+        return [self._digests]
 
     def close(self) -> None:
         self._dead.set()
         self._arenas.close()
 
     async def _spend(self, tokens: int) -> None:
-        """The time of `tokens` steps and of any pause. Raises EngineDeadError."""
+        """Takes the time of `tokens` steps and of any pause. Raises EngineDeadError."""
         if self.tokens >= self._failures.die_after:
             self._dead.set()
         if self.tokens >= self._failures.silent_after:
@@ -159,19 +218,19 @@ class SimulatedEngine:
 
     def _check_alive(self) -> None:
         if self.dead:
-            raise EngineDeadError("the simulated engine is dead: it was closed, or its schedule says so")
+            raise EngineDeadError("the simulated engine is dead: it was closed, or its schedule ended it")
 
 
 def sample(
     policy: int, tokens: Sequence[int], seed: int, sampling: Sampling, count: int, vocab_size: int, lengths: Lengths
 ) -> tuple[list[int], list[float]]:
-    """Up to `count` tokens behind `tokens`, ending with the first stop token, and their log-probabilities. Pure."""
+    """Up to `count` tokens after `tokens`, ending with the first stop token, and their log-probabilities. Pure."""
     chance = _end_chance(seed, sampling, lengths)
     return _continue(_state(policy, tokens, seed, sampling), chance, sampling, count, vocab_size, lengths.end_id)[:2]
 
 
 def _end_chance(seed: int, sampling: Sampling, lengths: Lengths) -> int:
-    """Of each token to be the end token, in units of 2^-64."""
+    """The probability that a token is the end token, in units of 2^-64."""
     mean = lengths.mean
     if lengths.spread and sampling.temperature:
         mean *= math.exp(lengths.spread * NormalDist().inv_cdf(_unit(_mix(seed ^ 1))))
@@ -179,7 +238,7 @@ def _end_chance(seed: int, sampling: Sampling, lengths: Lengths) -> int:
 
 
 def _state(policy: int, tokens: Sequence[int], seed: int, sampling: Sampling) -> int:
-    """What decides all further tokens, 64 bits."""
+    """The 64-bit state that determines all further tokens."""
     state = _mix(policy ^ _mix(seed) if sampling.temperature else policy)
     for token in tokens:
         state = _mix(state ^ token)
@@ -189,7 +248,7 @@ def _state(policy: int, tokens: Sequence[int], seed: int, sampling: Sampling) ->
 def _continue(
     state: int, chance: int, sampling: Sampling, count: int, vocab_size: int, end_id: int
 ) -> tuple[list[int], list[float], int]:
-    """As `sample`; and the state behind its tokens. This is where a simulated replica spends its processor time."""
+    """As `sample`, with the state after its tokens. A simulated replica spends its processor time here."""
     stops, scale = sampling.stop_token_ids, -2.0 / (1 << 32) if sampling.temperature else 0.0
     ids: list[int] = []
     logprobs: list[float] = []
@@ -205,7 +264,7 @@ def _continue(
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & _U64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64

@@ -1,10 +1,10 @@
-"""`python -m polyreme_rollout.testing.simulated_replicas`: simulated replicas of a run, several in one process, for tests and scale runs.
+"""`python -m polyreme_rollout.testing.simulated_replicas`: simulated replicas of a run, several in one process.
 
-Kept here: only the engine is simulated. Service, swaps, leases and gRPC are those of `polyreme rollout`, and each replica has its own.
+Invariant: only the engine is simulated. Each replica has its own service, weight swapper, lease and gRPC server, those of
+`polyreme rollout`.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,26 +15,27 @@ import typer
 from polyreme.net.endpoint import Advertise, Place, Port, place_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import lifecycle, logging_setup
-from polyreme_rollout.replica import Orders, fetch_orders
+from polyreme_rollout.run_spec import fetch_run_spec
 from polyreme_rollout.serving import serve
-from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedEngine
-
-WEIGHT_NAMES = frozenset({"weight"})
-"""What the simulated learner's versions are made of."""
+from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedEngine, end_id, for_run
 
 
 def simulation(
     redis: Annotated[str, redis_option("URL of the run's Redis.")],
-    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="How many, each with a lease of its own.")] = 1,
-    step_seconds: Annotated[float, typer.Option(min=0, help="Of one token of every request under way.")] = 0.0,
-    mean_length: Annotated[float, typer.Option(min=1, help="Tokens up to the end token.")] = 32.0,
-    length_spread: Annotated[float, typer.Option(min=0, help="Of the mean's logarithm over seeds; 1: a long tail.")] = 0.0,
-    count: Annotated[Path | None, typer.Option(help="Gets a line with Unix time and tokens sampled so far, each second.")] = None,
+    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; default: the newest run.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of replicas, each with its own lease.")] = 1,
+    step_seconds: Annotated[float, typer.Option(min=0, help="Duration of one token of every running request.")] = 0.0,
+    mean_length: Annotated[float, typer.Option(min=1, help="Mean number of tokens up to the end token.")] = 32.0,
+    length_spread: Annotated[
+        float, typer.Option(min=0, help="Standard deviation over seeds of the mean's logarithm; 1: a long tail.")
+    ] = 0.0,
+    count: Annotated[
+        Path | None, typer.Option(help="File that gets a line with Unix time and sampled tokens each second.")
+    ] = None,
     port: Port = 0,
     advertise: Advertise = None,
 ) -> None:
-    """Serves a run with simulated engines; context, vocabulary and end token are the run's."""
+    """Serves a run with simulated engines that have its context, vocabulary and end token."""
     logging_setup.setup("rollout")
     with lifecycle.exit_on_error("rollout"):
         place = place_of(None, port, None, advertise, redis)
@@ -52,23 +53,13 @@ async def _simulate(
     place: Place,
 ) -> None:
     stop = lifecycle.stop_event()
-    orders = await fetch_orders(redis_url, run_id)
-    lengths = Lengths(mean_length, length_spread, _end_id(orders))
-    engines = [
-        SimulatedEngine(
-            WEIGHT_NAMES,
-            orders.config.rollout.max_model_len,
-            json.loads(orders.model_files["config.json"])["vocab_size"],
-            step_seconds,
-            orders.config.rollout.max_num_seqs,
-            lengths,
-        )
-        for _ in range(replicas)
-    ]
+    spec = await fetch_run_spec(redis_url, run_id)
+    lengths = Lengths(mean_length, length_spread, end_id(spec.model_files))
+    engines = [for_run(spec.config, spec.model_files, lengths, step_seconds) for _ in range(replicas)]
     lifecycle.settle()
     counting = asyncio.create_task(_count(engines, count)) if count else None
     try:
-        await asyncio.gather(*(serve(engine, orders, redis_url, place, stop) for engine in engines))
+        await asyncio.gather(*(serve(engine, spec, redis_url, place, stop) for engine in engines))
     finally:
         if counting:
             counting.cancel()
@@ -81,15 +72,6 @@ async def _count(engines: Sequence[SimulatedEngine], path: Path) -> None:
         while True:
             file.write(f"{time.time():.3f} {sum(engine.tokens for engine in engines)}\n")
             await asyncio.sleep(1.0)
-
-
-def _end_id(orders: Orders) -> int:
-    """The token that ends answers: what the model's files say, else 1."""
-    for name in ("generation_config.json", "config.json"):
-        stop = json.loads(orders.model_files.get(name, b"{}")).get("eos_token_id")
-        if stop is not None:
-            return int(stop[0] if isinstance(stop, list) else stop)
-    return Lengths.end_id
 
 
 if __name__ == "__main__":

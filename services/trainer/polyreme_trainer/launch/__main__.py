@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from polyreme.experience.run import Run
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.endpoint import address_towards
 from polyreme.net.ports import free_port
 from polyreme.net.redis_url import redis_option
@@ -32,7 +32,7 @@ def machines(
     logging_setup.setup("learner")
 
     async def once() -> int:
-        client = await connect(redis, RIDE_OVER)
+        client = await connect(redis, RECONNECT_TIMEOUT)
         try:
             found = await Run.attach(client, run, _ATTACH_SECONDS)
             place = f"{host or address_towards(redis)}:{port or free_port('0.0.0.0')}"

@@ -11,7 +11,7 @@ from contextlib import closing
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import die_with_parent, exit_on_error
 from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, bytes]]:
     """The run's configuration and the model's small files."""
-    redis = await connect(redis_url, RIDE_OVER)
+    redis = await connect(redis_url, RECONNECT_TIMEOUT)
     try:
         run = await Run.attach(redis, run_id, ATTACH_SECONDS)
         return await run.config(), await run.model_files()

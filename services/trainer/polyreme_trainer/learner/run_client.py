@@ -15,7 +15,7 @@ from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Plan, Role, Term
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner import gates
@@ -49,7 +49,7 @@ class RunClient:
     @classmethod
     async def open(cls, redis_url: str, run_id: str) -> "RunClient":
         """Connects, and takes over the learner's role."""
-        run = await Run.attach(await connect(redis_url, RIDE_OVER), run_id, ATTACH_SECONDS)
+        run = await Run.attach(await connect(redis_url, RECONNECT_TIMEOUT), run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)
         return cls(run, experience, await experience.take(Role.LEARNER))
 

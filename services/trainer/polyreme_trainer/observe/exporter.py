@@ -1,45 +1,36 @@
 """The trainer's HTTP port: /health, /ready and /metrics, from the run's records.
 
-Invariant: what is shown is one snapshot, which the event loop replaces whole; the serving thread only reads it. A run goes on whether
-or not anybody looks.
+Invariant: a scrape reads one snapshot, which `follow` replaces as a whole. A run does not depend on its scrapes.
 """
 
 import asyncio
 import logging
 import re
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from socketserver import ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
 from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
 from polyreme.config.run import RunConfig
-from polyreme.config.security import SecurityConfig
-from polyreme.errors import ConfigError, PolyremeError
+from polyreme.errors import PolyremeError
 from polyreme.experience.run import Run, RunState
-from polyreme.net import tls as secure
+from polyreme.net.http_server import PROBES, ASGIApp, Receive, Scope, Send, serve_http
 from polyreme.process.resource_metrics import Usage
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _BLOCK_MS = 1000
 _RETRY_SECONDS = 2.0
 _NOT_SHOWN = ("kind", "iteration", "time")
 
-Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment: what Prometheus is told."""
+    """A run at one moment."""
 
     state: RunState = RunState.STARTING
     gauges: dict[str, float] = field(default_factory=dict)
@@ -69,7 +60,7 @@ class Exporter(Collector):
         self.shown = Snapshot()
 
     async def follow(self) -> None:
-        """Keeps `shown` up to date; does not return."""
+        """Keeps `shown` up to date. Never returns."""
         cursor = "0"
         while True:
             try:
@@ -81,11 +72,11 @@ class Exporter(Collector):
                 state, _ = await self._run.state()
                 self.shown = snapshot(state, self._progress, self._rollout, self._alarms)
             except PolyremeError as error:
-                _log.warning("the metrics stand still: %s", error)
+                logger.warning("the metrics are stale: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def collect(self) -> Iterator[Metric]:
-        """What /metrics shows, prefixed with polyreme_train_."""
+        """The run's metrics, prefixed with polyreme_train_."""
         shown = self.shown
         for name, value in shown.gauges.items():
             yield GaugeMetricFamily(f"polyreme_train_{name}", "Of the newest iteration's record.", value)
@@ -112,69 +103,38 @@ async def export(run: Run, config: RunConfig, host: str, port: int | None) -> As
     exporter = Exporter(run, config)
     following = asyncio.create_task(exporter.follow())
     try:
-        server = _listen(host, port, _application(exporter, config.security), config.security)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="exporter", daemon=True)
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        async with serve_http(host, port, _application(exporter), security=config.security) as bound:
+            yield bound
     finally:
         following.cancel()
         with suppress(asyncio.CancelledError):
             await following
 
 
-def _application(exporter: Exporter, security: SecurityConfig | None) -> Application:
+def _application(exporter: Exporter) -> ASGIApp:
     registry = CollectorRegistry()
     registry.register(exporter)
     registry.register(Usage())
-    metrics, token = make_wsgi_app(registry), secure.token(security) if security else None
+    metrics = make_asgi_app(registry)
 
-    def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if path in secure.PROBES:
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path == "/metrics":
+            await metrics(scope, receive, send)
+        elif path in PROBES:
             good = path == "/health" or exporter.shown.state in (RunState.RUNNING, RunState.DRAINING)
-            return _answer(start, "200 OK" if good else "503 Service Unavailable", str(exporter.shown.state))
-        if token is not None and not secure.authorized(environ.get("HTTP_AUTHORIZATION", "").encode("latin-1"), token):
-            return _answer(start, "401 Unauthorized", "expected `authorization: Bearer TOKEN`")
-        return list(metrics(environ, start)) if path == "/metrics" else _answer(start, "404 Not Found", "no such page")
+            await _answer(send, 200 if good else 503, str(exporter.shown.state))
+        else:
+            await _answer(send, 404, f"expected /metrics, {' or '.join(PROBES)}; found {path}")
 
     return application
 
 
-def _answer(start: Callable[..., Any], status: str, text: str) -> list[bytes]:
-    start(status, [("Content-Type", "text/plain; charset=utf-8")])
-    return [text.encode() + b"\n"]
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        _log.debug("a request from %s failed", client_address, exc_info=True)  # a stranger's handshake, as a rule
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = 10
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-def _listen(host: str, port: int, application: Application, security: SecurityConfig | None) -> _Server:
-    context = secure.server_context(security) if security else None
-    try:
-        server = make_server(host, port, application, server_class=_Server, handler_class=_Handler)
-    except OSError as error:
-        raise ConfigError(
-            f"a free port {port} on {host} for HTTP", error.strerror or str(error), "Choose another port, or end its owner."
-        ) from None
-    if context is not None:
-        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    return server
+async def _answer(send: Send, status: int, text: str) -> None:
+    body = text.encode() + b"\n"
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _numbers(record: Record) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""From prompts to scored groups in the experience log. Imports no torch; meets the learner only in Redis."""
+"""Turns prompts into scored groups in the experience log. It imports no torch, and meets the learner only in Redis."""

@@ -1,22 +1,25 @@
-"""`python -m polyreme_trainer.orchestrator`: the supervisor's child. POLYREME_REDIS and POLYREME_RUN tell it where it belongs."""
+"""`python -m polyreme_trainer.orchestrator`: the orchestrator process. POLYREME_REDIS and POLYREME_RUN name its run.
+
+Invariant: it exits with 0 only when the run is over; after any other stop the supervisor starts a successor.
+"""
 
 import asyncio
 import os
 import signal
 import sys
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would take the cores of engine and learner
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would compete with engine and learner
 
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import lifecycle, logging_setup
 from polyreme_trainer.orchestrator.main import orchestrate
 
 
 async def _main() -> int:
-    """The exit status: 0 only where the run is at its end, so that after any other stop the supervisor starts a successor."""
+    """Returns the exit status."""
     stop = lifecycle.stop_event()
-    redis = await connect(os.environ["POLYREME_REDIS"], RIDE_OVER)
+    redis = await connect(os.environ["POLYREME_REDIS"], RECONNECT_TIMEOUT)
     try:
         run = await Run.attach(redis, os.environ["POLYREME_RUN"], timeout=10.0)
         work = asyncio.create_task(orchestrate(run))
@@ -30,7 +33,7 @@ async def _main() -> int:
         except asyncio.CancelledError:
             if not stop.is_set():
                 raise
-            redis.patience = 0.0  # a store that is away holds up no stop
+            redis.reconnect_timeout = 0.0  # a lost Redis must not delay the stop
             if (await run.state())[0] in (RunState.STARTING, RunState.RUNNING):
                 return 128 + signal.SIGTERM
         return 0

@@ -1,6 +1,6 @@
-"""How good one policy version is: greedy answers to held-out prompts, through the same replicas and rewards as training.
+"""Evaluates one policy version: greedy answers to held-out prompts, by the same replicas and rewards as training.
 
-Invariant: a result is of exactly one version, and its samples never reach the log.
+Invariant: a result belongs to exactly one version, and its samples never reach the experience log.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from polyreme.experience.run import Run
 from polyreme_trainer.data.prompts import Prompt
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
-from polyreme_trainer.orchestrator.partial_rollouts import Draft
-from polyreme_trainer.orchestrator.replica_pool import Fleet
-from polyreme_trainer.orchestrator.reward_client import Question, Rewards, ScoreError
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
+from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, ScoreError
 from polyreme_trainer.orchestrator.tasks import together
 
 EXAMPLES = 5
@@ -22,29 +22,29 @@ _SCORED_AT_ONCE = 64
 
 
 class EvaluationError(Exception):
-    """This version could not be evaluated; training does not depend on it."""
+    """This version could not be evaluated. Training continues."""
 
 
 class Evaluator:
     """Evaluates versions on the first `eval_samples` held-out prompts."""
 
     def __init__(
-        self, run: Run, config: RunConfig, template: Template, prompts: Sequence[Prompt], fleet: Fleet, rewards: Rewards
+        self, run: Run, config: RunConfig, template: Template, prompts: Sequence[Prompt], pool: ReplicaPool, rewards: RewardClient
     ) -> None:
-        self._run, self._config, self._template, self._fleet, self._rewards = run, config, template, fleet, rewards
+        self._run, self._config, self._template, self._pool, self._rewards = run, config, template, pool, rewards
         self._prompts = prompts[: config.eval_samples]
 
     async def evaluate(self, version: int) -> None:
         """Emits the `eval` record of a version.
 
         Raises:
-            EvaluationError: samples or scores could not be had, or another version wrote some of them.
+            EvaluationError: generation or scoring failed, or another version sampled some tokens.
             UnavailableError: there is no replica or no reward server.
         """
         begin = time.monotonic()
         try:
-            drafts = await self._answers(version)
-            responses, questions = self._questions(version, drafts)
+            samples = await self._answers(version)
+            responses, questions = self._questions(version, samples)
             starts = range(0, len(questions), _SCORED_AT_ONCE)
             batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
         except (GenerateError, ScoreError) as error:
@@ -65,10 +65,10 @@ class Evaluator:
             }
         )
 
-    async def _answers(self, version: int) -> list[Draft]:
-        room = asyncio.Semaphore(self._config.rollout.max_num_seqs * max(1, len(self._fleet)))
+    async def _answers(self, version: int) -> list[PartialRollout]:
+        capacity = asyncio.Semaphore(self._config.rollout.max_num_seqs * max(1, len(self._pool)))
 
-        async def answer(position: int, prompt: Prompt) -> Draft:
+        async def answer(position: int, prompt: Prompt) -> PartialRollout:
             wanted = Generation(
                 run_id=self._run.run_id,
                 name=f"eval-{version}-{position}",
@@ -77,20 +77,22 @@ class Evaluator:
                 max_new=self._config.rollout.max_new_tokens,
                 temperature=0.0,
                 stop_ids=self._template.stop_ids,
-                seed=lambda slot, prefix: 0,
+                seed=lambda sample, prefix: 0,
                 min_version=version,
             )
-            async with room:
+            async with capacity:
                 rollout = self._config.rollout
-                (draft,) = await generate(self._fleet, wanted, silence=rollout.chunk_timeout, patience=rollout.start_timeout)
-            if strays := {span[0] for span in draft.spans} - {version}:
-                raise EvaluationError(f"version {version} was replaced by {sorted(strays)} during its evaluation")
-            return draft
+                (sample,) = await generate(
+                    self._pool, wanted, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout
+                )
+            if strays := {span[0] for span in sample.spans} - {version}:
+                raise EvaluationError(f"expected version {version} throughout its evaluation; found tokens of {sorted(strays)}")
+            return sample
 
         return await together([answer(position, prompt) for position, prompt in enumerate(self._prompts)])
 
-    def _questions(self, version: int, drafts: Sequence[Draft]) -> tuple[list[str], list[Question]]:
-        ids = [draft.token_ids().tolist() for draft in drafts]
+    def _questions(self, version: int, samples: Sequence[PartialRollout]) -> tuple[list[str], list[Question]]:
+        ids = [sample.token_ids().tolist() for sample in samples]
         clean, raw = self._template.decode(ids, special=False), self._template.decode(ids, special=True)
         questions = [
             Question(

@@ -1,4 +1,7 @@
-"""One attempt at a group: its prompt by its index, generated, decoded, scored, as a record for the log."""
+"""One attempt at a group: generates, decodes and scores its samples, and returns the record for the experience log.
+
+Invariant: prompt and seeds follow from index and attempt alone.
+"""
 
 import time
 from collections.abc import Sequence
@@ -13,15 +16,15 @@ from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.data.prompts import Prompt
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generate import Generation, generate
-from polyreme_trainer.orchestrator.partial_rollout_log import Snapshots
-from polyreme_trainer.orchestrator.partial_rollouts import Draft, Drafts
-from polyreme_trainer.orchestrator.prompt_order import row_of, slot_seed
-from polyreme_trainer.orchestrator.replica_pool import Fleet
-from polyreme_trainer.orchestrator.reward_client import Question, Rewards
+from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, PartialRollouts
+from polyreme_trainer.orchestrator.prompt_order import row_of, sequence_seed
+from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.reward_client import Question, RewardClient
 
 
 class GroupMaker:
-    """Makes groups from admissions. The prompt, the seeds and so (on one replica) the tokens follow from index and attempt."""
+    """Makes groups from admissions. On a single replica the tokens, too, follow from index and attempt."""
 
     def __init__(
         self,
@@ -29,15 +32,15 @@ class GroupMaker:
         config: RunConfig,
         template: Template,
         prompts: Sequence[Prompt],
-        fleet: Fleet,
-        rewards: Rewards,
-        snapshots: Snapshots,
+        pool: ReplicaPool,
+        rewards: RewardClient,
+        partial_log: PartialRolloutLog,
     ) -> None:
         self._run_id, self._config, self._template, self._prompts = run_id, config, template, prompts
-        self._fleet, self._rewards, self.snapshots = fleet, rewards, snapshots
+        self._pool, self._rewards, self.partial_log = pool, rewards, partial_log
 
     async def make(self, admission: Admission) -> GroupRecord:
-        """One attempt.
+        """Runs one attempt.
 
         Raises:
             GenerateError, ScoreError: the attempt failed.
@@ -45,36 +48,38 @@ class GroupMaker:
         """
         prompt = self._prompts[row_of(self._config.seed, admission.index, len(self._prompts))]
         wanted = self._generation(admission, prompt)
-        with self.snapshots.of(admission, prompt.ids, wanted.blank()) as drafts:
-            return await self._make(admission, prompt, wanted, drafts)
+        with self.partial_log.track(admission, prompt.ids, wanted.blank()) as partial:
+            return await self._make(admission, prompt, wanted, partial)
 
-    async def _make(self, admission: Admission, prompt: Prompt, wanted: Generation, begun: Drafts) -> GroupRecord:
+    async def _make(self, admission: Admission, prompt: Prompt, wanted: Generation, partial: PartialRollouts) -> GroupRecord:
         begin = time.monotonic()
         rollout = self._config.rollout
-        drafts = await generate(self._fleet, wanted, silence=rollout.chunk_timeout, patience=rollout.start_timeout, begun=begun)
+        samples = await generate(
+            self._pool, wanted, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout, partial=partial
+        )
         generated = time.monotonic()
-        ids = [draft.token_ids().tolist() for draft in drafts]
+        ids = [sample.token_ids().tolist() for sample in samples]
         texts = self._template.decode(ids, special=False)
         raw = self._template.decode(ids, special=True)
         results = await self._rewards.score(
             [
                 Question(
-                    (self._run_id, admission.index, admission.attempt, draft.index),
+                    (self._run_id, admission.index, admission.attempt, sample.index),
                     prompt.plain,
-                    texts[draft.index],
-                    raw[draft.index],
+                    texts[sample.index],
+                    raw[sample.index],
                     prompt.label,
                     prompt.metadata_json,
                     prompt.text,
                 )
-                for draft in drafts
+                for sample in samples
             ]
         )
         return GroupRecord(
             index=admission.index,
             attempt=admission.attempt,
             prompt_ids=prompt.ids,
-            samples=[_sample(*parts) for parts in zip(drafts, texts, results, strict=True)],
+            samples=[_sample(*parts) for parts in zip(samples, texts, results, strict=True)],
             prompt=prompt.text,
             label=prompt.label,
             generate_seconds=generated - begin,
@@ -91,18 +96,18 @@ class GroupMaker:
             max_new=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
             stop_ids=self._template.stop_ids,
-            seed=partial(slot_seed, config.seed, admission.index, admission.attempt),
+            seed=partial(sequence_seed, config.seed, admission.index, admission.attempt),
             min_version=admission.version,
         )
 
 
-def _sample(draft: Draft, text: str, result: reward_pb2.ScoreResult) -> SampleRecord:
+def _sample(sample: PartialRollout, text: str, result: reward_pb2.ScoreResult) -> SampleRecord:
     return SampleRecord(
-        token_ids=draft.token_ids(),
-        logprobs=draft.token_logprobs(),
-        loss_mask=np.ones(draft.length, dtype=np.uint8),
-        finish_reason=draft.finish_reason,
-        spans=draft.spans,
+        token_ids=sample.token_ids(),
+        logprobs=sample.token_logprobs(),
+        loss_mask=np.ones(sample.length, dtype=np.uint8),
+        finish_reason=sample.finish_reason,
+        spans=sample.spans,
         score=result.score,
         parts=[RewardPart(part.name, part.raw, part.weighted, part.plugin_version) for part in result.parts],
         text=text,

@@ -1,12 +1,12 @@
-"""How long replicas had nothing to do: generation's side of the waiting, as the learner's `wait` is training's. Pure; time is an argument.
+"""Measures how long replicas were idle: generation's side of waiting, as the learner's `wait` is training's. Pure; time is an argument.
 
-A replica is idle while no call of the orchestrator runs on it, for whatever reason: the staleness bound admits no group, a reward
-outage pauses admission, an iteration's last answers are long. What it spends on swapping weights under a call is no idleness.
+Invariant: a replica is idle while no call of the orchestrator runs on it, whatever the reason (the staleness bound, a reward outage, the
+long answers at an iteration's end). A weight swap during a call is not idle time.
 """
 
 
-class Idleness:
-    """Replica-seconds since the last `take`: how many there were, and how many of them idle.
+class IdleTime:
+    """Replica-seconds since the last `take`, in total and idle.
 
     Args:
         now: monotonic seconds, here and below.
@@ -18,12 +18,12 @@ class Idleness:
         self._present = self._idle = 0.0
 
     def joined(self, replica: str, now: float) -> None:
-        """A replica is there, without calls."""
+        """A replica has joined, without calls."""
         self._count(now)
         self._calls[replica] = 0
 
     def left(self, replica: str, now: float) -> None:
-        """It is gone; calls that still end on it do not count."""
+        """A replica has left. Calls that end on it later do not count."""
         self._count(now)
         self._calls.pop(replica, None)
 
@@ -36,7 +36,7 @@ class Idleness:
         self._change(replica, -1, now)
 
     def take(self, now: float) -> float:
-        """Seconds since the last call of this in which a replica was idle, as a mean over the replicas that there were."""
+        """Idle seconds since the previous `take`, as a mean over the replicas that were present."""
         self._count(now)
         fraction = self._idle / self._present if self._present else 0.0
         seconds = fraction * (now - self._since)

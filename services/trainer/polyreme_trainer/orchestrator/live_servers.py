@@ -1,6 +1,6 @@
-"""Live servers of one kind that speak our protocol.
+"""Live servers of one kind with our API version.
 
-Invariant: a server of another API number is never used, and that is said once.
+Invariant: servers with another API version are ignored; one notice each.
 """
 
 import logging
@@ -10,13 +10,13 @@ from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Kind, Lease, Registry
 from polyreme.experience.run import Run, RunState
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SAME_VERSION = "Install the same Polyreme version everywhere."
 
 
-class Servers:
-    """The leases of a kind, as a client sees them."""
+class LiveServers:
+    """The leases of one kind, as a client uses them."""
 
     def __init__(self, run: Run, kind: Kind) -> None:
         self._run, self._kind = run, kind
@@ -25,43 +25,43 @@ class Servers:
 
     async def live(self) -> dict[str, Lease]:
         """Usable leases by id."""
-        usable = {}
+        found = {}
         for lease in await self._registry.leases(self._kind):
             if lease.api == API_VERSION:
-                usable[lease.id] = lease
+                found[lease.id] = lease
             elif lease.id not in self._refused:
                 self._refused[lease.id] = lease.api
                 await self._refuse(lease)
-        return usable
+        return found
 
     @property
     def refused(self) -> str:
-        """Servers that are not used, for messages; may be empty."""
+        """The ignored servers, for messages; may be empty."""
         return ", ".join(f"{name} (API {api}, ours is {API_VERSION})" for name, api in sorted(self._refused.items()))
 
-    async def wait_for(self, count: int, within: float, setting: str) -> None:
+    async def wait_for(self, count: int, seconds: float, setting: str) -> None:
         """Waits for `count` usable servers, or until the run is neither starting nor running.
 
         Args:
-            setting: the configuration key of `within`, for the message.
+            setting: the configuration key of `seconds`, for the message.
 
         Raises:
-            UnavailableError: there are fewer after `within` seconds; says which there are.
+            UnavailableError: there are fewer after `seconds`; the message lists them.
             RunFailedError: the run failed meanwhile.
         """
-        there: dict[str, Lease] = {}
+        usable: dict[str, Lease] = {}
 
-        async def look() -> bool | None:
-            nonlocal there
-            there = await self.live()
-            goes_on = await self._run.check() in (RunState.STARTING, RunState.RUNNING)
-            return True if len(there) >= count or not goes_on else None
+        async def enough() -> bool | None:
+            nonlocal usable
+            usable = await self.live()
+            continues = await self._run.check() in (RunState.STARTING, RunState.RUNNING)
+            return True if len(usable) >= count or not continues else None
 
-        if not await self._run.until(look, within=within):
-            names = ", ".join(filter(None, [*(f"{lease.id} at {lease.address}" for lease in there.values()), self.refused]))
+        if not await self._run.until(enough, within=seconds):
+            names = ", ".join(filter(None, [*(f"{lease.id} at {lease.address}" for lease in usable.values()), self.refused]))
             raise UnavailableError(
-                f"{count} {self._kind} server{'s' if count > 1 else ''} within {setting} = {within:g} s",
-                f"{len(there)}" + (f": {names}" if names else ""),
+                f"{count} {self._kind} server{'s' if count > 1 else ''} within {setting} = {seconds:g} s",
+                f"{len(usable)}" + (f": {names}" if names else ""),
                 _SAME_VERSION
                 if self._refused
                 else f"See the {self._kind} servers' logs, start one with `polyreme {self._kind}`, or raise {setting}.",
@@ -69,8 +69,8 @@ class Servers:
 
     async def _refuse(self, lease: Lease) -> None:
         text = (
-            f"{lease.kind} server {lease.id} at {lease.address} is not used: expected API {API_VERSION}, found {lease.api}. "
+            f"{lease.kind} server {lease.id} at {lease.address} is ignored: expected API {API_VERSION}, found {lease.api}. "
             + _SAME_VERSION
         )
-        _log.error("%s", text)
+        logger.error("%s", text)
         await self._run.emit({"kind": "notice", "service": "orchestrator", "text": text})

@@ -1,7 +1,7 @@
-"""The orchestrator's life: prepare, wait for the run to start, then admit groups and bring each into the log.
+"""The orchestrator: it prepares, waits for the run to start, then admits groups and brings each into the experience log.
 
-Invariant: what is to be done next is read off the log, never remembered, so that a successor goes on where a killed orchestrator stood.
-Every group in flight has exactly one task here, working on the attempt that the log has.
+Invariant: the next step is derived from the log, never from memory, so a successor continues where a killed orchestrator stopped. Every
+group in flight has exactly one task here, for the attempt that the log has.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.evaluate import Evaluator
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
-from polyreme_trainer.orchestrator.partial_rollout_log import Snapshots
-from polyreme_trainer.orchestrator.replica_pool import Fleet
-from polyreme_trainer.orchestrator.reward_client import Rewards, ScoreError
-from polyreme_trainer.orchestrator.schedule import Schedule
+from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.reward_client import RewardClient, ScoreError
+from polyreme_trainer.orchestrator.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.tasks import task_group, together
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-HEARTBEAT = 2.0
-"""Seconds after which everything is looked at, signal or not: a lease that expires gives none."""
+RESCAN_INTERVAL = 2.0
+"""Full-rescan interval in seconds; lease expiry emits no event."""
 _FIRST_GROUPS = 8
 """The run ends when so many first groups fail for one reason; fewer where an iteration has fewer."""
-_TOLD_SINGLY = 4
-"""Failed groups that are told one by one."""
+_SINGLE_NOTICES = 4
+"""Failed groups with a notice of their own."""
 _RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease"})
 
 
@@ -42,18 +42,18 @@ async def orchestrate(run: Run) -> None:
     """Runs until the last iteration is trained and evaluated, or the run drains.
 
     Raises:
-        PolyremeError: it cannot go on. What a restart would meet again is also set as the run's failure.
+        PolyremeError: the orchestrator cannot continue. An error that a restart would meet again also becomes the run's failure.
     """
     try:
         await _orchestrate(run)
     except (ConfigError, DataError, UnavailableError, RunFailedError) as error:
-        with suppress(TransitionError):  # it has ended already, for whatever reason stands there
+        with suppress(TransitionError):  # the run has ended already
             await run.set_state(RunState.FAILED, str(error))
         raise
 
 
 async def _orchestrate(run: Run) -> None:
-    config, log = await run.config(), ExperienceLog(run)
+    config, experience = await run.config(), ExperienceLog(run)
     template = Template(await run.model_files(), config.data)
     train = load_prompts(config.data.train, config.data, template)
     held_out = load_prompts(config.data.eval, config.data, template) if config.data.eval else None
@@ -62,23 +62,21 @@ async def _orchestrate(run: Run) -> None:
             await _notice(
                 run, f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long (template {template.digest})"
             )
-    term = await log.take(Role.ORCHESTRATOR)
-    _log.info("term %d", term.counter)
-    fleet, rewards = (
-        Fleet(run, log, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security),
-        Rewards(run, config.reward, proven=await log.planned() > 0),
-    )
-    wanted = config.rollout.replicas if await run.check() is RunState.STARTING else 1  # a run under way goes on with those it has
-    await together([fleet.wait_for(wanted), rewards.wait_for(1)])
+    term = await experience.take(Role.ORCHESTRATOR)
+    logger.info("term %d", term.counter)
+    pool = ReplicaPool(run, experience, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security)
+    rewards = RewardClient(run, config.reward, proven=await experience.planned() > 0)
+    wanted = config.rollout.replicas if await run.check() is RunState.STARTING else 1  # a running run continues with what it has
+    await together([pool.wait_for(wanted), rewards.wait_for(1)])
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    maker = GroupMaker(run.run_id, config, template, train.prompts, fleet, rewards, Snapshots(log))
-    evaluator = Evaluator(run, config, template, held_out.prompts, fleet, rewards) if held_out else None
+    maker = GroupMaker(run.run_id, config, template, train.prompts, pool, rewards, PartialRolloutLog(experience))
+    evaluator = Evaluator(run, config, template, held_out.prompts, pool, rewards) if held_out else None
     settle()
     try:
-        await Orchestrator(run, config, log, fleet, rewards, maker, evaluator).work()
+        await Orchestrator(run, config, experience, pool, rewards, maker, evaluator).work()
     finally:
-        await fleet.close()
+        await pool.close()
         await rewards.close()
 
 
@@ -88,7 +86,7 @@ async def _started(run: Run) -> RunState | None:
 
 
 async def _notice(run: Run, text: str) -> None:
-    _log.info("%s", text)
+    logger.info("%s", text)
     await run.emit({"kind": "notice", "service": "orchestrator", "text": text})
 
 
@@ -99,39 +97,39 @@ class Orchestrator:
         self,
         run: Run,
         config: RunConfig,
-        log: ExperienceLog,
-        fleet: Fleet,
-        rewards: Rewards,
+        experience: ExperienceLog,
+        pool: ReplicaPool,
+        rewards: RewardClient,
         maker: GroupMaker,
         evaluator: Evaluator | None,
     ) -> None:
-        self._run, self._config, self._log = run, config, log
-        self._fleet, self._rewards, self._maker = fleet, rewards, maker
-        self._schedule = Schedule(run, config, log, fleet, evaluator, ended=lambda: self._wake.set())
+        self._run, self._config, self._experience = run, config, experience
+        self._pool, self._rewards, self._maker = pool, rewards, maker
+        self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=lambda: self._wake.set())
         self._attempts: dict[int, int] = {}
-        self._alone: set[Admission] = set()  # in flight without a task, as seen in the last look
+        self._unassigned: set[Admission] = set()  # in flight without a task at the last rescan
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._planned = 0
         self._failed = 0
         self._first = sys.maxsize  # index of the first group that was worked on
         self._verdicts: dict[str, set[int]] = {}  # groups that failed before anything was scored, by the reason
         self._signals: set[str] = set()
-        self._beat = 0.0
+        self._next_rescan = 0.0
         self._wake = asyncio.Event()
 
     async def work(self) -> None:
-        """Until the run drains, is done, or has nothing left to generate and evaluate."""
-        await self._schedule.recall()
-        self._planned = await self._log.planned()
-        self._fleet.idleness.take(time.monotonic())  # before now there was no work for replicas
+        """Works until the run drains, is done, or has nothing left to generate and evaluate."""
+        await self._schedule.load()
+        self._planned = await self._experience.planned()
+        self._pool.idle_time.take(time.monotonic())  # there was no work for replicas before
         async with task_group() as group:
             helpers = [
                 group.create_task(self._watch()),
-                group.create_task(self._maker.snapshots.keep()),
-                group.create_task(self._fleet.watch()),
+                group.create_task(self._maker.partial_log.save_regularly()),
+                group.create_task(self._pool.watch_stragglers()),
             ]
-            in_flight = await self._log.in_flight()
-            await self._maker.snapshots.load(in_flight)
+            in_flight = await self._experience.in_flight()
+            await self._maker.partial_log.load(in_flight)
             for admission in in_flight:
                 self._start(group, admission)
             if self._tasks:
@@ -139,16 +137,16 @@ class Orchestrator:
             signals: set[str] = set(_RELEVANT)
             while (await self._run.check()) is RunState.RUNNING:
                 if not signals or signals & {"lease", "version"}:
-                    await self._fleet.refresh()
+                    await self._pool.refresh()
                     await self._rewards.refresh()
-                elif "commit" in signals:  # as many as there are replicas come with every version
-                    await self._fleet.take_commits()
+                elif "commit" in signals:  # every version brings one per replica
+                    await self._pool.take_commits()
                 if not signals or "expire" in signals:
-                    await self._match(group)
+                    await self._assign(group)
                 if not signals or "plan" in signals:
-                    await self._tell_wait()
+                    await self._report_idle_time()
                 if await self._advance(group):
-                    await self._tell_wait()
+                    await self._report_idle_time()
                     break
                 signals = await self._next_signals()
             for task in (*helpers, self._schedule.task, *self._tasks.values()):
@@ -156,23 +154,23 @@ class Orchestrator:
                     task.cancel()
 
     async def _advance(self, group: asyncio.TaskGroup) -> bool:
-        """Starts the evaluation that is due, and admits what may be. Returns whether nothing is left to do."""
-        version = await self._log.version()
+        """Starts the evaluation that is due, and admits groups. Returns whether nothing is left to do."""
+        version = await self._experience.version()
         await self._schedule.start_next(version, group)
         if version >= self._config.iterations:
             return not self._schedule.running
         if not self._schedule.admits(version):
             return False
-        while not self._rewards.paused and (admissions := await self._log.admit(self._config.groups_per_iteration)):
+        while not self._rewards.paused and (admissions := await self._experience.admit(self._config.groups_per_iteration)):
             for admission in admissions:
                 self._start(group, admission)
         return False
 
-    async def _tell_wait(self) -> None:
-        """Of each iteration whose plan is new: for how long replicas had nothing to do since the plan before it."""
-        planned = await self._log.planned()
+    async def _report_idle_time(self) -> None:
+        """Emits the idle time of the replicas between two plans, once per new plan."""
+        planned = await self._experience.planned()
         if planned > self._planned:
-            seconds = self._fleet.idleness.take(time.monotonic())
+            seconds = self._pool.idle_time.take(time.monotonic())
             await self._run.emit({"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds})
             self._planned = planned
 
@@ -180,7 +178,7 @@ class Orchestrator:
         index = admission.index
         self._first = min(self._first, index)
         self._attempts[index] = admission.attempt
-        task = self._tasks[index] = group.create_task(self._bring_in(admission))
+        task = self._tasks[index] = group.create_task(self._make_group(admission))
 
         def forget(ended: asyncio.Task[None]) -> None:
             if self._tasks.get(index) is ended:
@@ -188,29 +186,29 @@ class Orchestrator:
 
         task.add_done_callback(forget)
 
-    async def _bring_in(self, admission: Admission) -> None:
-        """A group, from its admission to the log, over as many attempts as it takes."""
+    async def _make_group(self, admission: Admission) -> None:
+        """Brings one group into the log, over as many attempts as necessary."""
         attempt: Admission | None = admission
         try:
             while attempt is not None:
                 self._attempts[attempt.index] = attempt.attempt
                 attempt = await self._attempt(attempt)
         except StaleAttemptError as error:
-            _log.warning("group %d is given up here: %s", admission.index, error)
+            logger.warning("abandoning group %d: %s", admission.index, error)
 
     async def _attempt(self, admission: Admission) -> Admission | None:
-        """One attempt. Returns the next one when it failed, None when the group is settled."""
+        """Runs one attempt. Returns the next one when it failed, None when the group has reached its final state."""
         index, number = admission.index, admission.attempt
         try:
             record = await self._maker.make(admission)
-            await self._log.append(index, number, encode_group(record), record.oldest_version, record.mean_reward)
+            await self._experience.append(index, number, encode_group(record), record.oldest_version, record.mean_reward)
             return None
         except (GenerateError, ScoreError, DataError) as error:
             if isinstance(error, ScoreError):
                 self._check_first_groups(index, error)
-            return await self._try_again(admission, str(error))
-        except StaleAttemptError:  # it expired while it was appended
-            return await self._try_again(admission, "expired")
+            return await self._retry(admission, str(error))
+        except StaleAttemptError:  # it expired during the append
+            return await self._retry(admission, "expired")
 
     def _check_first_groups(self, index: int, error: ScoreError) -> None:
         """Ends a run whose first groups all fail for one reason that lies with the rewards: waiting and more attempts change nothing.
@@ -230,46 +228,46 @@ class Orchestrator:
                 "Fix the reward or the data, then start the run again.",
             )
 
-    async def _try_again(self, failed: Admission, reason: str) -> Admission | None:
+    async def _retry(self, failed: Admission, reason: str) -> Admission | None:
         limit = self._config.max_attempts
-        _log.warning("group %d, attempt %d of %d: %s", failed.index, failed.attempt, limit, reason)
-        if admission := await self._log.readmit(failed.index, failed.attempt, reason, limit):
+        logger.warning("group %d, attempt %d of %d: %s", failed.index, failed.attempt, limit, reason)
+        if admission := await self._experience.readmit(failed.index, failed.attempt, reason, limit):
             return admission
-        await self._tell_failed(failed.index, reason)
-        fraction = await self._log.failed_fraction()
+        await self._report_failed(failed.index, reason)
+        fraction = await self._experience.failed_fraction()
         if fraction > self._config.max_failed_fraction:
             raise RunFailedError(
                 f"at most max_failed_fraction = {self._config.max_failed_fraction:.0%} of the newest 50 groups to fail",
                 f"{fraction:.0%} failed, the last one because {reason}",
-                "Mend the cause, then go on with --resume.",
+                "Fix the cause, then continue with --resume.",
             )
         return None
 
-    async def _tell_failed(self, index: int, reason: str) -> None:
-        """The first failed groups one by one, then at every doubling: a run of many has no room for all."""
+    async def _report_failed(self, index: int, reason: str) -> None:
+        """Emits a notice for each of the first failed groups, then at every doubling of their number."""
         self._failed += 1
-        if self._failed <= _TOLD_SINGLY or self._failed.bit_count() == 1:
-            count = f"; {self._failed} groups have failed so far" if self._failed > _TOLD_SINGLY else ""
+        if self._failed <= _SINGLE_NOTICES or self._failed.bit_count() == 1:
+            count = f"; {self._failed} groups have failed so far" if self._failed > _SINGLE_NOTICES else ""
             await _notice(self._run, f"group {index} failed after {self._config.max_attempts} attempts: {reason}{count}")
 
-    async def _match(self, group: asyncio.TaskGroup) -> None:
-        """Every attempt in flight has a task, and no other has: the learner's plan may have let attempts expire, a task may be lost.
+    async def _assign(self, group: asyncio.TaskGroup) -> None:
+        """Gives every attempt in flight exactly one task. A plan may have expired attempts, and a task may be lost.
 
-        One that just ends is not lost: what it appended is in flight in this look at most, not in the next one.
+        A task that is just ending is not lost: its attempt is no longer in flight at the next rescan.
         """
-        alone: set[Admission] = set()
-        for admission in await self._log.in_flight():
+        unassigned: set[Admission] = set()
+        for admission in await self._experience.in_flight():
             index, task = admission.index, self._tasks.get(admission.index)
             if task is None:
-                alone.add(admission)
-                if admission in self._alone:
-                    _log.warning("group %d: nobody is at attempt %d", index, admission.attempt)
+                unassigned.add(admission)
+                if admission in self._unassigned:
+                    logger.warning("group %d: attempt %d had no task", index, admission.attempt)
                     self._start(group, admission)
             elif self._attempts[index] < admission.attempt:
-                _log.warning("group %d: attempt %d expired", index, self._attempts[index])
+                logger.warning("group %d: attempt %d expired", index, self._attempts[index])
                 task.cancel()
                 self._start(group, admission)
-        self._alone = alone
+        self._unassigned = unassigned
 
     async def _watch(self) -> None:
         last = await self._run.last_event()
@@ -280,14 +278,14 @@ class Orchestrator:
                 self._wake.set()
 
     async def _next_signals(self) -> set[str]:
-        """What has happened since the last call; nothing at a heartbeat, after which everything is looked at."""
+        """The events since the last call; empty when a full rescan is due."""
         loop = asyncio.get_running_loop()
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._beat):
+            async with asyncio.timeout_at(self._next_rescan):
                 await self._wake.wait()
         self._wake.clear()
         signals, self._signals = self._signals, set()
-        if loop.time() < self._beat:
+        if loop.time() < self._next_rescan:
             return signals
-        self._beat = loop.time() + HEARTBEAT
+        self._next_rescan = loop.time() + RESCAN_INTERVAL
         return set()

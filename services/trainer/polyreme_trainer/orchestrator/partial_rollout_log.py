@@ -1,7 +1,7 @@
-"""What groups in flight have so far, kept in the log, so that an orchestrator's death costs the tokens of a few seconds.
+"""Saves the partial rollouts of groups in flight in the experience log, so that an orchestrator's death costs seconds of tokens.
 
-Invariant: what the log has of an attempt is what its drafts here had at some moment, so the next part, and a successor, can go on from it.
-A group that is done within the interval is never written.
+Invariant: the log's parts of an attempt equal its partial rollouts at some earlier moment, so the next part, and a successor, can continue
+from them. A group that finishes within the interval is never saved.
 """
 
 import asyncio
@@ -12,84 +12,83 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from polyreme.experience.ledger import Admission, DraftPart, ExperienceLog
-from polyreme_trainer.orchestrator.partial_rollouts import BadDraftError, Drafts, Mark, joined, part_since
+from polyreme.experience.ledger import Admission, ExperienceLog, PartialRolloutPart
+from polyreme_trainer.orchestrator.partial_rollouts import Mark, PartialRolloutError, PartialRollouts, join_parts, part_since
 
 INTERVAL = 3.0
-"""Seconds between two parts of a draft."""
+"""Seconds between two parts of an attempt."""
 _BATCH_BYTES = 1 << 20
 
 
 @dataclass
-class _Kept:
-    """A draft and what the log has of it."""
+class _Tracked:
+    """The partial rollouts of an attempt, and how much of them the log has."""
 
     admission: Admission
     prompt_ids: np.ndarray
-    drafts: Drafts
+    rollouts: PartialRollouts
     marks: Sequence[Mark]
     parts: int
     cuts: int = 0
     since: float = field(default_factory=time.monotonic)
 
 
-class Snapshots:
-    """The drafts of the groups in flight. `interval`: seconds."""
+class PartialRolloutLog:
+    """The partial rollouts of the groups in flight. `interval`: seconds."""
 
-    def __init__(self, log: ExperienceLog, interval: float = INTERVAL) -> None:
-        self._log, self._interval = log, interval
-        self._left: dict[int, tuple[int, list[bytes]]] = {}
-        self._kept: dict[int, _Kept] = {}
+    def __init__(self, experience: ExperienceLog, interval: float = INTERVAL) -> None:
+        self._experience, self._interval = experience, interval
+        self._inherited: dict[int, tuple[int, list[bytes]]] = {}
+        self._tracked: dict[int, _Tracked] = {}
 
     async def load(self, admissions: Sequence[Admission]) -> None:
-        """Fetches what a predecessor left of these attempts."""
+        """Fetches what a predecessor saved of these attempts."""
         attempts = {admission.index: admission.attempt for admission in admissions}
-        self._left = {index: (attempts[index], parts) for index, parts in (await self._log.drafts(admissions)).items()}
+        saved = await self._experience.partial_rollouts(admissions)
+        self._inherited = {index: (attempts[index], parts) for index, parts in saved.items()}
 
     @contextmanager
-    def of(self, admission: Admission, prompt_ids: np.ndarray, blank: Drafts) -> Iterator[Drafts]:
-        """The attempt's drafts: those of a predecessor if they fit, else `blank`. They are kept in the log during the block."""
-        attempt, parts = self._left.pop(admission.index, (0, []))
-        drafts = blank
+    def track(self, admission: Admission, prompt_ids: np.ndarray, blank: PartialRollouts) -> Iterator[PartialRollouts]:
+        """The attempt's partial rollouts: a predecessor's if they fit, else `blank`. They are saved regularly during the block."""
+        attempt, parts = self._inherited.pop(admission.index, (0, []))
+        rollouts = blank
         if attempt == admission.attempt:
             try:
-                drafts = joined(parts, prompt_ids, blank)
-            except BadDraftError:  # another prompt or length than this configuration's: it is replaced
+                rollouts = join_parts(parts, prompt_ids, blank)
+            except PartialRolloutError:  # another prompt or length than in this configuration: start again
                 parts = []
-        else:
-            parts = []
-        kept = self._kept[admission.index] = _Kept(admission, prompt_ids, drafts, drafts.marks(), len(parts))
+        tracked = self._tracked[admission.index] = _Tracked(admission, prompt_ids, rollouts, rollouts.marks(), len(parts))
         try:
-            yield drafts
+            yield rollouts
         finally:
-            if self._kept.get(admission.index) is kept:  # a later attempt may have begun
-                del self._kept[admission.index]
+            if self._tracked.get(admission.index) is tracked:  # a later attempt may have replaced it
+                del self._tracked[admission.index]
 
-    async def keep(self) -> None:
-        """Writes what is new, every interval, for ever."""
+    async def save_regularly(self) -> None:
+        """Calls `save` every interval. Never returns."""
         while True:
             await asyncio.sleep(self._interval)
-            await self.write()
+            await self.save()
 
-    async def write(self) -> None:
-        """Writes what is new of the groups that are older than the interval."""
+    async def save(self) -> None:
+        """Saves what is new of the groups that are older than the interval."""
         due = time.monotonic() - self._interval
-        batch: list[tuple[_Kept, Sequence[Mark], DraftPart]] = []
-        for kept in [kept for kept in self._kept.values() if kept.since <= due]:
-            if kept.cuts != kept.drafts.cuts:  # what the log has is no beginning of it any more: a first part takes its place
-                kept.cuts, kept.parts, kept.marks = kept.drafts.cuts, 0, [(0, 0)] * len(kept.marks)
-            marks, index = kept.drafts.marks(), kept.admission.index
-            if marks == kept.marks or self._kept.get(index) is not kept:
+        batch: list[tuple[_Tracked, Sequence[Mark], PartialRolloutPart]] = []
+        for tracked in [tracked for tracked in self._tracked.values() if tracked.since <= due]:
+            if tracked.cuts != tracked.rollouts.cuts:  # tokens in the log were dropped since: replace its parts from the first on
+                tracked.cuts, tracked.parts, tracked.marks = tracked.rollouts.cuts, 0, [(0, 0)] * len(tracked.marks)
+            marks, index = tracked.rollouts.marks(), tracked.admission.index
+            if marks == tracked.marks or self._tracked.get(index) is not tracked:
                 continue
-            payload = part_since(kept.marks, kept.drafts, kept.prompt_ids)
-            batch.append((kept, marks, DraftPart(index, kept.admission.attempt, kept.parts, payload)))
+            payload = part_since(tracked.marks, tracked.rollouts, tracked.prompt_ids)
+            batch.append((tracked, marks, PartialRolloutPart(index, tracked.admission.attempt, tracked.parts, payload)))
             if sum(len(part.payload) for _, _, part in batch) > _BATCH_BYTES:
                 await self._send(batch)
                 batch = []
         if batch:
             await self._send(batch)
 
-    async def _send(self, batch: Sequence[tuple[_Kept, Sequence[Mark], DraftPart]]) -> None:
-        await self._log.draft([part for _, _, part in batch])
-        for kept, marks, part in batch:
-            kept.marks, kept.parts = marks, part.number + 1
+    async def _send(self, batch: Sequence[tuple[_Tracked, Sequence[Mark], PartialRolloutPart]]) -> None:
+        await self._experience.save_partial_rollouts([part for _, _, part in batch])
+        for tracked, marks, part in batch:
+            tracked.marks, tracked.parts = marks, part.number + 1

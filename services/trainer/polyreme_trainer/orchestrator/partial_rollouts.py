@@ -1,7 +1,7 @@
-"""Samples under way: chunks of one or several calls become whole samples. Pure.
+"""Partial rollouts: chunks of one or several calls become whole samples. Pure.
 
-Invariant: a draft's ids and logprobs have equal length, its spans cover that length in order, and nothing follows a stop token. So a
-draft can be handed to another replica after any chunk, and the continuation starts exactly behind the last token that arrived.
+Invariant: ids and log-probabilities of a partial rollout have equal length, its spans cover that length in order, and nothing follows a
+stop token. After any chunk, another replica can therefore continue exactly after the last token that arrived.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,26 +12,24 @@ import numpy as np
 from polyreme.api.v1 import experience_pb2, rollout_pb2
 
 Span = tuple[int, int, int]  # version, start, end
+Mark = tuple[int, int]  # tokens and finish reason of a partial rollout at some moment
 
 
-Mark = tuple[int, int]  # tokens and finish reason that a draft had
-
-
-class BadDraftError(Exception):
-    """What was kept of drafts does not fit what is wanted now."""
+class PartialRolloutError(Exception):
+    """Stored partial rollouts do not fit the current request."""
 
 
 class SteppedBackError(Exception):
-    """A replica went back to a version that is too old: a learner that resumed trains its way up to the newest one again."""
+    """A replica went back to a version that is too old, because a resumed learner trains up to the newest one again."""
 
 
 class BadStreamError(Exception):
-    """A replica answered something that its contract rules out."""
+    """A replica violated the contract of Generate."""
 
 
 @dataclass
-class Draft:
-    """One sample: int32 ids and float32 logprobs as little-endian bytes, spans (version, start, end), why it ended (0: it has not)."""
+class PartialRollout:
+    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, spans (version, start, end), finish reason (0: none yet)."""
 
     index: int
     ids: bytearray = field(default_factory=bytearray)
@@ -57,65 +55,65 @@ class Draft:
         return np.frombuffer(bytes(self.logprobs), dtype="<f4")
 
 
-class Drafts:
-    """The samples of one prompt, from the first call for them to the last.
+class PartialRollouts:
+    """The samples of one prompt, over all calls for them.
 
     Args:
-        count: how many, with indices 0 to count - 1.
-        max_new: tokens of a whole sample at most.
-        stop_ids: tokens that end one.
-        min_version: the oldest policy that may write a token.
+        count: number of samples, with indices 0 to count - 1.
+        max_new: upper bound of a sample's tokens.
+        stop_ids: tokens that end a sample.
+        min_version: the oldest policy version that may sample a token.
 
     Attributes:
-        cuts: how often tokens were dropped again.
+        cuts: how often tokens were dropped.
     """
 
     def __init__(self, count: int, max_new: int, stop_ids: Sequence[int], min_version: int = 0) -> None:
-        self.drafts = [Draft(index) for index in range(count)]
+        self.samples = [PartialRollout(index) for index in range(count)]
         self.max_new, self.min_version, self.cuts = max_new, min_version, 0
         self._stop_ids = frozenset(stop_ids)
 
-    def unfinished(self) -> list[Draft]:
-        return [draft for draft in self.drafts if not draft.finished]
+    def unfinished(self) -> list[PartialRollout]:
+        return [sample for sample in self.samples if not sample.finished]
 
     def missing_tokens(self) -> int:
-        """The most tokens that can still come."""
-        return sum(self.max_new - draft.length for draft in self.unfinished())
+        """Upper bound of the tokens that can still arrive."""
+        return sum(self.max_new - sample.length for sample in self.unfinished())
 
     def tokens(self) -> int:
-        """How many have come."""
-        return sum(draft.length for draft in self.drafts)
+        """Tokens that have arrived."""
+        return sum(sample.length for sample in self.samples)
 
     def marks(self) -> list[Mark]:
-        """How far each draft is."""
-        return [(draft.length, draft.finish_reason) for draft in self.drafts]
+        """The progress of each sample."""
+        return [(sample.length, sample.finish_reason) for sample in self.samples]
 
     def drop_older(self) -> None:
-        """Cuts every sample in front of the first token that is older than it may be."""
-        for draft in self.drafts:
-            older = next((start for version, start, _ in draft.spans if version < self.min_version), None)
+        """Cuts each sample before its first token that is older than `min_version`."""
+        for sample in self.samples:
+            older = next((start for version, start, _ in sample.spans if version < self.min_version), None)
             if older is not None:
-                del draft.ids[4 * older :], draft.logprobs[4 * older :]
-                draft.spans = cut(draft.spans, older)
-                draft.finish_reason = experience_pb2.FINISH_REASON_UNSPECIFIED
+                del sample.ids[4 * older :], sample.logprobs[4 * older :]
+                sample.spans = cut(sample.spans, older)
+                sample.finish_reason = experience_pb2.FINISH_REASON_UNSPECIFIED
                 self.cuts += 1
 
-    def start_call(self) -> list[Draft]:
-        """What a new call has to be asked for. A sample whose last token arrived but whose end was lost with its replica is ended here."""
-        for draft in self.unfinished():
-            if draft.length and int.from_bytes(draft.ids[-4:], "little", signed=True) in self._stop_ids:
-                draft.finish_reason = experience_pb2.FINISH_REASON_STOP
-            elif draft.length == self.max_new:
-                draft.finish_reason = experience_pb2.FINISH_REASON_LENGTH
-            draft.call_start = draft.length
+    def start_call(self) -> list[PartialRollout]:
+        """The samples that a new call must continue. Ends a sample whose last token arrived but whose end was lost with its replica."""
+        for sample in self.unfinished():
+            if sample.length and int.from_bytes(sample.ids[-4:], "little", signed=True) in self._stop_ids:
+                sample.finish_reason = experience_pb2.FINISH_REASON_STOP
+            elif sample.length == self.max_new:
+                sample.finish_reason = experience_pb2.FINISH_REASON_LENGTH
+            sample.call_start = sample.length
         return self.unfinished()
 
     def add(self, response: rollout_pb2.GenerateResponse) -> int:
-        """Takes in one message of the running call. Returns the tokens it brought.
+        """Adds one message of the running call. Returns its number of tokens.
 
         Raises:
-            BadStreamError: it does not fit what was asked; the drafts hold what came before the misfit.
-            SteppedBackError: it is of an older version than asked for; `drop_older` mends the drafts.
+            BadStreamError: the message violates the contract. What preceded the violation is kept.
+            SteppedBackError: it contains tokens of an older version; call `drop_older`.
         """
         tokens = 0
         for chunk in response.chunks:
@@ -126,80 +124,88 @@ class Drafts:
             raise SteppedBackError
         return tokens
 
-    def _running(self, slot: int) -> Draft:
-        if slot >= len(self.drafts) or self.drafts[slot].finished:
-            raise BadStreamError(f"expected only unfinished slots that were asked for, found slot {slot}")
-        return self.drafts[slot]
+    def _running(self, index: int) -> PartialRollout:
+        if index >= len(self.samples) or self.samples[index].finished:
+            raise BadStreamError(f"expected only unfinished sequences of the request; found sequence {index}")
+        return self.samples[index]
 
     def _add_chunk(self, chunk: rollout_pb2.Chunk) -> int:
-        draft, size = self._running(chunk.slot), len(chunk.token_ids)
-        start, count = draft.length, size // 4
+        sample, size = self._running(chunk.slot), len(chunk.token_ids)
+        start, count = sample.length, size // 4
         if size % 4 or size != len(chunk.logprobs):
-            raise BadStreamError(f"expected as many ids as logprobs, found {size} and {len(chunk.logprobs)} bytes")
+            raise BadStreamError(f"expected as many ids as log-probabilities; found {size} and {len(chunk.logprobs)} bytes")
         if start + count > self.max_new:
-            raise BadStreamError(f"expected at most {self.max_new} tokens in slot {chunk.slot}, found {start + count}")
-        draft.ids += chunk.token_ids
-        draft.logprobs += chunk.logprobs
+            raise BadStreamError(f"expected at most {self.max_new} tokens in sequence {chunk.slot}; found {start + count}")
+        sample.ids += chunk.token_ids
+        sample.logprobs += chunk.logprobs
         if count:
-            draft.spans = merged([*draft.spans, (chunk.oldest_version, start, start + count)])
+            sample.spans = merged([*sample.spans, (chunk.oldest_version, start, start + count)])
         return count
 
     def _end(self, end: rollout_pb2.SlotEnd) -> None:
-        draft = self._running(end.slot)
-        exact = [(span.version, span.start + draft.call_start, span.end + draft.call_start) for span in end.spans]
-        if not _covers(exact, draft.call_start, draft.length):
+        sample = self._running(end.slot)
+        exact = [(span.version, span.start + sample.call_start, span.end + sample.call_start) for span in end.spans]
+        if not _covers(exact, sample.call_start, sample.length):
             raise BadStreamError(
-                f"expected spans over tokens {draft.call_start} to {draft.length} of slot {end.slot}, found {exact}"
+                f"expected spans over tokens {sample.call_start} to {sample.length} of sequence {end.slot}; found {exact}"
             )
         if end.finish_reason not in (experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH):
-            raise BadStreamError(f"expected slot {end.slot} to end by stop or length, found finish reason {end.finish_reason}")
-        draft.spans = merged([*cut(draft.spans, draft.call_start), *exact])
-        draft.finish_reason = end.finish_reason
+            raise BadStreamError(
+                f"expected sequence {end.slot} to end by stop or length; found finish reason {end.finish_reason}"
+            )
+        sample.spans = merged([*cut(sample.spans, sample.call_start), *exact])
+        sample.finish_reason = end.finish_reason
 
 
-def part_since(marks: Sequence[Mark], drafts: Drafts, prompt_ids: np.ndarray) -> bytes:
-    """A serialised Group with what came since `marks`: ids and logprobs behind them, and all spans of the drafts that changed."""
+def part_since(marks: Sequence[Mark], rollouts: PartialRollouts, prompt_ids: np.ndarray) -> bytes:
+    """A serialized Group with what arrived since `marks`: new ids and log-probabilities, and all spans of the samples that changed."""
     part = experience_pb2.Group(prompt_ids=prompt_ids.astype("<i4").tobytes())
-    for draft, mark in zip(drafts.drafts, marks, strict=True):
-        if mark == (draft.length, draft.finish_reason):
+    for sample, mark in zip(rollouts.samples, marks, strict=True):
+        if mark == (sample.length, sample.finish_reason):
             part.samples.add()
             continue
         part.samples.add(
-            token_ids=bytes(draft.ids[4 * mark[0] :]),
-            logprobs=bytes(draft.logprobs[4 * mark[0] :]),
-            finish_reason=draft.finish_reason,
-            spans=[experience_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in draft.spans],
+            token_ids=bytes(sample.ids[4 * mark[0] :]),
+            logprobs=bytes(sample.logprobs[4 * mark[0] :]),
+            finish_reason=sample.finish_reason,
+            spans=[experience_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in sample.spans],
         )
     return part.SerializeToString()
 
 
-def joined(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: Drafts) -> Drafts:
-    """The drafts that the parts make up, in the place of `blank`, which says how many and how long they may be.
+def join_parts(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: PartialRollouts) -> PartialRollouts:
+    """The partial rollouts that the parts contain. They replace the samples of `blank`, which bounds their number and length.
 
     Raises:
-        BadDraftError: they are of another prompt, of another number of samples, or too long; or the parts do not make whole drafts.
+        PartialRolloutError: another prompt, another number of samples, too many tokens, or inconsistent parts.
     """
-    prompt, drafts = prompt_ids.astype("<i4").tobytes(), [Draft(draft.index) for draft in blank.drafts]
+    prompt, samples = prompt_ids.astype("<i4").tobytes(), [PartialRollout(sample.index) for sample in blank.samples]
     for payload in parts:
         part = experience_pb2.Group.FromString(payload)
-        if part.prompt_ids != prompt or len(part.samples) != len(drafts):
-            raise BadDraftError("expected drafts of this prompt's samples")
-        for draft, sample in zip(drafts, part.samples, strict=True):
-            if sample.token_ids or sample.finish_reason:
-                draft.ids += sample.token_ids
-                draft.logprobs += sample.logprobs
-                draft.spans = [(span.version, span.start, span.end) for span in sample.spans]
-                draft.finish_reason = sample.finish_reason
-    for draft in drafts:
-        if draft.length > blank.max_new or len(draft.ids) != len(draft.logprobs) or not _covers(draft.spans, 0, draft.length):
-            raise BadDraftError(f"expected at most {blank.max_new} tokens with log-probabilities and spans")
-    blank.drafts = drafts
+        if part.prompt_ids != prompt or len(part.samples) != len(samples):
+            raise PartialRolloutError("expected partial rollouts of this prompt's samples; found others")
+        for sample, new in zip(samples, part.samples, strict=True):
+            if new.token_ids or new.finish_reason:
+                sample.ids += new.token_ids
+                sample.logprobs += new.logprobs
+                sample.spans = [(span.version, span.start, span.end) for span in new.spans]
+                sample.finish_reason = new.finish_reason
+    for sample in samples:
+        if (
+            sample.length > blank.max_new
+            or len(sample.ids) != len(sample.logprobs)
+            or not _covers(sample.spans, 0, sample.length)
+        ):
+            raise PartialRolloutError(
+                f"expected at most {blank.max_new} tokens with log-probabilities and spans; found other parts"
+            )
+    blank.samples = samples
     blank.drop_older()
     return blank
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Neighbouring spans of one version as one."""
+    """Merges adjacent spans of one version."""
     result: list[Span] = []
     for version, start, end in spans:
         if result and result[-1][0] == version and result[-1][2] == start:
@@ -210,7 +216,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def cut(spans: Iterable[Span], length: int) -> list[Span]:
-    """The part of the spans in front of token `length`."""
+    """The spans of the first `length` tokens."""
     return [(version, start, min(end, length)) for version, start, end in spans if start < length]
 
 

@@ -1,7 +1,7 @@
-"""Which prompt an index stands for, and the seed of every sampler: pure functions of the run's seed.
+"""The prompt of each group index, and the seed of each sampler, as pure functions of the run's seed.
 
 Invariant: nothing here depends on time, on earlier calls or on a library's random generator, so that a takeover, a resume or a newer
-numpy sees the same prompts and seeds.
+numpy gives the same prompts and seeds.
 """
 
 import struct
@@ -28,9 +28,9 @@ def pass_order(seed: int, number: int, size: int) -> np.ndarray:
     return order
 
 
-def slot_seed(seed: int, group: int, attempt: int, slot: int, prefix_length: int) -> int:
-    """A sampler's seed, 63 bits: engines keep it in a signed word. A continued slot draws on from a seed of its own."""
-    return _digest(seed, group, attempt, slot, prefix_length) >> 1
+def sequence_seed(seed: int, group: int, attempt: int, sample: int, prefix_length: int) -> int:
+    """A sampler's seed, 63 bits because engines use a signed word. A continued sample has a seed of its own."""
+    return _digest(seed, group, attempt, sample, prefix_length) >> 1
 
 
 def _digest(*values: int) -> int:
@@ -38,7 +38,7 @@ def _digest(*values: int) -> int:
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:
-    """Steele, Lea and Flood's finaliser (OOPSLA 2014): a bijection of uint64, so no two rows tie."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): a bijection of uint64, so rows never tie."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

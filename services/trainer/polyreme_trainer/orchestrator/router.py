@@ -1,11 +1,18 @@
-"""Which replica gets a group: the least loaded one that has room and whose policy is new enough. Pure; time is an argument.
+"""Chooses the replica for a group: the least loaded one that has capacity and a policy that is new enough. Pure; time is an argument.
 
-Invariant: `outstanding` of a target is the number of tokens that were promised to it and have neither arrived nor been given up, and
-`slots` the number of samples that they are of.
+Invariant: `outstanding` of a target is the number of tokens that running calls were promised and that have neither arrived nor been
+given up; `sequences` is the number of samples that they belong to.
 """
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+
+from polyreme.process.backoff import Backoff
+
+FAILURE_BACKOFF = Backoff(first=0.5, longest=8.0)
+"""After consecutive failed calls, in seconds."""
+SUSPENSION = Backoff(first=15.0, longest=120.0)
+"""Suspensions of a straggler, in seconds, without jitter."""
 
 
 @dataclass
@@ -13,59 +20,49 @@ class Target:
     """What the orchestrator knows of one replica.
 
     Attributes:
-        version: the policy version that its newest commit put in place; None: none yet.
+        version: the policy version of its newest commit; None: none yet.
         term: the learner's term of that commit.
-        outstanding, slots: promised to it by running calls: tokens, and the samples that they are of.
-        resting_until: monotonic seconds before which it is not asked, after a failure.
-        failures: failures in a row; any arriving token ends the row.
-        quarantined_until: monotonic seconds before which it is not asked, since it did not keep pace.
-        quarantines: how often so far.
+        outstanding, sequences: tokens promised to it by running calls, and the samples that they belong to.
+        failures: consecutive failed calls; an arriving token resets the count.
+        backoff_until: monotonic seconds before which it gets no call, after a failure.
+        suspensions: how often it was suspended as a straggler.
+        suspended_until: monotonic seconds before which it gets no call, as a straggler.
     """
 
     id: str
     version: int | None = None
     term: int = 0
     outstanding: int = 0
-    slots: int = 0
-    resting_until: float = 0.0
+    sequences: int = 0
     failures: int = 0
-    quarantined_until: float = 0.0
-    quarantines: int = 0
+    backoff_until: float = 0.0
+    suspensions: int = 0
+    suspended_until: float = 0.0
 
-    def free_at(self) -> float:
-        """Monotonic seconds from which on it may be asked."""
-        return max(self.resting_until, self.quarantined_until)
+    def available_at(self) -> float:
+        """Monotonic seconds from which on it may get a call."""
+        return max(self.backoff_until, self.suspended_until)
 
 
 def choose(
-    targets: Iterable[Target], *, min_version: int, term: int, now: float, room: float, avoid: Set[str] = frozenset()
+    targets: Iterable[Target], *, min_version: int, term: int, now: float, capacity: float, avoid: Set[str] = frozenset()
 ) -> Target | None:
     """The usable target with the fewest outstanding tokens, ties by id; None when none is usable.
 
     Args:
-        min_version: the oldest policy version that will do.
-        term: the learner's term: an older one's replicas hold a policy that was given up.
+        min_version: the oldest acceptable policy version.
+        term: the learner's term. A replica of an older term holds an abandoned policy.
         now: monotonic seconds.
-        room: samples that a target decodes at once: with as many under way, it gets no more.
-        avoid: ids taken only when no other is usable.
+        capacity: samples that a target decodes at once. A target with as many gets no further ones.
+        avoid: ids to use only when no other target is usable.
     """
     usable = [
         target
         for target in targets
-        if target.slots < room
+        if target.sequences < capacity
         and target.version is not None
         and target.version >= min_version
         and target.term >= term
-        and target.free_at() <= now
+        and target.available_at() <= now
     ]
     return min(usable, key=lambda target: (target.id in avoid, target.outstanding, target.id), default=None)
-
-
-def rest_after(failures: int, jitter: float) -> float:
-    """Seconds to leave a target alone after its n-th failure in a row: 0.5 s doubling to 8 s, times (0.5 + jitter), jitter in [0, 1)."""
-    return min(8.0, 0.5 * 2.0 ** max(0, failures - 1)) * (0.5 + jitter)
-
-
-def quarantine_for(times: int) -> float:
-    """Seconds of a target's n-th quarantine: 15 s doubling to two minutes."""
-    return min(120.0, 15.0 * 2.0 ** max(0, times - 1))

@@ -1,6 +1,6 @@
-"""Which version is evaluated when: each that is due once, one at a time, in their order.
+"""Schedules the evaluations of a run: each due version once, one at a time, in order.
 
-Invariant: a version whose evaluation has ended, or is given up, is told to the log, so that no replica is kept at it for nothing.
+Invariant: the experience log records each version whose evaluation has ended or was skipped, so that no replica is held at it in vain.
 """
 
 import asyncio
@@ -11,78 +11,78 @@ from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
 from polyreme_trainer.orchestrator.evaluate import EvaluationError, Evaluator
-from polyreme_trainer.orchestrator.replica_pool import Fleet
+from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def pending(version: int, done: Set[int], evaluates: Callable[[int], bool]) -> Iterable[int]:
-    """Which of the versions up to `version` are to be evaluated, in order: the first that there is, then what the schedule asks for."""
+    """The versions up to `version` that are due, in order: the first version of the run, then those that `evaluates` names."""
     if not done:
         return [version]
     return filter(evaluates, range(max(done) + 1, version + 1))
 
 
-class Schedule:
-    """Runs the evaluations of a run, and says what they leave room for.
+class EvalSchedule:
+    """Runs the evaluations, and decides whether groups may be admitted meanwhile.
 
     Args:
-        ended: called when one has ended.
+        ended: called when an evaluation has ended.
     """
 
     def __init__(
         self,
         run: Run,
         config: RunConfig,
-        log: ExperienceLog,
-        fleet: Fleet,
+        experience: ExperienceLog,
+        pool: ReplicaPool,
         evaluator: Evaluator | None,
         ended: Callable[[], None],
     ) -> None:
-        self._run, self._config, self._log, self._fleet = run, config, log, fleet
+        self._run, self._config, self._experience, self._pool = run, config, experience, pool
         self._evaluator, self._ended = evaluator, ended
         self._done: set[int] = set()
-        self._reached: int | None = None
-        self._alone = False
+        self._resumed_at: int | None = None
+        self._exclusive = False
         self.task: asyncio.Task[None] | None = None
 
     @property
     def running(self) -> bool:
         return self.task is not None and not self.task.done()
 
-    async def recall(self) -> None:
-        """Reads off the run's records what was evaluated before."""
+    async def load(self) -> None:
+        """Reads from the run's records which versions were evaluated before."""
         last = "0"
         while records := await self._run.records(last, 0):
             last = records[-1][0]
             self._done |= {record["version"] for _, record in records if record.get("kind") == "eval"}
         if self._done:
-            await self._log.set_evaluated(max(self._done))
+            await self._experience.set_evaluated(max(self._done))
 
     async def start_next(self, version: int, group: asyncio.TaskGroup) -> None:
-        """Starts what is due at the learner's `version`, unless an evaluation is under way. What replicas have left is given up."""
+        """Starts the evaluation that is due at the learner's `version`, unless one is running. Skips versions that replicas have left."""
         if self._evaluator is None or self.running or version < 0:
             return
-        if self._reached is None:
-            self._reached = version
-        for wanted in pending(version, self._done, self._config.evaluates):
-            if self._fleet.passed(wanted):
-                text = f"version {wanted} was not evaluated: replicas serve newer ones already"
-                await self._settle(wanted, text if wanted >= self._reached else None)
+        if self._resumed_at is None:
+            self._resumed_at = version
+        for due in pending(version, self._done, self._config.evaluates):
+            if self._pool.serves_newer(due):
+                text = f"version {due} was not evaluated: replicas serve newer versions already"
+                await self._finish(due, text if due >= self._resumed_at else None)
                 continue
-            # Nothing else keeps the replicas busy during the run's first evaluation: it is of the policy that the run starts from.
-            last = wanted == self._config.iterations
-            self._alone = not self._done or last or not self._config.holds(wanted)
-            self._fleet.held = wanted
-            self.task = group.create_task(self._evaluate(self._evaluator, wanted))
+            # Nothing is generated during the run's first evaluation, which is of the initial policy.
+            is_last = due == self._config.iterations
+            self._exclusive = not self._done or is_last or not self._config.holds(due)
+            self._pool.held = due
+            self.task = group.create_task(self._evaluate(self._evaluator, due))
             return
 
     def admits(self, version: int) -> bool:
-        """Whether groups may be admitted at the learner's `version`. Admitted at a newer one than is held, they would only wait."""
-        return not self.running or (not self._alone and self._fleet.held is not None and version <= self._fleet.held)
+        """Whether groups may be admitted at the learner's `version`. At a newer version than the held one they would only wait."""
+        return not self.running or (not self._exclusive and self._pool.held is not None and version <= self._pool.held)
 
     async def _evaluate(self, evaluator: Evaluator, version: int) -> None:
-        limit = None if self._alone else self._config.eval_hold
+        limit = None if self._exclusive else self._config.eval_hold
         failure = None
         try:
             try:
@@ -91,17 +91,17 @@ class Schedule:
             except EvaluationError as error:
                 failure = str(error)
             except TimeoutError:
-                if not deadline.expired():  # an UnavailableError is one too
+                if not deadline.expired():  # an UnavailableError is a TimeoutError too
                     raise
                 failure = f"the evaluation of version {version} took longer than eval_hold = {limit:g} s"
-            await self._settle(version, failure)
+            await self._finish(version, failure)
         finally:
-            self._fleet.held = None
+            self._pool.held = None
             self._ended()
 
-    async def _settle(self, version: int, failure: str | None) -> None:
+    async def _finish(self, version: int, failure: str | None) -> None:
         if failure is not None:
-            _log.warning("%s", failure)
+            logger.warning("%s", failure)
             await self._run.emit({"kind": "eval_failed", "version": version, "text": failure})
         self._done.add(version)
-        await self._log.set_evaluated(version)
+        await self._experience.set_evaluated(version)

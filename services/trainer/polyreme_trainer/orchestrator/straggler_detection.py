@@ -1,101 +1,101 @@
-"""Whether a replica keeps pace with its peers. Pure; time is an argument, in monotonic seconds.
+"""Detects replicas that do not keep pace with their peers. Pure; time is an argument, in monotonic seconds.
 
-Invariant: a replica is only ever measured by what the others do, so one alone is never a laggard, nor is one of many that all stand still.
-Two things make a laggard of a replica that has samples under way:
+Invariant: a replica is compared only with its peers, so a single replica is never a straggler, and neither is one of many that all
+stall. A replica with running samples is a straggler when it is
 
-- silence: nothing has come from it for longer than SILENCE seconds, ten times the others' median between two chunks of a sample, and
-  three times their median until a call's first chunk and for a weight swap;
-- slowness: over WINDOW seconds, or ten chunks of a sample, a sample there got less than a fifth of the tokens that the others' got.
+- silent: it has sent nothing for longer than SILENCE_TIMEOUT, than GAP_FACTOR times its peers' median time between two chunks of a
+  sample, and than WAIT_FACTOR times their median time to a call's first chunk and their median swap; or
+- slow: over WINDOW_SECONDS, or GAP_FACTOR chunks of a sample, its samples got less than SLOW_SHARE of the tokens of its peers' samples.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-SILENCE = 3.0
-GAPS = 10.0
-WAITS = 3.0
-WINDOW = 10.0
+SILENCE_TIMEOUT = 3.0
+GAP_FACTOR = 10.0
+WAIT_FACTOR = 3.0
+WINDOW_SECONDS = 10.0
 SLOW_SHARE = 0.2
 ENOUGH_TOKENS = 64.0
-"""What the others would have brought in the window at least: fewer say nothing."""
-_NEWEST = 0.1  # weight of the newest value in a mean
+"""Tokens that peers would have sampled in the window. With fewer, the window is not judged."""
+_EMA_WEIGHT = 0.1  # of the newest value
 
 
 @dataclass
 class Pace:
-    """What one replica brings.
+    """The measured pace of one replica.
 
     Attributes:
-        slots: samples under way there.
-        heard: when something last came, or when it got its first sample.
+        sequences: samples that run there.
+        heard: when it last sent something, or got its first sample.
         gap: mean seconds between two chunks of a sample; None: unknown.
         first: mean seconds until a call's first chunk.
-        stall: seconds that its newest weight swap stood still.
-        rate: tokens per second and sample in the last whole window; None: unknown.
+        stall: pause of its newest weight swap, in seconds.
+        rate: tokens per second and sample in the last complete window; None: unknown.
     """
 
-    slots: int = 0
+    sequences: int = 0
     heard: float = 0.0
     gap: float | None = None
     first: float = 0.0
     stall: float = 0.0
     rate: float | None = None
     _tokens: int = 0
-    _slot_seconds: float = 0.0
+    _sequence_seconds: float = 0.0
     _window: float | None = None
     _counted: float = 0.0
 
-    def change(self, slots: int, now: float) -> None:
-        """`slots` samples more (or fewer, when negative) are under way."""
+    def change(self, sequences: int, now: float) -> None:
+        """`sequences` more samples run there (fewer when negative)."""
         self._count(now)
-        if not self.slots:
+        if not self.sequences:
             self.heard = now
-        self.slots += slots
+        self.sequences += sequences
 
-    def came(self, tokens: int, now: float) -> None:
-        """Something came, with so many tokens."""
+    def arrived(self, tokens: int, now: float) -> None:
+        """A message with so many tokens arrived."""
         self._tokens += tokens
         self.heard = now
 
     def chunk_after(self, seconds: float) -> None:
-        """A chunk of a sample came so long after that sample's chunk before."""
-        self.gap = seconds if self.gap is None else self.gap + _NEWEST * (seconds - self.gap)
+        """A chunk of a sample arrived so long after its previous chunk."""
+        self.gap = seconds if self.gap is None else self.gap + _EMA_WEIGHT * (seconds - self.gap)
 
     def first_after(self, seconds: float) -> None:
-        """A call's first chunk came after so long."""
-        self.first += (_NEWEST if self.first else 1.0) * (seconds - self.first)
+        """A call's first chunk arrived after so long."""
+        self.first += (_EMA_WEIGHT if self.first else 1.0) * (seconds - self.first)
 
-    def forgive(self, now: float) -> None:
-        """Nobody listened until now."""
+    def reset(self, now: float) -> None:
+        """Discards the silence so far, because this process did not listen."""
         self.heard, self._window = now, None
 
     def window(self, seconds: float, now: float) -> float | None:
-        """Closes the window once it is so long: the seconds that samples spent there, all together; else None."""
+        """Closes the window once it is so long. Returns the sample-seconds in it, else None."""
         self._count(now)
-        if self._window is None or not self.slots:
-            self._window, self._tokens, self._slot_seconds = now, 0, 0.0
+        if self._window is None or not self.sequences:
+            self._window, self._tokens, self._sequence_seconds = now, 0, 0.0
         if now - self._window < seconds:
             return None
-        spent = self._slot_seconds
+        spent = self._sequence_seconds
         self.rate = self._tokens / spent if spent else None
-        self._window, self._tokens, self._slot_seconds = now, 0, 0.0
+        self._window, self._tokens, self._sequence_seconds = now, 0, 0.0
         return spent
 
     def _count(self, now: float) -> None:
-        self._slot_seconds += self.slots * (now - self._counted)
+        self._sequence_seconds += self.sequences * (now - self._counted)
         self._counted = now
 
 
-def laggards(paces: Mapping[str, Pace], now: float) -> dict[str, str]:
-    """The replicas that lag behind, with the reason. Call it about twice a second."""
+def stragglers(paces: Mapping[str, Pace], now: float) -> dict[str, str]:
+    """The stragglers, with the reason. Call it about twice a second."""
     gaps = [pace.gap for pace in paces.values() if pace.gap is not None]
-    window = max(WINDOW, GAPS * median(gaps) if gaps else 0.0)
+    window = max(WINDOW_SECONDS, GAP_FACTOR * median(gaps) if gaps else 0.0)
     spent = {name: pace.window(window, now) for name, pace in paces.items()}
     found = {}
     for name, pace in paces.items():
         peers = [peer for other, peer in paces.items() if other != name]
-        if pace.slots and (reason := _silent(pace, peers, now) or _slow(pace, spent[name], peers)):
+        if pace.sequences and (reason := _silent(pace, peers, now) or _slow(pace, spent[name], peers)):
             found[name] = reason
     return found
 
@@ -105,11 +105,11 @@ def _silent(pace: Pace, peers: list[Pace], now: float) -> str:
     if not gaps:
         return ""
     waits = [median(peer.first for peer in peers), median(peer.stall for peer in peers)]
-    limit = max(SILENCE, GAPS * median(gaps), WAITS * max(waits))
-    alive = any(not peer.slots or now - peer.heard < limit for peer in peers)
+    limit = max(SILENCE_TIMEOUT, GAP_FACTOR * median(gaps), WAIT_FACTOR * max(waits))
+    alive = any(not peer.sequences or now - peer.heard < limit for peer in peers)
     if now - pace.heard <= limit or not alive:
         return ""
-    return f"nothing has come from it for {now - pace.heard:.1f} s, while others bring a chunk every {median(gaps):.2g} s"
+    return f"it has sent nothing for {now - pace.heard:.1f} s, while its peers send a chunk every {median(gaps):.2g} s"
 
 
 def _slow(pace: Pace, spent: float | None, peers: list[Pace]) -> str:
@@ -119,4 +119,4 @@ def _slow(pace: Pace, spent: float | None, peers: list[Pace]) -> str:
     usual = median(rates)
     if usual * spent < ENOUGH_TOKENS or pace.rate >= SLOW_SHARE * usual:
         return ""
-    return f"a sample gets {pace.rate:.3g} tokens/s there, {usual:.3g} elsewhere"
+    return f"its samples get {pace.rate:.3g} tokens/s, those of its peers {usual:.3g}"

@@ -1,4 +1,7 @@
-"""Structured concurrency whose failure is one plain exception."""
+"""Structured concurrency that fails with one plain exception.
+
+Invariant: when a block ends, none of its tasks runs any more.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -10,7 +13,7 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup that raises the first failure itself; all other tasks have ended by then."""
+    """A TaskGroup that raises its first failure, after all other tasks have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group
@@ -22,7 +25,7 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results in order. The first failure ends the others and is raised."""
+    """The results in order. The first failure cancels the others and is raised."""
     async with task_group() as group:
         tasks = [group.create_task(coroutine) for coroutine in coroutines]
     return [task.result() for task in tasks]

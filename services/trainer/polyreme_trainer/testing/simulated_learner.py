@@ -13,7 +13,7 @@ import typer
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
 from polyreme_trainer.learner.leader import Ranks
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 async def _read_config(redis_url: str, run_id: str) -> RunConfig:
-    redis = await connect(redis_url, RIDE_OVER)
+    redis = await connect(redis_url, RECONNECT_TIMEOUT)
     try:
         return await (await Run.attach(redis, run_id, ATTACH_SECONDS)).config()
     finally:

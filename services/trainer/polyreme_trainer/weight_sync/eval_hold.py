@@ -1,7 +1,7 @@
-"""Which version replicas are kept at so that it can be evaluated. Pure; time is an argument.
+"""Decides which version the replicas are held at for its evaluation. Pure; time is an argument.
 
-Kept here: one version at most, the first that is to be evaluated and was published as the newest; it is let go when nobody waits for
-its evaluation any more, and after its time in any case.
+Invariant: at most one version is held, the first one due for evaluation that was published as the newest. It is released when its
+evaluation has ended, and after `seconds` in any case.
 """
 
 from collections.abc import Callable
@@ -9,26 +9,26 @@ from collections.abc import Callable
 from polyreme_trainer.weight_sync.replica_client import Version
 
 
-class Hold:
-    """At first nothing is held.
+class EvalHold:
+    """Holds nothing at first.
 
     Args:
-        wanted: whether a version is to be evaluated.
-        seconds: how long it is held at most.
+        is_due: whether a version is to be evaluated.
+        seconds: the longest time that a version is held.
     """
 
-    def __init__(self, wanted: Callable[[int], bool], seconds: float) -> None:
-        self._wanted, self._seconds = wanted, seconds
+    def __init__(self, is_due: Callable[[int], bool], seconds: float) -> None:
+        self._is_due, self._seconds = is_due, seconds
         self._done, self._until = -1, 0.0
         self.version: Version | None = None
 
     def published(self, newest: Version, now: float) -> None:
-        """`newest` is complete: it is held unless another one still is."""
-        if self.version is None and newest.number > self._done and self._wanted(newest.number):
+        """Holds `newest` when it is due and no other version is held."""
+        if self.version is None and newest.number > self._done and self._is_due(newest.number):
             self.version, self._until = newest, now + self._seconds
 
-    def look(self, evaluated: int, newest: Version, now: float) -> None:
-        """Versions up to `evaluated` need not be held. What is held longer than it may be is given up."""
+    def update(self, evaluated: int, newest: Version, now: float) -> None:
+        """Releases a version up to `evaluated`, and one that was held longer than `seconds`."""
         self._done = max(self._done, evaluated)
         if self.version is None:
             return

@@ -1,7 +1,7 @@
-"""The publisher: a thread that brings complete versions to the replicas while the learner trains on.
+"""A thread that pushes complete versions to the replicas while the learner trains.
 
-Kept here: the learner's thread never waits for a replica, except where it asks to (`acquire_slot`, `wait_committed`) and then to
-a deadline; what goes wrong in the thread is raised by the learner's next call.
+Invariant: the learner's thread waits for a replica only in `acquire_slot` and `wait_committed`, each with a deadline. The learner's
+next call raises an error of the thread.
 """
 
 import asyncio
@@ -17,57 +17,57 @@ from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Term, TransitionError
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import RIDE_OVER, connect
+from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest
-from polyreme_trainer.weight_sync.eval_hold import Hold
+from polyreme_trainer.weight_sync.eval_hold import EvalHold
 from polyreme_trainer.weight_sync.replica_client import Version
-from polyreme_trainer.weight_sync.replica_sync import Commit, Fleet
+from polyreme_trainer.weight_sync.replica_sync import Commit, ReplicaSync
 
-START_SECONDS = 75.0  # Redis may be away for a minute
-ATTACH_SECONDS = 5.0  # the learner is in the run already
-CLOSE_SECONDS = 10.0
-ANSWER_SECONDS = 90.0  # beyond a question's own deadline: Redis may be away for a minute
+START_TIMEOUT = 75.0  # Redis may be unreachable for a minute
+ATTACH_TIMEOUT = 5.0  # the learner has attached to the run already
+CLOSE_TIMEOUT = 10.0
+ANSWER_TIMEOUT = 90.0  # added to a request's own deadline: Redis may be unreachable for a minute
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Life:
-    """What the thread's event loop runs."""
+class _Running:
+    """The thread's event loop and its replica sync."""
 
     loop: asyncio.AbstractEventLoop
-    fleet: Fleet
+    sync: ReplicaSync
 
 
 class Publisher:
-    """Pushes the newest version to every rollout replica with a lease, now and whenever one joins.
+    """Pushes the newest version to every rollout replica with a lease, also to those that join later.
 
-    It has an event loop and a Redis connection of its own. `acquire_slot` and `wait_committed` are awaited in the caller's loop.
+    It has its own event loop and Redis connection. `acquire_slot` and `wait_committed` are awaited in the caller's loop.
 
-    A defect in it fails the run, and so does the quarantine of every replica; the loss of the term or of Redis ends this learner alone.
+    A bug in it fails the run, and so does the quarantine of every replica. The loss of the term or of Redis ends only this learner.
 
     Args:
         redis_url, run_id: the run.
-        term: the learner's.
-        arena: this host's; the publisher reads it and does not close it.
+        term: the learner's term.
+        arena: this host's arena. The publisher reads it and does not close it.
     """
 
     def __init__(self, redis_url: str, run_id: str, term: Term, arena: Arena) -> None:
         self._redis_url, self._run_id, self._term, self._arena = redis_url, run_id, term, arena
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="publisher", daemon=True)
-        self._life: Future[_Life] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run_thread()), name="publisher", daemon=True)
+        self._running: Future[_Running] = Future()
         self._failure: BaseException | None = None
 
     def start(self) -> None:
-        """Starts the thread and waits until it is connected. Raises StoreError, UnavailableError."""
+        """Starts the thread and waits until it has connected. Raises StoreError, UnavailableError."""
         self._thread.start()
-        self._life.result(START_SECONDS)
+        self._running.result(START_TIMEOUT)
 
     def publish(self, manifest: Manifest, slot: int, generation: int) -> None:
-        """Makes the version in `slot` the newest. Digests that the manifest lacks are computed in the publisher's thread.
+        """Makes the version in `slot` the newest. The publisher's thread computes missing digests.
 
         Raises:
             ArenaError: the slot is not complete at `generation`.
@@ -75,52 +75,52 @@ class Publisher:
         """
         self._arena.check(slot, generation)
 
-        async def announce(fleet: Fleet) -> None:
+        async def announce(sync: ReplicaSync) -> None:
             sealed = manifest if manifest.sealed else seal(manifest, self._arena.slot_view(slot))
-            fleet.publish(Version(sealed.to_proto(), slot, generation))
+            sync.publish(Version(sealed.to_proto(), slot, generation))
 
         self._submit(announce).add_done_callback(self._keep_failure)
 
     async def acquire_slot(self, seconds: float) -> int:
-        """A slot to write the next version into. Replicas that hold every slot past `seconds` are quarantined.
+        """A slot for the next version. Replicas that block every slot for `seconds` are interrupted: a failed swap for each.
 
         Raises:
             StaleTermError: another learner has taken over.
         """
-        return await self._ask(lambda fleet: fleet.acquire_slot(seconds), seconds)
+        return await self._ask(lambda sync: sync.acquire_slot(seconds), seconds)
 
     async def wait_committed(self, version: int, replicas: int, seconds: float) -> list[Commit]:
         """The commits of at least `replicas` replicas that serve `version` or a newer one.
 
         Raises:
-            UnavailableError: there are fewer after `seconds`; says what each replica does.
+            UnavailableError: there are fewer after `seconds`; the message names the state of each replica.
             StaleTermError: another learner has taken over.
         """
-        return await self._ask(lambda fleet: fleet.wait_committed(version, replicas, seconds), seconds)
+        return await self._ask(lambda sync: sync.wait_committed(version, replicas, seconds), seconds)
 
     def close(self) -> None:
-        """Ends the thread; pushes under way are cancelled. Idempotent."""
+        """Ends the thread and cancels running pushes. Idempotent."""
         if not self._thread.is_alive():
             return
-        if self._life.exception(START_SECONDS) is None:
-            life = self._life.result()
-            with suppress(RuntimeError):  # the loop is closed: the thread ends by itself
-                life.loop.call_soon_threadsafe(life.fleet.stop)
-        self._thread.join(CLOSE_SECONDS)
+        if self._running.exception(START_TIMEOUT) is None:
+            running = self._running.result()
+            with suppress(RuntimeError):  # the loop is closed already
+                running.loop.call_soon_threadsafe(running.sync.stop)
+        self._thread.join(CLOSE_TIMEOUT)
 
-    async def _ask(self, question: Callable[[Fleet], Coroutine[Any, Any, T]], seconds: float) -> T:
-        """`question` has its own deadline of `seconds`; this one is for a thread that ends without an answer."""
+    async def _ask(self, request: Callable[[ReplicaSync], Coroutine[Any, Any, T]], seconds: float) -> T:
+        """`request` has its own deadline of `seconds`. The deadline here covers a thread that ends without an answer."""
         try:
-            async with asyncio.timeout(seconds + ANSWER_SECONDS):
-                return await asyncio.wrap_future(self._submit(question))
+            async with asyncio.timeout(seconds + ANSWER_TIMEOUT):
+                return await asyncio.wrap_future(self._submit(request))
         except (asyncio.CancelledError, TimeoutError):
-            self._raise_failure()  # it was the publisher's loop that ended
+            self._raise_failure()  # the publisher's loop has ended
             raise
 
-    def _submit(self, question: Callable[[Fleet], Coroutine[Any, Any, T]]) -> "Future[T]":
+    def _submit(self, request: Callable[[ReplicaSync], Coroutine[Any, Any, T]]) -> "Future[T]":
         self._raise_failure()
-        life = self._life.result(0)
-        return asyncio.run_coroutine_threadsafe(question(life.fleet), life.loop)
+        running = self._running.result(0)
+        return asyncio.run_coroutine_threadsafe(request(running.sync), running.loop)
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, PolyremeError):
@@ -132,32 +132,32 @@ class Publisher:
         if not future.cancelled() and future.exception() is not None:
             self._failure = self._failure or future.exception()
 
-    async def _live(self) -> None:
+    async def _run_thread(self) -> None:
         try:
-            redis = await connect(self._redis_url, RIDE_OVER)
+            redis = await connect(self._redis_url, RECONNECT_TIMEOUT)
             try:
-                await self._follow(await Run.attach(redis, self._run_id, ATTACH_SECONDS))
+                await self._follow(await Run.attach(redis, self._run_id, ATTACH_TIMEOUT))
             finally:
                 await redis.aclose()
         except Exception as error:
-            log.error("the publisher ends", exc_info=error)
-            self._failure = error  # set before the loop ends and cancels who waits for an answer
-            if not self._life.done():
-                self._life.set_exception(error)
+            logger.error("the publisher failed", exc_info=error)
+            self._failure = error  # set before the loop ends and cancels waiting requests
+            if not self._running.done():
+                self._running.set_exception(error)
 
     async def _follow(self, run: Run) -> None:
         config = await run.config()
-        hold = Hold(config.holds, config.eval_hold)
-        log, wanted = ExperienceLog(run, self._term), config.rollout.replicas
-        fleet = Fleet(run, log, Registry(run), self._arena, self._term.counter, wanted, hold, config.security)
-        self._life.set_result(_Life(asyncio.get_running_loop(), fleet))
+        hold = EvalHold(config.holds, config.eval_hold)
+        experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
+        sync = ReplicaSync(run, experience, Registry(run), self._arena, self._term.counter, wanted, hold, config.security)
+        self._running.set_result(_Running(asyncio.get_running_loop(), sync))
         try:
-            await fleet.follow()
+            await sync.follow()
         except Exception as error:
             if isinstance(error, PolyremeError) and not isinstance(error, RunFailedError):
                 raise
-            # The learner may be waiting for samples, which would never come without a push: this ends its wait.
-            defect = f"the weight publisher failed: {type(error).__name__}: {error}"
+            # The learner may be waiting for samples that need this push. The run's failure ends its wait.
+            reason = f"the weight publisher failed: {type(error).__name__}: {error}"
             with suppress(TransitionError):
-                await run.set_state(RunState.FAILED, str(error) if isinstance(error, RunFailedError) else defect)
+                await run.set_state(RunState.FAILED, str(error) if isinstance(error, RunFailedError) else reason)
             raise

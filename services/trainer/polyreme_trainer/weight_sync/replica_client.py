@@ -1,7 +1,6 @@
-"""One replica's way to a version: probe, stage, commit. Every call has a deadline; a failure has one of three meanings.
+"""Brings one replica to a version: probe, stage, commit. Every call has a deadline.
 
-Kept here: a call's error is a verdict on the replica (SwapError), on the way to it (UnreachableError) or on this
-learner (StaleTermError), never a bare gRPC error.
+Invariant: no call raises a bare gRPC error. SwapError blames the replica, UnreachableError the connection, StaleTermError this learner.
 """
 
 import asyncio
@@ -20,18 +19,18 @@ from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_manifest, keep_memory
 
-PROBE_SECONDS = 10.0
-STAGE_SECONDS = 30.0
-COMMIT_SECONDS = 60.0  # an engine step in progress ends first
-SLOWEST_BYTES_PER_SECOND = 100e6  # a version's bytes widen the deadlines of staging and committing at this rate
-STREAM_IDLE_SECONDS = 20.0  # without any of a stream's bytes getting away
-SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # below, a stream ends although its bytes do get away
+PROBE_TIMEOUT = 10.0
+STAGE_TIMEOUT = 30.0
+COMMIT_TIMEOUT = 60.0  # the running engine step ends first
+SLOWEST_BYTES_PER_SECOND = 100e6  # extends the deadlines of staging and committing by a version's size
+STREAM_IDLE_TIMEOUT = 20.0  # without progress of a stream
+SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended although it progresses
 
 T = TypeVar("T")
 
 
 class SwapError(Exception):
-    """The replica answered that it could not take the version, or did not answer in time."""
+    """The replica refused the version, or did not answer in time."""
 
 
 class _CannotMapError(SwapError):
@@ -39,7 +38,7 @@ class _CannotMapError(SwapError):
 
 
 class UnreachableError(Exception):
-    """No connection to the replica, or one that broke."""
+    """The replica cannot be reached, or the connection broke."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,12 @@ class Version:
         return int(self.manifest.id.version)
 
 
-class Link:
-    """The connection to one replica's WeightsService.
+class ReplicaClient:
+    """A client of one replica's WeightsService.
 
     Args:
-        lease: where it is.
-        arena: what to offer it, and to read from for a replica on another host.
+        lease: has the replica's address.
+        arena: offered to a replica on this host, and read from for a replica on another host.
         security: of the replica's ports.
     """
 
@@ -69,15 +68,15 @@ class Link:
         self._address, self._arena = lease.address, arena
         self._channel: grpc.aio.Channel | None = None
         self.probed = False
-        """Whether the replica was asked if it can map the arena."""
+        """Whether the replica has answered if it can map the arena."""
         self.unmapped: str | None = None
-        """Why it cannot, and gets streams instead."""
+        """Why the replica cannot map the arena, and receives streams instead; None when it can."""
 
     async def probe(self, version: Version) -> None:
-        """Finds out, once, whether the replica can map the arena: `unmapped`.
+        """Sets `unmapped`: asks once whether the replica can map the arena.
 
         Raises, as `stage`, `stream` and `commit`:
-            SwapError, UnreachableError: see there. The replica serves what it served before, or nothing.
+            SwapError, UnreachableError: the replica serves its previous version, or nothing.
             StaleTermError: the replica knows a newer learner.
         """
         if self.probed:
@@ -86,34 +85,34 @@ class Link:
         request = pb.ProbeRequest(
             run_id=identity.run_id, term=identity.term, arena_path=str(self._arena.path), nonce=self._arena.nonce
         )
-        answer = await self._call(lambda stub: stub.Probe(request, timeout=PROBE_SECONDS))
+        answer = await self._call(lambda stub: stub.Probe(request, timeout=PROBE_TIMEOUT))
         self.unmapped = None if answer.can_map else answer.reason
         self.probed = True
 
     async def stage(self, version: Version) -> None:
-        """Has the replica take the version from the arena, or finds that it cannot any more: `unmapped`."""
+        """Makes the replica stage the version from the arena. Sets `unmapped` when it no longer can."""
         request = pb.StageArenaRequest(
             manifest=version.manifest, arena_path=str(self._arena.path), slot=version.slot, generation=version.generation
         )
         try:
-            await self._call(lambda stub: stub.StageArena(request, timeout=STAGE_SECONDS + mapped_seconds(version)))
+            await self._call(lambda stub: stub.StageArena(request, timeout=STAGE_TIMEOUT + mapped_seconds(version)))
         except _CannotMapError as error:
             self.unmapped = str(error)
 
     async def stream(self, version: Version) -> None:
-        """Sends the replica the version's bytes."""
+        """Sends the version's bytes to the replica."""
         keep_memory()
-        seconds = STAGE_SECONDS + version.manifest.nbytes / SLOWEST_STREAM_BYTES_PER_SECOND
+        seconds = STAGE_TIMEOUT + version.manifest.nbytes / SLOWEST_STREAM_BYTES_PER_SECOND
         await self._call(lambda stub: self._send(version, seconds))
 
     async def commit(self, version: Version) -> pb.CommitResponse:
-        """Has the replica serve what it has staged."""
+        """Makes the replica serve the staged version."""
         identity = version.manifest.id
         committed: pb.CommitResponse = await self._call(
-            lambda stub: stub.Commit(pb.CommitRequest(id=identity), timeout=COMMIT_SECONDS + mapped_seconds(version))
+            lambda stub: stub.Commit(pb.CommitRequest(id=identity), timeout=COMMIT_TIMEOUT + mapped_seconds(version))
         )
         if committed.version != identity.version:
-            raise SwapError(f"it committed version {committed.version} when asked for {identity.version}")
+            raise SwapError(f"expected a commit of version {identity.version}; found {committed.version}")
         return committed
 
     async def close(self) -> None:
@@ -122,17 +121,17 @@ class Link:
             self._channel = None
 
     async def _call(self, act: Callable[[pb_grpc.WeightsServiceStub], Awaitable[T]]) -> T:
-        """Runs a call; what gRPC says of it becomes one of the three meanings."""
+        """Runs a call and translates its gRPC error."""
         channel = self._channel = self._channel or rpc.connect(self._address, self._security)
         try:
             return await act(pb_grpc.WeightsServiceStub(channel))
         except grpc.aio.AioRpcError as error:
-            meaning = _meaning(error)
+            translated: Exception = _translated(error)
         except UnreachableError as error:
-            meaning = error
-        if isinstance(meaning, UnreachableError):
-            await self.close()  # a fresh channel does not inherit this one's reconnect backoff
-        raise meaning
+            translated = error
+        if isinstance(translated, UnreachableError):
+            await self.close()  # a new channel starts without this one's reconnect backoff
+        raise translated
 
     async def _send(self, version: Version, seconds: float) -> None:
         """Raises AioRpcError, UnreachableError, SwapError."""
@@ -144,39 +143,39 @@ class Link:
         size = version.manifest.nbytes
         data = self._arena.slot_view(version.slot)[:size]
         call = self._channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=seconds)
-        end, sent = _End(call), 0
+        status, sent = _CallStatus(call), 0
         try:
-            await _away(call.write(encode_manifest(version.manifest)))
-            async with asyncio.timeout(STAGE_SECONDS + mapped_seconds(version)):  # it makes room first
+            await _with_idle_timeout(call.write(encode_manifest(version.manifest)))
+            async with asyncio.timeout(STAGE_TIMEOUT + mapped_seconds(version)):  # the replica allocates memory first
                 sent = (await call.read()).begin_at
             while sent < size:
-                await _away(call.write(encode_chunk(sent, data[sent : sent + CHUNK_BYTES])))
+                await _with_idle_timeout(call.write(encode_chunk(sent, data[sent : sent + CHUNK_BYTES])))
                 sent += CHUNK_BYTES
             await call.done_writing()
-            await _away(call.read())
+            await _with_idle_timeout(call.read())
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            raise end.error or UnreachableError("the stream broke off") from None
+            raise status.error or UnreachableError("the stream broke") from None
         except TimeoutError:
-            raise UnreachableError(f"the stream stood still after {sent} of {size} bytes") from None
+            raise UnreachableError(f"the stream made no progress after {sent} of {size} bytes") from None
         finally:
             call.cancel()
 
 
-class _End:
-    """How a call ended, in the replica's words: when a write fails for that reason, gRPC puts "internal error" in their place."""
+class _CallStatus:
+    """The status that the replica ended a call with. A write that fails because of it only raises gRPC's "internal error"."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall) -> None:
         self.error: grpc.aio.AioRpcError | None = None
         call.add_done_callback(self._keep)
 
     def _keep(self, call: grpc.aio.StreamStreamCall) -> None:
-        code, details = _at_once(call.code()), _at_once(call.details())
+        code, details = _result_now(call.code()), _result_now(call.details())
         if self.error is None and code is not None:
             self.error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
-def _at_once(answer: Coroutine[Any, Any, T]) -> T | None:
-    """What a coroutine returns that need not wait."""
+def _result_now(answer: Coroutine[Any, Any, T]) -> T | None:
+    """The result of a coroutine that returns without waiting; None when it would wait."""
     try:
         answer.send(None)
     except StopIteration as done:
@@ -185,20 +184,20 @@ def _at_once(answer: Coroutine[Any, Any, T]) -> T | None:
     return None
 
 
-async def _away(act: Awaitable[T]) -> T:
-    async with asyncio.timeout(STREAM_IDLE_SECONDS):
+async def _with_idle_timeout(act: Awaitable[T]) -> T:
+    async with asyncio.timeout(STREAM_IDLE_TIMEOUT):
         return await act
 
 
 def mapped_seconds(version: Version) -> float:
-    """What reading the version's bytes from the arena may take."""
+    """The longest time that reading the version from the arena may take."""
     return float(version.manifest.nbytes / SLOWEST_BYTES_PER_SECOND)
 
 
-def _meaning(error: grpc.aio.AioRpcError) -> Exception:
+def _translated(error: grpc.aio.AioRpcError) -> Exception:
     code, text = error.code(), f"{error.code().name}: {error.details()}"
     if code == grpc.StatusCode.ABORTED:
-        return StaleTermError("this learner to hold the learner's term", text, "Another learner has taken over; this one stops.")
+        return StaleTermError("this learner to hold the learner's term", text, "Let the learner that has taken over continue.")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return UnreachableError(text)
     return (_CannotMapError if code == grpc.StatusCode.NOT_FOUND else SwapError)(text)

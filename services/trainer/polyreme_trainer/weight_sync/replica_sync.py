@@ -1,17 +1,17 @@
-"""Every live replica follows the newest version, each at its own pace.
+"""Keeps every live replica at the newest version, each at its own pace.
 
-Kept here:
-- Newest wins: a replica is moved to the newest version there is when its turn comes; versions in between are skipped. While a
-  version is held for its evaluation, it takes the newest one's place.
-- A slot that a replica may still read is not handed out for writing, until that replica has moved on, cannot be reached, lost its
-  lease, or made training wait beyond the deadline, which counts as a failed swap. (What it then reads, its digests refuse.) A stream that keeps one from training is broken off much earlier, and begun anew.
-- A replica that cannot map the arena gets its versions by stream for as long as it keeps its lease, a bounded number at once.
-- A replica is given up after a bounded number of failures in a row, which is reported once, and then left alone.
+Invariant:
+- A replica is moved to the version that is the newest when its turn comes; versions in between are skipped. While a version is held
+  for its evaluation, it replaces the newest one.
+- A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost its lease,
+  or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten bytes.) A stream
+  that blocks training is interrupted much earlier, and restarted.
+- A replica that cannot map the arena receives its versions by stream, a bounded number of streams at once.
+- A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is attempted.
 """
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,27 +24,27 @@ from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
+from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import Arena
-from polyreme_trainer.weight_sync.arena_slots import Slots
-from polyreme_trainer.weight_sync.eval_hold import Hold
-from polyreme_trainer.weight_sync.replica_client import Link, SwapError, UnreachableError, Version, mapped_seconds
+from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
+from polyreme_trainer.weight_sync.eval_hold import EvalHold
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, UnreachableError, Version, mapped_seconds
 
-LEASES_SECONDS = 0.25
+LEASE_CHECK_INTERVAL = 0.25
 SWAP_ATTEMPTS = 3
-REACH_ATTEMPTS = 10  # about half a minute: a replica that dies loses its lease earlier
-FIRST_BACKOFF_SECONDS = 0.2
-LONGEST_BACKOFF_SECONDS = 5.0
-CANCEL_SECONDS = 0.2
-STREAMS = 8  # at once
-STREAM_GRACE_SECONDS = 1.0  # that training waits for a slot before it breaks streams off
+REACH_ATTEMPTS = 10  # about half a minute; a dead replica loses its lease earlier
+BACKOFF = Backoff(first=0.2, longest=5.0)
+CANCEL_RETRY_INTERVAL = 0.2
+MAX_STREAMS = 8
+STREAM_INTERRUPT_TIMEOUT = 1.0  # training waits this long for a slot before it interrupts streams
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """A replica serves `version` since now. Seconds that its generation stood still, and those of the reload proper."""
+    """A replica has started to serve `version`. `stall_seconds`: pause of its generation; `reload_seconds`: the load within it."""
 
     replica: str
     version: int
@@ -54,23 +54,23 @@ class Commit:
 
 
 class _InterruptedError(Exception):
-    """Training needs the slot that the replica's stream is read from."""
+    """Training needs the slot that the replica's push reads."""
 
 
 class _Replica:
-    def __init__(self, lease: Lease, link: Link) -> None:
-        self.lease, self.link = lease, link
-        self.at: Version | None = None
+    def __init__(self, lease: Lease, client: ReplicaClient) -> None:
+        self.lease, self.client = lease, client
+        self.served: Version | None = None
         self.commit: Commit | None = None
         self.swap_failures = self.reach_failures = 0
-        self.trouble = "it was not brought to a version yet"
+        self.last_error = "no push has completed yet"
         self.quarantined = False
         self.task: asyncio.Task[None] | None = None
         self.call: asyncio.Future[Any] | None = None
         self.streams = self.interrupted = False
 
-    async def during(self, call: Awaitable[T]) -> T:
-        """A call on the replica that training may interrupt. Raises _InterruptedError, and what the call does."""
+    async def interruptibly(self, call: Awaitable[T]) -> T:
+        """Awaits a call that training may interrupt. Raises _InterruptedError, and what the call raises."""
         self.interrupted = False
         self.call = asyncio.ensure_future(call)
         try:
@@ -87,15 +87,15 @@ class _Replica:
             self.interrupted = self.call.cancel()
 
 
-class Fleet:
-    """The replicas that hold a lease. Everything here runs on one event loop, in `follow`'s lifetime.
+class ReplicaSync:
+    """The replicas that hold a lease. Runs on one event loop, during `follow`.
 
     Args:
-        run, experience, registry: this loop's connection to the run.
-        arena: where versions are.
+        run, experience, registry: the run, by this loop's connection.
+        arena: holds the versions.
         term: the learner's term.
-        wanted: how many replicas the run waits for.
-        hold: which versions replicas are kept at.
+        wanted: number of replicas that the run waits for.
+        hold: the version that replicas are held at.
         security: of the replicas' ports.
     """
 
@@ -107,14 +107,14 @@ class Fleet:
         arena: Arena,
         term: int,
         wanted: int,
-        hold: Hold,
+        hold: EvalHold,
         security: SecurityConfig | None = None,
     ) -> None:
         self._security = security
         self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
         self._wanted, self._hold = wanted, hold
-        self._slots = Slots(arena.slots)
-        self._streams = asyncio.Semaphore(STREAMS)
+        self._slots = ArenaSlots(arena.slots)
+        self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._newest: Version | None = None
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Event()
@@ -125,24 +125,24 @@ class Fleet:
 
         Raises:
             StaleTermError: a replica, or the log, knows a newer learner.
-            RunFailedError: the run's replicas are all quarantined.
+            RunFailedError: all replicas of the run are quarantined.
         """
         try:
             while not self._stopping:
-                for task in self._ended():
-                    task.result()  # raises what ended it
-                # A server of another API number is the orchestrator's to complain of.
+                for task in self._failed():
+                    task.result()  # raises its error
+                # The orchestrator reports servers with another API version.
                 leases = [lease for lease in await self._registry.leases("rollout") if lease.api == API_VERSION]
                 await self._match({lease.id: lease for lease in leases})
-                self._check_hope()
-                await self._let_go()
-                await self._until(lambda: self._stopping or self._ended() or None, LEASES_SECONDS)
+                self._check_usable()
+                await self._update_hold()
+                await self._wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
         finally:
             for replica in self._replicas.values():
                 await self._stop(replica)
 
     def stop(self) -> None:
-        """Lets `follow` return. Pushes under way are cancelled."""
+        """Makes `follow` return. Running pushes are cancelled."""
         self._stopping = True
         self._notify()
 
@@ -150,34 +150,34 @@ class Fleet:
         """Makes `version` the newest."""
         self._newest, self._slots.newest = version, version.slot
         self._hold.published(version, time.monotonic())
-        self._keep()
+        self._pin()
 
-    async def _let_go(self) -> None:
-        """Of what is held, when it has been evaluated or had its time."""
+    async def _update_hold(self) -> None:
+        """Releases the held version when it was evaluated or held too long."""
         if self._hold.version is not None and self._newest is not None:
-            self._hold.look(await self._experience.evaluated(), self._newest, time.monotonic())
-            self._keep()
+            self._hold.update(await self._experience.evaluated(), self._newest, time.monotonic())
+            self._pin()
 
-    def _keep(self) -> None:
-        self._slots.kept = self._hold.version.slot if self._hold.version else None
+    def _pin(self) -> None:
+        self._slots.pinned = self._hold.version.slot if self._hold.version else None
         self._notify()
 
     def _target(self) -> Version | None:
-        """What replicas shall serve."""
+        """The version that replicas should serve."""
         return self._hold.version or self._newest
 
     async def acquire_slot(self, seconds: float) -> int:
-        """A slot that no replica may be reading. Past the deadline the replicas in the way are interrupted, and their swaps have failed.
+        """A slot that no replica reads. After the deadline the replicas that block it are interrupted, which counts as a failed swap.
 
-        The deadline is `seconds`, and the time that staging the newest version may take.
+        The deadline is `seconds` plus the longest time of staging the newest version.
         """
         seconds += mapped_seconds(self._newest) if self._newest else 0.0
-        slot = await self._until(self._slots.free, min(seconds, STREAM_GRACE_SECONDS))
+        slot = await self._wait_until(self._slots.free, min(seconds, STREAM_INTERRUPT_TIMEOUT))
         if slot is None:
             for name in self._slots.interruptible():
-                log.info("the stream to replica %s is broken off: training needs its slot", name)
+                logger.info("interrupting the stream to replica %s: training needs its slot", name)
                 self._replicas[name].interrupt()
-            slot = await self._until(self._slots.free, max(0.0, seconds - STREAM_GRACE_SECONDS))
+            slot = await self._wait_until(self._slots.free, max(0.0, seconds - STREAM_INTERRUPT_TIMEOUT))
         if slot is None:
             for name in self._slots.laggards():
                 self._slots.drop(name)
@@ -190,17 +190,17 @@ class Fleet:
         """The commits of at least `replicas` live replicas that serve `version` or a newer one.
 
         Raises:
-            UnavailableError: fewer do at the deadline; tells what each replica does.
+            UnavailableError: fewer do at the deadline; the message names the state of each replica.
         """
 
         def there() -> list[Commit] | None:
             commits = [r.commit for r in self._replicas.values() if r.commit and r.commit.version >= version]
             return commits if len(commits) >= replicas else None
 
-        commits = await self._until(there, seconds)
+        commits = await self._wait_until(there, seconds)
         if commits is None:
             states = [
-                f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'has none'}: {r.trouble}"
+                f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'serves no version'}: {r.last_error}"
                 for name, r in self._replicas.items()
             ]
             raise UnavailableError(
@@ -216,7 +216,7 @@ class Fleet:
                 await self._forget(name, replica)
         for name, lease in leases.items():
             if name not in self._replicas:
-                replica = _Replica(lease, Link(lease, self._arena, self._security))
+                replica = _Replica(lease, ReplicaClient(lease, self._arena, self._security))
                 self._replicas[name] = replica
                 replica.task = asyncio.create_task(self._serve(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._notify())
@@ -229,101 +229,102 @@ class Fleet:
         await self._notice(f"replica {name} at {replica.lease.address} left")
 
     async def _serve(self, replica: _Replica) -> None:
-        """Moves one replica to whatever it shall serve, again and again."""
+        """Keeps one replica at the target version."""
         while True:
-            version = await self._until(lambda: None if (target := self._target()) is replica.at else target)
+            version = await self._wait_until(lambda: None if (target := self._target()) is replica.served else target)
             assert version is not None
             try:
                 version, answer = await self._bring(replica, version)
             except _InterruptedError:
-                if replica.link.unmapped:
+                if replica.client.unmapped:
                     continue
-                if not await self._patience(replica, version, SwapError("it kept a weight slot from training")):
+                if not await self._may_retry(replica, version, SwapError("it blocked a weight slot that training needs")):
                     return
                 continue
             except (SwapError, UnreachableError) as error:
                 if isinstance(error, UnreachableError):
                     self._slots.drop(replica.lease.id)
                     self._notify()
-                if not await self._patience(replica, version, error):
+                if not await self._may_retry(replica, version, error):
                     return
                 continue
             replica.swap_failures = replica.reach_failures = 0
-            replica.trouble, replica.at = "none", version
+            replica.last_error, replica.served = "none", version
             await self._record(
                 replica, Commit(replica.lease.id, version.number, self._term, answer.stall_seconds, answer.reload_seconds)
             )
 
     async def _bring(self, replica: _Replica, version: Version) -> tuple[Version, pb.CommitResponse]:
-        """Moves a replica to `version`, or to what it shall serve when the streams before its own are through."""
-        name, link = replica.lease.id, replica.link
-        if not link.probed:
-            await link.probe(version)
-        if not link.unmapped:
-            self._slots.trying(name, version.slot)
-            await replica.during(link.stage(version))
-        if not link.unmapped:
-            answer = await replica.during(link.commit(version))
-            self._slots.served(name, version.slot)
+        """Moves a replica to `version`. A stream takes the target version at its own start."""
+        name, client = replica.lease.id, replica.client
+        if not client.probed:
+            await client.probe(version)
+        if not client.unmapped:
+            self._slots.loading(name, version.slot)
+            await replica.interruptibly(client.stage(version))
+        if not client.unmapped:
+            answer = await replica.interruptibly(client.commit(version))
+            self._slots.serving(name, version.slot)
             return version, answer
         if not replica.streams:
             replica.streams = True
-            await self._notice(f"replica {name} cannot map the weights and gets them by stream: {link.unmapped}")
+            await self._notice(f"replica {name} cannot map the weights and receives them by stream: {client.unmapped}")
         async with self._streams:
             version = self._target() or version
             self._slots.streaming(name, version.slot)
             try:
-                await replica.during(link.stream(version))
+                await replica.interruptibly(client.stream(version))
             finally:
-                self._slots.drop(name)  # it has a copy of its own, also of the version before
+                self._slots.drop(name)  # it has its own copy, also of the previous version
                 self._notify()
-        return version, await link.commit(version)
+        return version, await client.commit(version)
 
-    async def _patience(self, replica: _Replica, version: Version, error: SwapError | UnreachableError) -> bool:
-        """Waits before the next attempt; False when there shall be none."""
+    async def _may_retry(self, replica: _Replica, version: Version, error: SwapError | UnreachableError) -> bool:
+        """Counts the failure and waits for the next attempt. False when the replica is quarantined instead."""
         reached = isinstance(error, SwapError)
         if reached:
             replica.swap_failures += 1
         else:
             replica.reach_failures += 1
-        replica.trouble = f"version {version.number}: {error}"
-        log.warning("replica %s: %s", replica.lease.id, replica.trouble)
-        if replica.link.unmapped and replica.reach_failures == 1 and not reached:
-            await self._notice(f"the way to replica {replica.lease.id} is broken, it is tried again: {replica.trouble}")
+        replica.last_error = f"version {version.number}: {error}"
+        logger.warning("replica %s: %s", replica.lease.id, replica.last_error)
+        if replica.client.unmapped and replica.reach_failures == 1 and not reached:
+            await self._notice(f"the connection to replica {replica.lease.id} is broken, retrying: {replica.last_error}")
         if replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
-            await self._quarantine(replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.trouble}")
+            await self._quarantine(
+                replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.last_error}"
+            )
             return False
         attempts = replica.swap_failures + replica.reach_failures
-        backoff = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2 ** (attempts - 1))
-        await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
+        await asyncio.sleep(BACKOFF.draw(attempts))
         return True
 
     async def _quarantine(self, replica: _Replica, reason: str) -> None:
         self._slots.drop(replica.lease.id)
-        # Told before it counts: the last one's quarantine ends the run, and with it whoever would still tell.
+        # Emit the notice first: quarantining the last replica fails the run.
         await self._notice(f"replica {replica.lease.id} at {replica.lease.address} is quarantined: {reason}")
-        replica.quarantined, replica.trouble = True, f"quarantined: {reason}"
+        replica.quarantined, replica.last_error = True, f"quarantined: {reason}"
         self._notify()
 
-    def _check_hope(self) -> None:
-        """A run whose replicas have all been given up cannot go on; one of fewer than it wants may yet get another."""
+    def _check_usable(self) -> None:
+        """Fails a run whose replicas are all quarantined. A run with fewer replicas than it wants may still get another."""
         if len(self._replicas) >= self._wanted and all(replica.quarantined for replica in self._replicas.values()):
             raise RunFailedError(
-                "a rollout replica that takes weights",
-                "; ".join(f"{name} {replica.trouble}" for name, replica in self._replicas.items()),
-                "See the replicas' logs and mend the cause, then go on with --resume.",
+                "a rollout replica that accepts weights",
+                "; ".join(f"{name} {replica.last_error}" for name, replica in self._replicas.items()),
+                "See the replicas' logs and fix the cause, then continue with --resume.",
             )
 
     async def _stop(self, replica: _Replica) -> None:
         self._slots.drop(replica.lease.id)
         task = replica.task
         while task is not None and not task.done():
-            task.cancel()  # more than once: on Python 3.11 `wait_for`, which redis uses, may swallow a cancellation
-            await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-        await replica.link.close()
+            task.cancel()  # repeatedly: `wait_for` of Python 3.11, which redis uses, may lose a cancellation
+            await asyncio.wait({task}, timeout=CANCEL_RETRY_INTERVAL)
+        await replica.client.close()
 
-    def _ended(self) -> "list[asyncio.Task[None]]":
-        """The tasks that an error has ended."""
+    def _failed(self) -> "list[asyncio.Task[None]]":
+        """The tasks that ended with an error."""
         tasks = [replica.task for replica in self._replicas.values() if replica.task and replica.task.done()]
         return [task for task in tasks if not task.cancelled() and task.exception()]
 
@@ -338,22 +339,22 @@ class Fleet:
                 "version": commit.version,
                 "stall_seconds": commit.stall_seconds,
                 "reload_seconds": commit.reload_seconds,
-                "path": "stream" if replica.link.unmapped else "arena",
+                "path": "stream" if replica.client.unmapped else "arena",
             }
         )
         replica.commit = commit
         self._notify()
 
     async def _notice(self, text: str) -> None:
-        log.info(text)
+        logger.info(text)
         await self._run.emit({"kind": "notice", "service": "learner", "text": text})
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _until(self, ready: Callable[[], T | None], seconds: float | None = None) -> T | None:
-        """What `ready` answers as soon as that is not None; None at the deadline."""
+    async def _wait_until(self, ready: Callable[[], T | None], seconds: float | None = None) -> T | None:
+        """The result of `ready` once it is not None; None at the deadline."""
         try:
             async with asyncio.timeout(seconds):
                 while (answer := ready()) is None:

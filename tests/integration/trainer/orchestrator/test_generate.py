@@ -11,10 +11,11 @@ import pytest
 from polyreme.api.v1 import experience_pb2
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Role
-from polyreme_rollout.engine.base import Sampling
+from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
+from polyreme_trainer.orchestrator.claim import Claim
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
-from polyreme_trainer.orchestrator.replica_pool import Claim, Fleet
+from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.waiting import until
 
@@ -24,21 +25,21 @@ STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_L
 
 @pytest.fixture
 async def world(redis, run_id, tmp_path):
-    """A run, and `start({engine arguments}, ...)`: replicas at version 0 with a fleet that sees them."""
+    """A run, and `start({engine arguments}, ...)`: replicas at version 0 with a pool that sees them."""
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS))
     async with AsyncExitStack() as life:
 
         class World:
             def __init__(self):
-                self.run, self.fleet = run, Fleet(run, ExperienceLog(run), patience=600.0, room=12)
+                self.run, self.pool = run, ReplicaPool(run, ExperienceLog(run), start_timeout=600.0, capacity=12)
 
             async def start(self, *engines: dict[str, Any]):
                 self.replicas = [
                     await life.enter_async_context(simulated_replica(run, f"r{i}", **engine)) for i, engine in enumerate(engines)
                 ]
                 self.learner = await life.enter_async_context(idle_learner(run, self.replicas))
-                await self.fleet.refresh()
-                life.push_async_callback(self.fleet.close)
+                await self.pool.refresh()
+                life.push_async_callback(self.pool.close)
                 return self.replicas
 
             def wanted(self, **fields) -> Generation:
@@ -49,10 +50,10 @@ async def world(redis, run_id, tmp_path):
                 return Generation(**{**defaults, **fields})
 
             async def generate(self, **fields):
-                return await generate(self.fleet, self.wanted(**fields), silence=3600.0, patience=3600.0)
+                return await generate(self.pool, self.wanted(**fields), chunk_timeout=3600.0, progress_timeout=3600.0)
 
             async def a_chunk_came(self):
-                await until(lambda: any(claim._chunk_at for claim in self.fleet._claims))
+                await until(lambda: any(claim._chunk_at for claim in self.pool._claims))
 
         yield World()
 
@@ -65,14 +66,14 @@ def expected(engine, seed, max_new=96, prefix=(), temperature=1.0):
 async def test_tokens_of_one_replica(world):
     profile = {"lengths": Lengths(30)}
     (replica,) = await world.start(profile)
-    drafts = await world.generate(count=8)
-    assert len({draft.length for draft in drafts}) > 3
-    for draft in drafts:
-        ids, logprobs = expected(replica.engine, 1000 * draft.index)
-        assert draft.token_ids().tolist() == ids
-        assert draft.token_logprobs().tolist() == np.float32(logprobs).tolist()
-        assert draft.finish_reason == (STOP if ids[-1] == 1 else LENGTH)
-        assert draft.spans == [(0, 0, len(ids))]
+    samples = await world.generate(count=8)
+    assert len({one.length for one in samples}) > 3
+    for one in samples:
+        ids, logprobs = expected(replica.engine, 1000 * one.index)
+        assert one.token_ids().tolist() == ids
+        assert one.token_logprobs().tolist() == np.float32(logprobs).tolist()
+        assert one.finish_reason == (STOP if ids[-1] == 1 else LENGTH)
+        assert one.spans == [(0, 0, len(ids))]
     assert len(replica.calls) == 1 and replica.service.ready
 
 
@@ -81,7 +82,7 @@ async def test_load_goes_to_the_idle_replica_and_is_given_back(world):
     replicas = await world.start(slow, slow)
     await asyncio.gather(*(world.generate() for _ in range(6)))
     assert [len(replica.calls) for replica in replicas] == [3, 3]
-    assert [target.outstanding for target in world.fleet._targets.values()] == [0, 0]
+    assert [target.outstanding for target in world.pool._targets.values()] == [0, 0]
 
 
 async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monkeypatch):
@@ -97,33 +98,33 @@ async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monke
             claim.cut()
 
     monkeypatch.setattr(Claim, "arrived", arrive)
-    drafts = await world.generate()
+    samples = await world.generate()
     assert len(responses) == len(cut.calls) == 1 and len(other.calls) == 1
-    for draft in drafts:
-        assert draft.length == 96
+    for one in samples:
+        assert one.length == 96
 
 
 async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
-    """Not to the one that it would have waited at: neither long answers nor a full fleet keep a replica idle."""
+    """Not to the one that it would have waited at: neither long answers nor a full pool keep a replica idle."""
     slow, fast = await world.start(
         {"step_seconds": 0.01, "lengths": Lengths(1e9)}, {"step_seconds": 0.0005, "lengths": Lengths(1e9)}
     )
     await asyncio.gather(*(world.generate(count=12) for _ in range(8)))
     assert (len(slow.calls), len(fast.calls)) == (1, 7)
-    assert [target.slots for target in world.fleet._targets.values()] == [0, 0]
+    assert [target.sequences for target in world.pool._targets.values()] == [0, 0]
 
 
 async def test_a_replica_that_joins_gets_waiting_work_at_once(world):
     slow = {"step_seconds": 10.0, "lengths": Lengths(1e9)}
     busy, late = await world.start(slow, slow)
     await world.learner.log.run.redis.delete(world.run.key("commits"))
-    world.fleet._targets["r1"].version = None
+    world.pool._targets["r1"].version = None
     generating = [asyncio.create_task(world.generate(count=12)) for _ in range(2)]
     await busy.asked.wait()
-    await until(lambda: bool(world.fleet._waiting))
+    await until(lambda: bool(world.pool._waiting))
     assert not late.calls
     await world.learner.push(late)
-    await world.fleet.refresh()
+    await world.pool.refresh()
     await asyncio.wait_for(late.asked.wait(), 300)
     assert not any(task.done() for task in generating), "it had no end to wait for"
     for task in generating:
@@ -136,46 +137,46 @@ async def test_waiting_work_of_older_versions_goes_first_and_a_cancelled_wait_le
     names = []
 
     async def one(version, name):
-        async with world.fleet.claim(100, 12, version):
+        async with world.pool.claim(100, 12, version):
             names.append(name)
             await asyncio.sleep(0.01)
 
-    async with world.fleet.claim(100, 12, 0):
+    async with world.pool.claim(100, 12, 0):
         tasks = [asyncio.create_task(one(*wanted)) for wanted in ((0, "first"), (-1, "older"), (0, "cancelled"), (0, "last"))]
-        await until(lambda: sum(map(len, world.fleet._waiting.values())) == 4)
+        await until(lambda: sum(map(len, world.pool._waiting.values())) == 4)
         assert not names
         tasks[2].cancel()
         await asyncio.sleep(0)
     await asyncio.gather(*tasks, return_exceptions=True)
     assert names == ["older", "first", "last"]
-    (target,) = world.fleet._targets.values()
-    assert (target.outstanding, target.slots, world.fleet._waiting) == (0, 0, {})
+    (target,) = world.pool._targets.values()
+    assert (target.outstanding, target.sequences, world.pool._waiting) == (0, 0, {})
 
 
 async def test_a_replica_that_dies_midstream_is_continued_exactly(world):
     profile = {"lengths": Lengths(60)}
     dying, other = await world.start({**profile, "failures": Failures(die_after=100)}, profile)
-    drafts = await world.generate(count=4)  # r0 is the first choice
+    samples = await world.generate(count=4)  # r0 is the first choice
     assert dying.engine.dead and len(other.calls) == 1
     prefixes = {slot.index: np.frombuffer(slot.prefix_ids, "<i4").tolist() for slot in other.calls[0].slots}
     assert any(prefixes.values())
-    for draft in drafts:
-        first, first_logprobs = expected(dying.engine, 1000 * draft.index)
-        prefix = prefixes.get(draft.index, first)
+    for one in samples:
+        first, first_logprobs = expected(dying.engine, 1000 * one.index)
+        prefix = prefixes.get(one.index, first)
         assert (prefix == first[: len(prefix)] and len(prefix) % 16 == 0) or prefix == first
         rest, rest_logprobs = [], []
-        if draft.index in prefixes:
-            rest, rest_logprobs = expected(other.engine, 1000 * draft.index + len(prefix), 96 - len(prefix), prefix)
-        assert draft.token_ids().tolist() == prefix + rest
-        assert draft.token_logprobs().tolist() == np.float32(first_logprobs[: len(prefix)] + rest_logprobs).tolist()
-        assert draft.spans == [(0, 0, draft.length)] and draft.finished
+        if one.index in prefixes:
+            rest, rest_logprobs = expected(other.engine, 1000 * one.index + len(prefix), 96 - len(prefix), prefix)
+        assert one.token_ids().tolist() == prefix + rest
+        assert one.token_logprobs().tolist() == np.float32(first_logprobs[: len(prefix)] + rest_logprobs).tolist()
+        assert one.spans == [(0, 0, one.length)] and one.finished
 
 
 async def test_greedy_continuation_equals_an_uninterrupted_answer(world):
     profile = {"lengths": Lengths(200)}
     dying, _ = await world.start({**profile, "failures": Failures(die_after=40)}, profile)
-    (draft,) = await world.generate(count=1, temperature=0.0)
-    assert draft.token_ids().tolist() == expected(dying.engine, 0, temperature=0.0)[0]
+    (one,) = await world.generate(count=1, temperature=0.0)
+    assert one.token_ids().tolist() == expected(dying.engine, 0, temperature=0.0)[0]
 
 
 async def test_a_vanished_replica_is_continued_at_once(world):
@@ -184,7 +185,7 @@ async def test_a_vanished_replica_is_continued_at_once(world):
     generating = asyncio.create_task(world.generate(count=1))
     await world.a_chunk_came()
     await gone.vanish()
-    await world.fleet.refresh()
+    await world.pool.refresh()
     (draft,) = await generating
     assert draft.length == 96 and len(other.calls) == 1
     assert len(other.calls[0].slots[0].prefix_ids) >= 4 * 16  # bytes of an int32 each
@@ -194,10 +195,10 @@ async def test_a_silent_replica_is_left_when_its_lease_ends(world):
     """A stopped process answers nothing and refuses nothing; the call must not wait for the idle deadline."""
     profile = {"lengths": Lengths(1e9)}
     silent, other = await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
-    generating = asyncio.create_task(generate(world.fleet, world.wanted(count=1), silence=3600.0, patience=3600.0))
+    generating = asyncio.create_task(generate(world.pool, world.wanted(count=1), chunk_timeout=3600.0, progress_timeout=3600.0))
     await silent.asked.wait()
     await silent.lose_lease()
-    await world.fleet.refresh()
+    await world.pool.refresh()
     (draft,) = await asyncio.wait_for(generating, 300)
     assert draft.length == 96 and len(other.calls) == 1
 
@@ -206,12 +207,12 @@ async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(
     """Its channel is closed by then."""
     gone, other = await world.start({}, {})
     async with AsyncExitStack() as full:
-        busy = [await full.enter_async_context(world.fleet.claim(1, 12, 0)) for _ in range(2)]
+        busy = [await full.enter_async_context(world.pool.claim(1, 12, 0)) for _ in range(2)]
         assert [claim.target.id for claim in busy] == [gone.id, other.id]
         generating = asyncio.create_task(world.generate(count=1))
-        await until(lambda: bool(world.fleet._waiting))  # for room
+        await until(lambda: bool(world.pool._waiting))  # for room
         busy[0].end(time.monotonic())  # and has a claim now, but has not been woken
-        await world.fleet._remove(gone.id)
+        await world.pool._remove(gone.id)
     assert len(await asyncio.wait_for(generating, 300)) == 1
     assert not gone.calls and len(other.calls) == 1
 
@@ -219,7 +220,7 @@ async def test_a_replica_that_leaves_before_the_call_on_it_begins_is_not_called(
 async def test_a_silent_replica_is_left_at_the_idle_deadline(world):
     profile = {"lengths": Lengths(1e9)}
     await world.start({**profile, "failures": Failures(silent_after=32)}, profile)
-    (draft,) = await generate(world.fleet, world.wanted(count=1), silence=0.3, patience=600.0)
+    (draft,) = await generate(world.pool, world.wanted(count=1), chunk_timeout=0.3, progress_timeout=600.0)
     assert draft.length == 96
 
 
@@ -228,9 +229,9 @@ async def test_spans_of_a_continuation_on_a_newer_version(world):
     dying, other = await world.start({**slow, "failures": Failures(die_after=64)}, slow)
     await world.learner.write(1)
     await world.learner.push(other)
-    (draft,) = await world.generate(count=1)
-    (_, _, change), _ = draft.spans
-    assert draft.spans == [(0, 0, change), (1, change, 96)] and change in (48, 64)  # its last chunk may be lost with it
+    (one,) = await world.generate(count=1)
+    (_, _, change), _ = one.spans
+    assert one.spans == [(0, 0, change), (1, change, 96)] and change in (48, 64)  # its last chunk may be lost with it
     assert len(dying.calls) == 1
 
 
@@ -241,15 +242,17 @@ async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropp
     async def serve(version):
         await world.learner.write(version)
         await world.learner.push(replica)
-        await world.fleet.refresh()
+        await world.pool.refresh()
 
     await serve(1)
-    generating = asyncio.create_task(generate(world.fleet, world.wanted(min_version=1, count=2), silence=60.0, patience=600.0))
+    generating = asyncio.create_task(
+        generate(world.pool, world.wanted(min_version=1, count=2), chunk_timeout=60.0, progress_timeout=600.0)
+    )
     await world.a_chunk_came()
     await replica.engine.pause()  # until it has the other version
     await world.learner.log.take(Role.LEARNER)
     await serve(0)
-    await until(lambda: bool(world.fleet._waiting))  # for a replica that serves version 1
+    await until(lambda: bool(world.pool._waiting))  # for a replica that serves version 1
     await serve(1)
     for draft in await asyncio.wait_for(generating, 300):
         assert draft.length == 96 and draft.spans == [(1, 0, 96)]
@@ -260,33 +263,33 @@ async def test_version_gating(world):
     old, new = await world.start({}, {})
     await world.learner.write(1)
     await world.learner.push(new)
-    await world.fleet.refresh()
+    await world.pool.refresh()
     await world.generate(min_version=1)
     assert len(new.calls) == 1 and not old.calls
 
 
 async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
-    """A commit that the fleet believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
+    """A commit that the pool believes and the replica denies (it was restarted, say) costs a refusal, not the attempt."""
     behind, other = await world.start({}, {})
     await world.learner.log.ack_commit("r0", 5, 1, 0.0, 0.0)
     await world.learner.write(5)
     await world.learner.push(other)
-    await world.fleet.refresh()
-    drafts = await world.generate(min_version=5)
-    assert all(draft.finished for draft in drafts) and len(behind.calls) == 1 and len(other.calls) == 1
+    await world.pool.refresh()
+    samples = await world.generate(min_version=5)
+    assert all(one.finished for one in samples) and len(behind.calls) == 1 and len(other.calls) == 1
 
 
 async def test_no_replica_says_what_is_there(world):
     await world.start({})
-    world.fleet._patience = 1.0
+    world.pool._patience = 1.0
     await world.learner.log.run.redis.hset(world.run.key("meta"), "version", 3)
-    await world.fleet.refresh()
+    await world.pool.refresh()
     with pytest.raises(UnavailableError, match=r"serves version 3 within rollout.start_timeout = 1 s; found r0 \(version 0\)"):
         await world.generate(min_version=3)
 
 
 async def test_all_replicas_broken_fails_the_run(world):
-    world.fleet._patience = 1.0
+    world.pool._patience = 1.0
     dead, *_ = await world.start({"failures": Failures(die_after=0)})
     with pytest.raises((UnavailableError, GenerateError), match="r0"):
         await world.generate()

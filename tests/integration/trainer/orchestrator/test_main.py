@@ -14,10 +14,10 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import RunState
 from polyreme.process.lifecycle import Child
 from polyreme_reward.server import serve
-from polyreme_rollout.engine.base import Sampling
+from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.main import orchestrate
-from polyreme_trainer.orchestrator.prompt_order import row_of, slot_seed
+from polyreme_trainer.orchestrator.prompt_order import row_of, sequence_seed
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 from support.tiny_tokenizer import CHAT_TEMPLATE
 from support.waiting import until
@@ -104,7 +104,7 @@ async def test_one_call_per_group_and_a_seed_per_sample(world):
         assert len(calls) == 4 and len(seeds) == 12
         for group in w.learner.trained[1]:
             for slot in range(3):
-                seed = slot_seed(0, group.index, 1, slot, 0)
+                seed = sequence_seed(0, group.index, 1, slot, 0)
                 assert seeds[seed].startswith(f"group-{group.index}-1-")
                 sampling = Sampling(1.0, 1.0, -1, (1,))
                 policy = w.policies[0]
@@ -290,7 +290,7 @@ async def test_a_group_whose_task_is_lost_is_taken_up_again(world):
     async with world(slow, iterations=1) as w:
         working = asyncio.create_task(orchestrate(w.run))
         await until(lambda: len(w.replicas[0].calls) == 4)  # the replica has an event for its first call only
-        groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._bring_in"]
+        groups = [task for task in asyncio.all_tasks() if task.get_coro().__qualname__ == "Orchestrator._make_group"]
         groups[0].cancel()  # a task group does not mind
         await asyncio.wait_for(asyncio.gather(working, w.train()), 300)
         assert (await w.log.audit()).clean

@@ -12,15 +12,15 @@ from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator import main
-from polyreme_trainer.orchestrator.partial_rollout_log import Snapshots
-from polyreme_trainer.orchestrator.partial_rollouts import Drafts, SteppedBackError, joined
+from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError, joined
 from support.simulated import ROWS, config_tree, idle_learner, make_run, simulated_replica
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
-def drafts(max_new: int = 64, count: int = 2) -> Drafts:
-    return Drafts(count, max_new, (1,))
+def drafts(max_new: int = 64, count: int = 2) -> PartialRollouts:
+    return PartialRollouts(count, max_new, (1,))
 
 
 def chunk(slot: int, ids: list[int], version: int = 0) -> rollout_pb2.GenerateResponse:
@@ -37,7 +37,7 @@ async def test_only_what_is_new_of_groups_that_last_is_written(run):
     await learner.take(Role.LEARNER)
     await learner.begin(0)
     first, second = await log.admit(2)
-    snapshots = Snapshots(log, interval=3600.0)
+    snapshots = PartialRolloutLog(log, interval=3600.0)
     with snapshots.of(first, PROMPT, drafts()) as growing, snapshots.of(second, PROMPT, drafts()):
         growing.add(chunk(0, [9] * 20))
         await snapshots.write()
@@ -50,7 +50,7 @@ async def test_only_what_is_new_of_groups_that_last_is_written(run):
         await snapshots.write()
         one, two = (await log.drafts([first]))[first.index]
         assert len(two) < len(one)
-    successor = Snapshots(log)
+    successor = PartialRolloutLog(log)
     await successor.load([first, second])
     with successor.of(first, PROMPT, drafts()) as restored:
         assert [draft.ids for draft in restored.drafts] == [draft.ids for draft in growing.drafts]
@@ -65,8 +65,8 @@ async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
     await learner.take(Role.LEARNER)
     await learner.begin(0)
     (admission,) = await log.admit(1)
-    snapshots = Snapshots(log, interval=0.0)
-    with snapshots.of(admission, PROMPT, Drafts(1, 64, (1,), min_version=1)) as growing:
+    snapshots = PartialRolloutLog(log, interval=0.0)
+    with snapshots.of(admission, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)) as growing:
         growing.add(chunk(0, [9] * 16, version=1))
         with pytest.raises(SteppedBackError):
             growing.add(chunk(0, [8] * 16, version=0))
@@ -75,7 +75,7 @@ async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
         growing.add(chunk(0, [7] * 20, version=1))
         await snapshots.write()
         parts = (await log.drafts([admission]))[admission.index]
-    (draft,) = joined(parts, PROMPT, Drafts(1, 64, (1,), min_version=1)).drafts
+    (draft,) = joined(parts, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)).drafts
     assert draft.token_ids().tolist() == [9] * 16 + [7] * 20
     assert draft.spans == [(1, 0, 36)]
 
@@ -87,7 +87,7 @@ async def test_drafts_of_another_prompt_are_replaced(run):
     await learner.begin(0)
     (admission,) = await log.admit(1)
     for prompt in (PROMPT, PROMPT + 1):
-        snapshots = Snapshots(log, interval=0.0)
+        snapshots = PartialRolloutLog(log, interval=0.0)
         await snapshots.load([admission])
         with snapshots.of(admission, prompt, drafts()) as growing:
             assert growing.tokens() == 0
@@ -98,7 +98,7 @@ async def test_drafts_of_another_prompt_are_replaced(run):
 
 
 async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, monkeypatch):
-    monkeypatch.setattr(main, "Snapshots", partial(Snapshots, interval=0.05))
+    monkeypatch.setattr(main, "PartialRolloutLog", partial(PartialRolloutLog, interval=0.05))
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, iterations=1))
     log = ExperienceLog(run)
     async with (

@@ -11,7 +11,7 @@ from polyreme.api.v1 import reward_pb2
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme_reward.server import serve
-from polyreme_trainer.orchestrator.reward_client import Question, Rewards, ScoreError, _verdict
+from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, ScoreError, _verdict
 from support.proxy import bad_network
 from support.simulated import ROWS, config_tree, make_run
 from support.waiting import until
@@ -68,7 +68,7 @@ def start(redis, run_id, tmp_path):
 async def test_scores_parts_and_keys(start):
     run, config = await start(rewards=[{"name": "exact", "weight": 2.0}])
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         questions = [Question(("run", 0, 1, i), "p", text, text, "7", "{}") for i, text in enumerate(["7", "8", "7"])]
         results = await rewards.score(questions)
@@ -83,7 +83,7 @@ async def test_scores_parts_and_keys(start):
 async def test_what_fails_at_first_is_retried(start, tmp_path):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         questions = [question(0, "3"), question(1, "4", "flaky", marks=str(tmp_path / "marks"))]
         assert [result.score for result in await rewards.score(questions)] == [3.0, 4.0]
@@ -94,7 +94,7 @@ async def test_what_fails_at_first_is_retried(start, tmp_path):
 async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         for mode, why in (("raise", "no score today"), ("nan", "finite")):
             with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 tries: .*{why}"):
@@ -109,7 +109,7 @@ async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start)
 async def test_a_hang_is_a_failure(start):
     run, config = await start(item_timeout=0.5)
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples have no score after 2 tries: .*timeout"):
             await rewards.score([question(0, mode="hang")])
@@ -121,7 +121,7 @@ async def test_a_hang_is_a_failure(start):
 async def test_an_error_of_the_rewards_themselves_is_no_outage_before_anything_is_scored(start, mode, final):
     run, config = await start(attempts=1, start_timeout=1.0)
     async with serve(config.model_copy(update={"start_timeout": 30.0}), run=run):
-        rewards = Rewards(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), proven=False)
+        rewards = RewardClient(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), proven=False)
         await rewards.refresh()
         verdicts = []
         for g in range(2):
@@ -150,7 +150,7 @@ def test_a_verdict_is_one_reason_that_does_not_pass():
 async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         groups = [asyncio.create_task(rewards.score([question(2 * g + i, mode="raise") for i in range(2)])) for g in range(2)]
         await until(lambda: rewards.paused and rewards.health.announced)
@@ -171,7 +171,7 @@ async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
     monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._FIRST_PAUSE", 600.0)
     monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._LONGEST_PAUSE", 600.0)
     run, config = await start(rewards=[{"name": "exact"}])
-    rewards = Rewards(run, config)
+    rewards = RewardClient(run, config)
     scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))
     await until(lambda: rewards.paused)
     async with serve(config, run=run):
@@ -184,7 +184,7 @@ async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
 
 async def test_a_server_that_goes_and_comes_back(start):
     run, config = await start(rewards=[{"name": "exact"}])
-    rewards, asked = Rewards(run, config), Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    rewards, asked = RewardClient(run, config), Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config, run=run):
         await rewards.refresh()
         await rewards.score([asked])
@@ -203,7 +203,7 @@ async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_pa
     marks.touch()
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         await first.enter_async_context(serve(config, run=run))
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         scoring = asyncio.create_task(rewards.score([question(0, "3", "slow", marks=str(marks), until=str(scored))]))
         await until(lambda: marks.read_text() != "")
@@ -228,7 +228,7 @@ async def test_what_a_server_that_left_never_answers_is_asked_again(start, late)
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way, AsyncExitStack() as others:
         lease = Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)
-        rewards = Rewards(run, config.model_copy(update={"item_timeout": 0.2}))
+        rewards = RewardClient(run, config.model_copy(update={"item_timeout": 0.2}))
         async with await Registry(run).register(lease):
             await rewards.refresh()
             await rewards.score([asked])
@@ -253,7 +253,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
     run, config = await start(rewards=[{"name": "exact"}], item_timeout=60.0)
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way:
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         rewards._grace = 3600.0
         async with await Registry(run).register(Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)):
             await rewards.refresh()
@@ -270,7 +270,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
 
 async def test_no_server_for_too_long(start):
     run, config = await start(start_timeout=0.6)
-    rewards = Rewards(run, config)
+    rewards = RewardClient(run, config)
     with pytest.raises(
         UnavailableError, match=r"answers within reward.start_timeout = 1 s; found no reward server is registered"
     ):
@@ -280,7 +280,7 @@ async def test_no_server_for_too_long(start):
 async def test_a_full_server_is_asked_again_when_it_says(start):
     run, config = await start(queue=2)
     async with serve(config, run=run):
-        rewards = Rewards(run, config)
+        rewards = RewardClient(run, config)
         await rewards.refresh()
         groups = [[question(2 * g, "1"), question(2 * g + 1, "2")] for g in range(3)]
         results = await asyncio.gather(*(rewards.score(group) for group in groups))

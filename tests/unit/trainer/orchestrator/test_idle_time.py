@@ -1,26 +1,26 @@
-"""Idleness against a plain account of who had a call when."""
+"""IdleTime against a plain account of who had a call when."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.orchestrator.idle_time import Idleness
+from polyreme_trainer.orchestrator.idle_time import IdleTime
 
 
 def test_two_replicas_one_of_them_busy_for_half_the_time() -> None:
-    idleness = Idleness(10.0)
-    idleness.joined("a", 10.0)
-    idleness.joined("b", 10.0)
-    idleness.began("a", 10.0)
-    idleness.began("a", 11.0)
-    idleness.ended("a", 12.0)
-    idleness.ended("a", 12.0)
-    assert idleness.take(14.0) == pytest.approx(3.0)  # b four seconds, a two
-    assert idleness.take(16.0) == pytest.approx(2.0)
+    idle_time = IdleTime(10.0)
+    idle_time.joined("a", 10.0)
+    idle_time.joined("b", 10.0)
+    idle_time.began("a", 10.0)
+    idle_time.began("a", 11.0)
+    idle_time.ended("a", 12.0)
+    idle_time.ended("a", 12.0)
+    assert idle_time.take(14.0) == pytest.approx(3.0)  # b four seconds, a two
+    assert idle_time.take(16.0) == pytest.approx(2.0)
 
 
 def test_without_replicas_nobody_waits() -> None:
-    assert Idleness(0.0).take(5.0) == 0.0
+    assert IdleTime(0.0).take(5.0) == 0.0
 
 
 steps = st.lists(
@@ -32,7 +32,7 @@ steps = st.lists(
 @given(steps)
 def test_idleness_against_a_model(script: list[tuple[str, str, int]]) -> None:
     """The model looks at every single second."""
-    idleness, now, since = Idleness(0.0), 0, 0
+    idle_time, now, since = IdleTime(0.0), 0, 0
     calls: dict[str, int] = {}
     seconds: list[tuple[int, int]] = []
     for step, replica, pause in script:
@@ -40,12 +40,12 @@ def test_idleness_against_a_model(script: list[tuple[str, str, int]]) -> None:
         now += pause
         if step == "take":
             present, idle = sum(n for n, _ in seconds), sum(n for _, n in seconds)
-            assert idleness.take(now) == pytest.approx(idle / present * (now - since) if present else 0.0)
+            assert idle_time.take(now) == pytest.approx(idle / present * (now - since) if present else 0.0)
             since, seconds = now, []
             continue
         if step in ("began", "ended") and (replica not in calls or (step == "ended" and not calls[replica])):
             continue
-        getattr(idleness, step)(replica, now)
+        getattr(idle_time, step)(replica, now)
         if step == "joined":
             calls[replica] = 0
         elif step == "left":

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_trainer.orchestrator.partial_rollouts import BadDraftError, Drafts, joined, part_since
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRolloutError, PartialRollouts, join_parts, part_since
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
-def drafts(max_new: int = 64, count: int = 2) -> Drafts:
-    return Drafts(count, max_new, (1,))
+def rollouts(max_new: int = 64, count: int = 2) -> PartialRollouts:
+    return PartialRollouts(count, max_new, (1,))
 
 
 def chunk(slot: int, ids: list[int], version: int = 0) -> rollout_pb2.GenerateResponse:
@@ -36,7 +36,7 @@ def end(slot: int, length: int) -> rollout_pb2.GenerateResponse:
     )
 )
 def test_parts_make_up_the_drafts_whenever_they_are_cut(steps: list[tuple[int, list[int]] | None]) -> None:
-    there = drafts(max_new=1000)
+    there = rollouts(max_new=1000)
     parts: list[bytes] = []
     marks = there.marks()
     for step in steps:
@@ -45,22 +45,22 @@ def test_parts_make_up_the_drafts_whenever_they_are_cut(steps: list[tuple[int, l
         else:
             parts.append(part_since(marks, there, PROMPT))
             marks = there.marks()
-    if there.drafts[0].length:
-        there.add(end(0, there.drafts[0].length))
+    if there.samples[0].length:
+        there.add(end(0, there.samples[0].length))
     parts.append(part_since(marks, there, PROMPT))
-    again = joined(parts, PROMPT, drafts(max_new=1000))
-    for before, after in zip(there.drafts, again.drafts, strict=True):
+    again = join_parts(parts, PROMPT, rollouts(max_new=1000))
+    for before, after in zip(there.samples, again.samples, strict=True):
         assert (before.ids, before.logprobs, before.spans, before.finish_reason) == (
             after.ids, after.logprobs, after.spans, after.finish_reason,
         )  # fmt: skip
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    there = drafts()
+    there = rollouts()
     there.add(chunk(0, [9] * 20))
-    part = part_since(drafts().marks(), there, PROMPT)
-    for prompt, blank in ((PROMPT + 1, drafts()), (PROMPT, drafts(count=3)), (PROMPT, drafts(max_new=19))):
-        with pytest.raises(BadDraftError):
-            joined([part], prompt, blank)
-    with pytest.raises(BadDraftError):
-        joined([part, part], PROMPT, drafts())  # its spans begin at nought again
+    part = part_since(rollouts().marks(), there, PROMPT)
+    for prompt, blank in ((PROMPT + 1, rollouts()), (PROMPT, rollouts(count=3)), (PROMPT, rollouts(max_new=19))):
+        with pytest.raises(PartialRolloutError):
+            join_parts([part], prompt, blank)
+    with pytest.raises(PartialRolloutError):
+        join_parts([part, part], PROMPT, rollouts())  # its spans begin at nought again

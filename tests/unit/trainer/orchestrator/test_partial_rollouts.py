@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, Drafts, merged
+from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, PartialRollouts, merged
 
 STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH
 
@@ -46,14 +46,14 @@ def message(
     ],
 )
 def test_what_the_contract_rules_out_is_refused(bad: rollout_pb2.GenerateResponse) -> None:
-    drafts = Drafts(2, 8, [1])
+    drafts = PartialRollouts(2, 8, [1])
     drafts.start_call()
     with pytest.raises(BadStreamError):
         drafts.add(bad)
 
 
 def test_an_end_that_was_lost_with_its_replica() -> None:
-    drafts = Drafts(3, 4, [1])
+    drafts = PartialRollouts(3, 4, [1])
     drafts.start_call()
     assert drafts.add(message(0, [5, 1])) + drafts.add(message(1, [5, 6, 7, 8])) + drafts.add(message(2, [5])) == 7
     assert [draft.index for draft in drafts.start_call()] == [2]
@@ -61,7 +61,7 @@ def test_an_end_that_was_lost_with_its_replica() -> None:
 
 
 def test_exact_spans_replace_those_of_chunks() -> None:
-    drafts = Drafts(1, 64, [1])
+    drafts = PartialRollouts(1, 64, [1])
     drafts.start_call()
     drafts.add(message(0, [5] * 20, version=3))
     drafts.start_call()
@@ -71,7 +71,7 @@ def test_exact_spans_replace_those_of_chunks() -> None:
 
 
 def test_what_is_too_old_is_cut_off_with_all_behind_it() -> None:
-    drafts = Drafts(2, 96, (1,), min_version=3)
+    drafts = PartialRollouts(2, 96, (1,), min_version=3)
     drafts.drafts[0].ids, drafts.drafts[0].logprobs = bytearray(range(40)), bytearray(range(40))
     drafts.drafts[0].spans, drafts.drafts[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
     drafts.drop_older()

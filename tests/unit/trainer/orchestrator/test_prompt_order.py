@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.orchestrator.prompt_order import pass_order, row_of, slot_seed
+from polyreme_trainer.orchestrator.prompt_order import pass_order, row_of, sequence_seed
 
 
 @given(st.integers(-(2**63), 2**63), st.integers(0, 100), st.integers(1, 300))
@@ -26,13 +26,13 @@ def test_positions_are_spread() -> None:
 
 def test_the_order_of_existing_runs_stays() -> None:
     assert pass_order(0, 0, 8).tolist() == PINNED_ORDER
-    assert slot_seed(0, 1, 2, 3, 4) == PINNED_SEED
+    assert sequence_seed(0, 1, 2, 3, 4) == PINNED_SEED
 
 
 def test_seeds_are_distinct_and_fit_a_signed_word() -> None:
-    seeds = {slot_seed(1, g, a, s, p) for g in range(8) for a in range(3) for s in range(8) for p in (0, 1, 17)}
+    seeds = {sequence_seed(1, g, a, s, p) for g in range(8) for a in range(3) for s in range(8) for p in (0, 1, 17)}
     assert len(seeds) == 8 * 3 * 8 * 3 and max(seeds) < 2**63
-    assert slot_seed(-1, 0, 0, 0, 0) != slot_seed(1, 0, 0, 0, 0)
+    assert sequence_seed(-1, 0, 0, 0, 0) != sequence_seed(1, 0, 0, 0, 0)
 
 
 PINNED_ORDER = [7, 2, 5, 1, 0, 4, 3, 6]

@@ -4,7 +4,7 @@ from polyreme_trainer.orchestrator.reward_client import Health
 
 
 def test_health() -> None:
-    health = Health(grace=10.0)
+    health = Health(outage_timeout=10.0)
     assert not health.waits(0.0)
     health.failed(5.0, "group 1")
     health.failed(6.0, "group 1")

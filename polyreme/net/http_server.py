@@ -1,0 +1,187 @@
+"""HTTP servers: uvicorn inside the process's event loop, for every service.
+
+Invariant: the server installs no signal handler and ends with its block. With a token, only the probes are answered without it. A
+request body beyond BODY_LIMIT is refused and never kept.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import uvicorn
+
+from polyreme.config.run import SecurityConfig
+from polyreme.errors import ConfigError
+from polyreme.net import tls
+
+BODY_LIMIT = 32 << 20
+"""Largest request body in bytes."""
+PROBES = ("/health", "/ready")
+_DISCARD_FACTOR = 4  # times the limit
+_DISCARD_TIMEOUT = 5.0
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class RequireBearer:
+    """Answers 401 to requests without the token, except to the probes."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        if scope["path"] in PROBES or (len(given) == 1 and tls.authorized(given[0], self._token)):
+            await self._app(scope, receive, send)
+            return
+        body = b'{"detail":"expected `authorization: Bearer TOKEN` with this service\'s token"}'
+        await _send_json(send, 401, body, (b"www-authenticate", b"Bearer"))
+
+
+class BodyLimit:
+    """Answers 413 to a body beyond `limit` bytes, and keeps no more than that of it."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        size = 0
+        too_large = started = False
+
+        async def counted() -> Message:
+            nonlocal size, too_large
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                too_large = True
+                raise _TooLarge
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            if not too_large or started:  # drops the application's own answer to the broken body
+                started = True
+                await send(message)
+
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        too_large = declared.isdigit() and int(declared) > self._limit
+        if not too_large:
+            with suppress(_TooLarge):
+                await self._app(scope, counted, watched)
+        if too_large and not started:
+            await _discard(receive, size, _DISCARD_FACTOR * self._limit)
+            await _send_json(
+                send, 413, b'{"detail":"expected a body of at most %d bytes"}' % self._limit, (b"connection", b"close")
+            )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises ConfigError when the port is taken."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        # asyncio disables Nagle's algorithm only for IPPROTO_TCP; otherwise every reply waits 40 ms for an acknowledgement.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"a free port {port} on {host} for HTTP",
+            error.strerror or str(error),
+            "Choose another port or host, or stop the process that uses it.",
+        ) from None
+    return bound
+
+
+@asynccontextmanager
+async def serve_http(
+    host: str, port: int, app: ASGIApp, drain_timeout: float = 5.0, security: SecurityConfig | None = None
+) -> AsyncIterator[int]:
+    """Serves `app` until the block ends. Yields the port.
+
+    Args:
+        host: the address to bind.
+        port: 0 takes a free one.
+        drain_timeout: seconds for running requests at the end.
+        security: TLS and token; None: plain.
+
+    Raises:
+        ConfigError: the port is taken, or the security settings cannot be used.
+    """
+    app = BodyLimit(app, BODY_LIMIT)
+    if security is not None and (token := tls.token(security)) is not None:
+        app = RequireBearer(app, token)
+    context = tls.server_context(security) if security is not None else None
+    bound = bind(host, port)
+    bound.listen(1024)
+    bound.setblocking(False)
+    config = uvicorn.Config(
+        app,
+        ssl_context_factory=None if context is None else lambda *_: context,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(drain_timeout)),
+    )
+    server = _Server(config)
+    serving, started = asyncio.create_task(server.serve(sockets=[bound])), asyncio.create_task(server.started_event.wait())
+    try:
+        await asyncio.wait({serving, started}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        yield bound.getsockname()[1]
+    finally:
+        started.cancel()
+        server.should_exit = True
+        await serving
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.started_event = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.started_event.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Does nothing: the process has its own handlers."""
+        yield
+
+
+class _TooLarge(Exception):
+    pass
+
+
+async def _discard(receive: Receive, size: int, limit: int) -> None:
+    """Reads on up to `limit` bytes: a client that still sends would see a reset connection instead of the answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_TIMEOUT):
+            while size < limit:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    return
+
+
+async def _send_json(send: Send, status: int, body: bytes, header: tuple[bytes, bytes]) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), header]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

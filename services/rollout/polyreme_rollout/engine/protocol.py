@@ -1,0 +1,162 @@
+"""The inference engine as the rollout service uses it: token ids in, token ids and log-probabilities out.
+
+Invariant, for every engine: the tokens of a request arrive in order, each with the log-probability under the distribution it was
+sampled from; nothing is sampled between `pause` and `resume`; `load` reports how many tokens each request had when its policy
+changed. tests/contract/test_engine_conformance.py checks every engine.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from starlette.types import ASGIApp
+
+from polyreme.config.run import RunConfig
+from polyreme.weights.manifest import Manifest
+
+CHUNK_TOKENS = 16
+"""Engines deliver tokens in chunks of this many where they can: one wake-up per chunk instead of one per token."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's processes have exited. The service cannot continue."""
+
+
+class LoadError(RuntimeError):
+    """The engine could not load the weights. Its model may hold any mixture of old and new tensors."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy; top_p 1 and top_k -1 keep the whole distribution. A stop id ends a request and is its last token."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """One sequence to continue.
+
+    Args:
+        request_id: unique among running requests.
+        prompt_ids: the tokens to continue: prompt and prefix.
+        max_new: upper bound of tokens to sample.
+        seed: of this request's own sampler, 63 bits.
+        salt: requests share cached prefixes only under the same salt.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    max_new: int
+    seed: int
+    salt: str
+    sampling: Sampling
+
+
+class Delta(NamedTuple):
+    """New tokens of a request. `finish`: None, "stop" (by a stop id) or "length"."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish: str | None
+
+
+@dataclass(frozen=True)
+class ArenaSource:
+    """One part of a version in an arena slot. Each worker of the engine maps it."""
+
+    path: str
+    nonce: bytes
+    slot: int
+    generation: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """`sampled`: tokens of each unfinished request at the change, by request id. A request that never ran may be missing."""
+
+    seconds: float
+    sampled: Mapping[str, int]
+
+
+class TensorDigest(NamedTuple):
+    """Shape, and xxh3_64 of the bytes (minus zero counts as zero)."""
+
+    shape: tuple[int, ...]
+    digest: int
+
+
+class InferenceEngine(Protocol):
+    """A started engine. `open` completes it inside the event loop that serves it."""
+
+    @property
+    def name(self) -> str:
+        """Engine and release, for people."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Upper bound of the tokens of prompt, prefix and response."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def weight_names(self) -> frozenset[str]:
+        """Hugging Face names of all tensors of the model, without aliases. Known after `open`."""
+        ...
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine's processes have exited."""
+        ...
+
+    async def open(self) -> None:
+        """Connects the engine to the running event loop. Raises EngineDeadError."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+        """Samples one request. Closing the iterator aborts it. Raises EngineDeadError."""
+        ...
+
+    async def pause(self) -> None:
+        """Stops sampling between two steps. Running requests are kept, new ones wait. Raises EngineDeadError."""
+        ...
+
+    async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
+        """Loads all parts of a version while paused. Raises LoadError, EngineDeadError."""
+        ...
+
+    async def resume(self) -> None:
+        """Continues sampling. Raises EngineDeadError."""
+        ...
+
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> ASGIApp:
+        """An ASGI application that serves the OpenAI-compatible /v1 on this engine.
+
+        Args:
+            served_name: the model name in requests and replies.
+            salt: awaited for each request; see `EngineRequest.salt`. A client's own `cache_salt` is appended.
+        """
+        ...
+
+    async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
+        """What each worker computes with, by the engine's own tensor names, one mapping per worker. Raises LoadError, EngineDeadError."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine's processes. Idempotent."""
+        ...
+
+
+EngineFactory = Callable[[RunConfig, Path], InferenceEngine]
+"""Starts an engine with arbitrary weights: (the run's configuration, a directory with the model's config and tokenizer files).
+
+The process calls it in the main thread, before other threads and event loops, because an engine may fork.
+"""

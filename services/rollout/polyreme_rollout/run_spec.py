@@ -1,0 +1,39 @@
+"""The parts of a run's record that a replica needs.
+
+Invariant: a replica knows a run only through Redis; it needs no copy of the model or of the configuration file.
+"""
+
+from dataclasses import dataclass
+
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+
+FIND_RUN_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run as a replica serves it.
+
+    Attributes:
+        model_files: config and tokenizer files by name.
+        follows_newest: the replica serves whichever run is the newest. It exits when a newer run starts, and its owner restarts it.
+    """
+
+    run_id: str
+    config: RunConfig
+    model_files: dict[str, bytes]
+    model_fingerprint: str
+    follows_newest: bool = False
+
+
+async def fetch_run_spec(redis_url: str, run_id: str | None, find_timeout: float = FIND_RUN_TIMEOUT) -> RunSpec:
+    """Waits for the run; None: the newest unfinished one. Raises StoreError, UnavailableError, ConfigError."""
+    redis = await connect(redis_url)
+    try:
+        run = await Run.attach(redis, run_id, find_timeout, ended=False)
+        fingerprint = await run.model_fingerprint()
+        return RunSpec(run.run_id, await run.config(), await run.model_files(), fingerprint, follows_newest=run_id is None)
+    finally:
+        await redis.aclose()

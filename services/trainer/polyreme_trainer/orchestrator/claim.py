@@ -1,0 +1,88 @@
+"""The right to call one replica, and the tokens that it was promised with it.
+
+Invariant: a claim adds its tokens and sequences to its target when it is made, and has taken all of them back when it ends.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc
+from polyreme_trainer.orchestrator.router import FAILURE_BACKOFF, Target
+from polyreme_trainer.orchestrator.straggler_detection import Pace
+
+
+@dataclass(eq=False)
+class Claim:
+    """One claim on a target.
+
+    Attributes:
+        tokens: upper bound of the tokens that can still arrive.
+        sequences: samples that have not ended on the replica.
+        pace: of the replica.
+        since: when the claim was made, monotonic seconds.
+        on_capacity: called when the replica can take other samples.
+        is_cut: whether the replica must not be called any more.
+        deadline: of the running call; moved forward when the replica's lease ends or the replica is suspended.
+    """
+
+    target: Target
+    stub: rollout_pb2_grpc.RolloutServiceStub
+    tokens: int
+    sequences: int
+    pace: Pace
+    since: float
+    on_capacity: Callable[[], None]
+    deadline: asyncio.Timeout | None = None
+    is_cut: bool = False
+    _chunk_at: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.target.outstanding += self.tokens
+        self.target.sequences += self.sequences
+        self.pace.change(self.sequences, self.since)
+
+    def arrived(self, tokens: int, missing: int, response: rollout_pb2.GenerateResponse, now: float) -> None:
+        """A response with `tokens` tokens arrived; at most `missing` can still arrive."""
+        self.target.outstanding -= self.tokens - missing
+        self.tokens = missing
+        self.target.failures = 0
+        self.pace.arrived(tokens, now)
+        if not self._chunk_at:
+            self.pace.first_after(now - self.since)
+        for chunk in response.chunks:
+            if (before := self._chunk_at.get(chunk.slot)) is not None:
+                self.pace.chunk_after(now - before)
+            self._chunk_at[chunk.slot] = now
+        if response.ends:
+            self._ended(len(response.ends), now)
+
+    def end(self, now: float) -> None:
+        """Takes back the rest of the promise."""
+        self.target.outstanding -= self.tokens
+        self._ended(self.sequences, now)
+
+    def cut(self) -> None:
+        """Ends the running call, or prevents one that has not begun."""
+        self.is_cut = True
+        if self.deadline is not None and not self.deadline.expired():
+            self.deadline.reschedule(asyncio.get_running_loop().time())
+
+    def failed(self) -> None:
+        """Counts a failed call. The replica gets no calls during the backoff."""
+        self.target.failures += 1
+        seconds = FAILURE_BACKOFF.draw(self.target.failures)
+        self.target.backoff_until = time.monotonic() + seconds
+        call_after(seconds, self.on_capacity)
+
+    def _ended(self, sequences: int, now: float) -> None:
+        self.sequences -= sequences
+        self.target.sequences -= sequences
+        self.pace.change(-sequences, now)
+        self.on_capacity()
+
+
+def call_after(seconds: float, call: Callable[[], None]) -> None:
+    """Calls once `seconds` have passed on time.monotonic(). (The loop's timers may fire early by the clock's resolution.)"""
+    asyncio.get_running_loop().call_later(seconds + 0.01, call)

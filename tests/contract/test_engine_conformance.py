@@ -1,0 +1,50 @@
+"""Every inference engine keeps the promises of `polyreme_rollout.engine.protocol`: see tests/support/engine_conformance.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.errors import ConfigError
+from polyreme_rollout.engine.load import load_engine
+from support.engine_conformance import CHECKS, CLOSES
+from support.models import tiny_model
+from support.replicas import model_files
+from support.tiny_tokenizer import model_files as tokenizer_files
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module", params=["simulated", pytest.param("vllm", marks=pytest.mark.real)])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of all checks of one engine, started once, in a process of its own because it may fork."""
+    folder = tmp_path_factory.mktemp("engine")
+    (files := folder / "files").mkdir()
+    weights: list[str] = []
+    contents = tokenizer_files()
+    if request.param == "vllm":
+        model = tiny_model("tied", folder / "model", hidden_size=128)
+        contents, weights = model_files(model), [str(model)]
+    for name, data in contents.items():
+        (files / name).write_bytes(data)
+    command = [sys.executable, "-m", "support.engine_conformance", request.param, str(files), *weights]
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("check", [*CHECKS, CLOSES])
+def test_engine(results: dict[str, Any], check: str) -> None:
+    assert results[check] is None, results[check]
+
+
+def test_an_unknown_engine_is_an_error_that_names_the_installed_ones() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_engine("vlm")
+    assert "simulated, vllm" in raised.value.expected
+    assert "'vlm'" in raised.value.found

@@ -1,0 +1,245 @@
+"""The checks that every inference engine passes. Run as a program: starts one engine and prints {check: null or traceback} as JSON.
+
+python -m support.engine_conformance ENGINE MODEL_FILES [WEIGHTS]     (a Hugging Face directory; none: one tensor named `weight`)
+"""
+
+import asyncio
+import json
+import sys
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from polyreme.weights.arena import Arena
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
+from polyreme_rollout.engine.load import load_engine
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, ArenaSource, EngineRequest, InferenceEngine, LoadError, Sampling
+from support.replicas import Learner, hf_weights, rollout_config
+
+PROMPT = (5, 6, 7, 8, 9)
+CONTEXT, MAX_NUM_SEQS = 128, 4
+DEADLINE = 120.0
+GREEDY, RANDOM = Sampling(0.0, 1.0, -1, ()), Sampling(1.0, 1.0, -1, ())
+
+
+@dataclass
+class Answer:
+    ids: list[int]
+    logprobs: list[float]
+    finish: str | None
+
+
+class Subject:
+    """An open engine, and versions to load into it. `salt` changes with every load, as the service's does."""
+
+    def __init__(self, engine: InferenceEngine, learner: Learner, arrays: dict[str, np.ndarray], vocab_size: int) -> None:
+        self.engine, self.learner, self.arrays, self.vocab_size = engine, learner, arrays, vocab_size
+        self.loads = 0
+        self._requests = 0
+
+    @property
+    def salt(self) -> str:
+        return f"load-{self.loads}"
+
+    def write(self, factor: float) -> ArenaSource:
+        """A version whose tensors are the first ones times `factor`."""
+        arrays = {name: array * np.float32(factor) for name, array in self.arrays.items()}
+        staged = self.learner.write(self.loads, arrays)
+        manifest = Manifest.from_proto(staged.manifest)
+        return ArenaSource(staged.arena_path, self.learner.arena.nonce, staged.slot, staged.generation, manifest)
+
+    async def swap(self, factor: float) -> None:
+        await self.engine.pause()
+        await self.engine.load([self.write(factor)])
+        self.loads += 1
+        await self.engine.resume()
+
+    def request(self, max_new: int, sampling: Sampling = GREEDY, seed: int = 0, prefix: tuple[int, ...] = ()) -> EngineRequest:
+        self._requests += 1
+        return EngineRequest(f"check.{self._requests}", [*PROMPT, *prefix], max_new, seed, self.salt, sampling)
+
+    async def answer(self, request: EngineRequest) -> Answer:
+        answer = Answer([], [], None)
+        async for delta in self.engine.generate(request):
+            assert answer.finish is None, "tokens after the end"
+            assert len(delta.token_ids) == len(delta.logprobs)
+            answer.ids += delta.token_ids
+            answer.logprobs += delta.logprobs
+            answer.finish = delta.finish
+        return answer
+
+
+async def describes_itself(subject: Subject) -> None:
+    engine = subject.engine
+    assert engine.name
+    assert (engine.max_model_len, engine.vocab_size) == (CONTEXT, subject.vocab_size)
+    assert engine.weight_names == frozenset(subject.arrays)
+    assert not engine.dead
+
+
+async def greedy_answers_repeat_and_have_exact_lengths(subject: Subject) -> None:
+    for length in (1, CHUNK_TOKENS, CHUNK_TOKENS + 1, CONTEXT - len(PROMPT)):
+        first, again = [await subject.answer(subject.request(length)) for _ in range(2)]
+        assert first.ids == again.ids
+        assert len(first.ids) == length
+        assert first.finish == "length"
+        assert all(0 <= id < subject.vocab_size for id in first.ids)
+        assert all(value <= 0 for value in first.logprobs)
+
+
+async def a_prefix_is_continued(subject: Subject) -> None:
+    whole = await subject.answer(subject.request(40))
+    rest = await subject.answer(subject.request(23, prefix=tuple(whole.ids[:17])))
+    assert rest.ids == whole.ids[17:]
+
+
+async def a_stop_id_ends_a_request_and_is_its_last_token(subject: Subject) -> None:
+    whole = await subject.answer(subject.request(40))
+    stop = whole.ids[20]
+    stopped = await subject.answer(subject.request(40, Sampling(0.0, 1.0, -1, (stop,))))
+    assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
+    assert stopped.finish == "stop"
+
+
+async def a_seed_repeats_a_sample_and_seeds_differ(subject: Subject) -> None:
+    one, again, other = await asyncio.gather(*(subject.answer(subject.request(48, RANDOM, seed)) for seed in (11, 11, 2**63 - 1)))
+    assert one.ids == again.ids
+    assert one.ids != other.ids
+
+
+async def closing_the_iterator_frees_its_place(subject: Subject) -> None:
+    async def begin_and_close() -> None:
+        stream = subject.engine.generate(subject.request(100, RANDOM))
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    for _ in range(3):
+        await asyncio.gather(*(begin_and_close() for _ in range(MAX_NUM_SEQS)))
+    assert len((await subject.answer(subject.request(20))).ids) == 20
+
+
+async def nothing_is_sampled_while_paused(subject: Subject) -> None:
+    for _ in range(20):
+        request = subject.request(CONTEXT - len(PROMPT))
+        stream = subject.engine.generate(request)
+        received = len((await anext(stream)).token_ids)
+        await subject.engine.pause()
+        counts = [(await subject.engine.load([subject.write(factor)])).sampled.get(request.request_id) for factor in (1.0, 1.0)]
+        subject.loads += 2
+        await subject.engine.resume()
+        total = received + sum([len(delta.token_ids) async for delta in stream])
+        assert total == request.max_new
+        assert counts[0] == counts[1]
+        if counts[0] is not None:  # it was still running
+            assert received <= counts[0] <= total
+            return
+    raise AssertionError("every request had ended before the pause")
+
+
+async def a_version_decides_the_answers(subject: Subject) -> None:
+    answers, digests = [], []
+    for factor in (1.0, 1.5, 1.0):
+        await subject.swap(factor)
+        answers.append((await subject.answer(subject.request(60, RANDOM, 7))).ids)
+        digests.append(await subject.engine.weight_digests())
+    assert answers[0] == answers[2] != answers[1]
+    assert digests[0] == digests[2] != digests[1]
+    for before, after in zip(digests[0], digests[1], strict=True):
+        assert {name: found.shape for name, found in before.items()} == {name: found.shape for name, found in after.items()}
+
+
+async def a_failed_load_is_an_error_and_the_next_one_works(subject: Subject) -> None:
+    await subject.swap(1.0)
+    before = await subject.engine.weight_digests()
+    stale = subject.write(2.0)
+    subject.learner.arena.begin(stale.slot)
+    await subject.engine.pause()
+    try:
+        await subject.engine.load([stale])
+    except LoadError as error:
+        assert str(error)
+    else:
+        raise AssertionError("a slot that is being written was loaded")
+    await subject.engine.load([subject.write(1.0)])
+    subject.loads += 1
+    await subject.engine.resume()
+    assert await subject.engine.weight_digests() == before
+
+
+async def v1_serves_the_model_under_the_salt(subject: Subject) -> None:
+    salted = 0
+
+    async def salt() -> str:
+        nonlocal salted
+        salted += 1
+        return subject.salt
+
+    transport = httpx.ASGITransport(await subject.engine.openai_app("policy", salt))
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=DEADLINE) as client:
+        models = (await client.get("/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["policy"]
+        body = {"model": "policy", "prompt": list(PROMPT), "max_tokens": 4, "temperature": 0}
+        completion = await client.post("/v1/completions", json=body)
+        assert completion.status_code == 200, completion.text
+        assert completion.json()["usage"]["completion_tokens"] == 4
+    assert salted == 1
+
+
+CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
+    check.__name__: check
+    for check in (
+        describes_itself,
+        greedy_answers_repeat_and_have_exact_lengths,
+        a_prefix_is_continued,
+        a_stop_id_ends_a_request_and_is_its_last_token,
+        a_seed_repeats_a_sample_and_seeds_differ,
+        closing_the_iterator_frees_its_place,
+        nothing_is_sampled_while_paused,
+        a_version_decides_the_answers,
+        a_failed_load_is_an_error_and_the_next_one_works,
+        v1_serves_the_model_under_the_salt,
+    )
+}
+CLOSES = "closing_twice_leaves_a_dead_engine"
+
+
+async def run_checks(subject: Subject) -> dict[str, str | None]:
+    results: dict[str, str | None] = {}
+    await subject.engine.open()
+    await subject.swap(1.0)
+    for name, check in CHECKS.items():
+        try:
+            await asyncio.wait_for(check(subject), DEADLINE)
+            results[name] = None
+        except Exception:  # noqa: BLE001 - is the check's result
+            results[name] = traceback.format_exc()
+    return results
+
+
+def main() -> None:
+    name, files, *weights = sys.argv[1:]
+    run_id, vocab_size = f"test-{uuid.uuid4().hex[:12]}", json.loads((Path(files) / "config.json").read_text())["vocab_size"]
+    if weights:
+        arrays, learner = hf_weights(Path(weights[0])), Learner.of(run_id, Path(weights[0]))
+    else:
+        arrays, layout = {"weight": np.arange(64, dtype="<f4")}, plan_manifest([TensorSpec("weight", "F32", (64,))])
+        learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
+    config = rollout_config(Path(files), engine=name, max_model_len=CONTEXT, max_num_seqs=MAX_NUM_SEQS)
+    engine = load_engine(config.rollout.engine)(config, Path(files))
+    try:
+        results = asyncio.run(run_checks(Subject(engine, learner, arrays, vocab_size)))
+    finally:
+        engine.close()
+        learner.arena.close()
+    engine.close()
+    results[CLOSES] = None if engine.dead else "the engine is not dead after close()"
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
