@@ -14,6 +14,7 @@ class VllmConfig(Section):
 
 
 class RolloutConfig(Section):
+    engine: str = Field("vllm", description="Inference engine: a name in the entry-point group `polyreme.engines`.")
     replicas: Operational[int] = Field(1, ge=1, description="Replicas that `polyreme up` starts and that a run waits for.")
     tensor_parallel: int = Field(1, ge=1, description="Devices that share one replica's model.")
     max_new_tokens: int = Field(ge=1, description="Longest response, in tokens.")

@@ -5,6 +5,7 @@ request body beyond BODY_LIMIT is refused and never kept.
 """
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -12,9 +13,11 @@ from typing import Any
 
 import uvicorn
 
-from polyreme.config.run import SecurityConfig
+from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.net import tls
+
+logger = logging.getLogger(__name__)
 
 BODY_LIMIT = 32 << 20
 """Largest request body in bytes."""
@@ -78,6 +81,7 @@ class BodyLimit:
             with suppress(_TooLarge):
                 await self._app(scope, counted, watched)
         if too_large and not started:
+            logger.warning("a request to %s failed: expected a body of at most %d bytes", scope["path"], self._limit)
             await _discard(receive, size, _DISCARD_FACTOR * self._limit)
             await _send_json(
                 send, 413, b'{"detail":"expected a body of at most %d bytes"}' % self._limit, (b"connection", b"close")

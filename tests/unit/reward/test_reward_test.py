@@ -29,7 +29,11 @@ def write(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 
 
 def test_rows_mean_what_they_mean_in_a_run(tmp_path: Path) -> None:
-    rows = [{"response": "a\u2028b", "label": 42}, {"response": "", "label": ["x"]}, {"response": "r", "label": None}]
+    rows: list[dict[str, object]] = [
+        {"response": "a\u2028b", "label": 42},
+        {"response": "", "label": ["x"]},
+        {"response": "r", "label": None},
+    ]
     path = write(tmp_path / "rows.jsonl", rows)
     assert [(item.response, item.label) for item in read_items(path)] == [("a\u2028b", "42"), ("", "x"), ("r", "")]
 

@@ -62,7 +62,7 @@ class Odd(int):
     ("value", "found"),
     [
         (Odd(2), 2),
-        (namedtuple("P", "x y")(1, 2), (1, 2)),
+        (namedtuple("P", "x y")(1, 2), (1, 2)),  # type: ignore[call-arg, arg-type]
         (OrderedDict(a=1), {"a": 1}),
         (Counter("aa"), {"a": 2}),
         (deque([1]), deque([1])),

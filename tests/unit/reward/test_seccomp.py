@@ -1,6 +1,7 @@
 """The filter of system calls, run by a small interpreter of classic BPF: on any machine, for every machine."""
 
 import errno
+import platform
 import struct
 
 import pytest
@@ -40,7 +41,7 @@ def decide(code: bytes, architecture: int, number: int, *arguments: int) -> int:
 
 @pytest.fixture(params=sorted(ARCHITECTURES))
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(seccomp.platform, "machine", lambda: request.param)
+    monkeypatch.setattr(platform, "machine", lambda: request.param)
     return str(request.param)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.families import find_family, known_families
-from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.families.base import EMBEDDING, LM_HEAD, Architecture
 from polyreme_trainer.megatron.families.rope import Rope
 from polyreme_trainer.megatron.hf_mapping import Rank
 
@@ -142,9 +142,9 @@ def test_more_ranks_than_groups_cut_inside_a_group() -> None:
 def test_a_tied_last_stage_reads_the_embedding_and_does_not_write_it() -> None:
     arch = _small(head="tied")
     pieces = [piece for piece in hf_mapping.rank_slices(arch, Rank(0, 1, 1, 2)) if piece.param == "output_layer.weight"]
-    assert [(piece.hf_name, piece.primary) for piece in pieces] == [(hf_mapping.EMBEDDING, False)]
-    assert hf_mapping.hf_aliases(arch) == {hf_mapping.LM_HEAD: hf_mapping.EMBEDDING}
-    assert hf_mapping.LM_HEAD not in hf_mapping.hf_shapes(arch)
+    assert [(piece.hf_name, piece.primary) for piece in pieces] == [(EMBEDDING, False)]
+    assert hf_mapping.hf_aliases(arch) == {LM_HEAD: EMBEDDING}
+    assert LM_HEAD not in hf_mapping.hf_shapes(arch)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(3, 1), (8, 1), (1, 3)])

@@ -46,37 +46,37 @@ def message(
     ],
 )
 def test_what_the_contract_rules_out_is_refused(bad: rollout_pb2.GenerateResponse) -> None:
-    drafts = PartialRollouts(2, 8, [1])
-    drafts.start_call()
+    rollouts = PartialRollouts(2, 8, [1])
+    rollouts.start_call()
     with pytest.raises(BadStreamError):
-        drafts.add(bad)
+        rollouts.add(bad)
 
 
 def test_an_end_that_was_lost_with_its_replica() -> None:
-    drafts = PartialRollouts(3, 4, [1])
-    drafts.start_call()
-    assert drafts.add(message(0, [5, 1])) + drafts.add(message(1, [5, 6, 7, 8])) + drafts.add(message(2, [5])) == 7
-    assert [draft.index for draft in drafts.start_call()] == [2]
-    assert [draft.finish_reason for draft in drafts.drafts] == [STOP, LENGTH, 0]
+    rollouts = PartialRollouts(3, 4, [1])
+    rollouts.start_call()
+    assert rollouts.add(message(0, [5, 1])) + rollouts.add(message(1, [5, 6, 7, 8])) + rollouts.add(message(2, [5])) == 7
+    assert [sample.index for sample in rollouts.start_call()] == [2]
+    assert [sample.finish_reason for sample in rollouts.samples] == [STOP, LENGTH, 0]
 
 
 def test_exact_spans_replace_those_of_chunks() -> None:
-    drafts = PartialRollouts(1, 64, [1])
-    drafts.start_call()
-    drafts.add(message(0, [5] * 20, version=3))
-    drafts.start_call()
-    drafts.add(message(0, [6] * 30, version=3))
-    drafts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
-    assert drafts.drafts[0].spans == [(3, 0, 31), (4, 31, 51)]
+    rollouts = PartialRollouts(1, 64, [1])
+    rollouts.start_call()
+    rollouts.add(message(0, [5] * 20, version=3))
+    rollouts.start_call()
+    rollouts.add(message(0, [6] * 30, version=3))
+    rollouts.add(message(0, [1], ends=[(3, 0, 11), (4, 11, 31)], version=4))
+    assert rollouts.samples[0].spans == [(3, 0, 31), (4, 31, 51)]
 
 
 def test_what_is_too_old_is_cut_off_with_all_behind_it() -> None:
-    drafts = PartialRollouts(2, 96, (1,), min_version=3)
-    drafts.drafts[0].ids, drafts.drafts[0].logprobs = bytearray(range(40)), bytearray(range(40))
-    drafts.drafts[0].spans, drafts.drafts[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
-    drafts.drop_older()
-    (first, _) = drafts.drafts
-    assert (first.length, first.spans, first.finished, drafts.cuts) == (6, [(4, 0, 6)], False, 1)
+    rollouts = PartialRollouts(2, 96, (1,), min_version=3)
+    rollouts.samples[0].ids, rollouts.samples[0].logprobs = bytearray(range(40)), bytearray(range(40))
+    rollouts.samples[0].spans, rollouts.samples[0].finish_reason = [(4, 0, 6), (2, 6, 7), (3, 7, 10)], 1
+    rollouts.drop_older()
+    (first, _) = rollouts.samples
+    assert (first.length, first.spans, first.finished, rollouts.cuts) == (6, [(4, 0, 6)], False, 1)
     assert first.ids == first.logprobs == bytearray(range(24))
 
 
