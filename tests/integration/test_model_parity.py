@@ -26,7 +26,7 @@ pytestmark = pytest.mark.real
 )
 def test_every_family_equals_transformers(model_type: str, tensor: int, tmp_path: Path) -> None:
     model = tiny_family_model(model_type, tmp_path / "model")
-    run_ranks(family_checks.family_checks, tensor, str(model), str(tensor), str(tmp_path))
+    run_ranks(family_checks.family_checks, tensor, str(model), str(tensor), str(tmp_path), timeout=280)
 
 
 @pytest.mark.parametrize(
