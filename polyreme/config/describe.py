@@ -7,14 +7,14 @@ import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
 from polyreme.config.run import RunConfig
-from polyreme.config.section import Section, holds_path, is_operational, subsection
+from polyreme.config.section import Section, holds_path, is_operational, subsections
 
 _WIDTH = 120
 _HEAD = """# Configuration
@@ -43,14 +43,14 @@ def reference() -> str:
 
 def _section_lines(section: Section, indent: str, described: bool = True) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
-        value, inner = getattr(section, name), subsection(field)
+        value, inner = getattr(section, name), subsections(field)
         if described:
             if not indent and inner:
                 yield ""
             yield from _comment(field, indent)
-        if inner is None or not value:
+        if not inner or not value or isinstance(value, str):
             yield f"{indent}{name}: {_flow(value)}"
-        elif isinstance(value, list):
+        elif isinstance(value, list | tuple):
             yield f"{indent}{name}:"
             for place, row in enumerate(value):
                 yield from _row_lines(row, f"{indent}  ", described=place == 0)
@@ -67,26 +67,27 @@ def _row_lines(row: Section, indent: str, described: bool) -> Iterator[str]:
 
 def _comment(field: FieldInfo, indent: str) -> list[str]:
     """What a field is, and for a plain value its type and default."""
-    if inner := subsection(field):
-        text = field.description or _doc(inner)
+    if inner := subsections(field):
+        text = field.description or _doc(inner[0])
     else:
         text = f"{field.description} ({_type(field)}; {'required' if field.is_required() else f'default {_default(field)}'})"
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
 def _tables(section: type[Section], prefix: str) -> Iterator[str]:
-    yield f"\n## {f'`{prefix}`' if prefix else 'Top level'}\n\n"
+    variant = section.model_fields.get("kind")
+    chosen = f", kind {variant.default}" if variant else ""
+    yield f"\n## {f'`{prefix}`' if prefix else 'Top level'}{chosen}\n\n"
     if about := _doc(section):
         yield f"{about}\n\n"
     yield "| key | type | default | description |\n|---|---|---|---|\n"
     deeper = []
     for name, field in section.model_fields.items():
-        inner, listed = subsection(field), get_origin(field.annotation) is list
-        if inner:
-            deeper.append((f"{prefix}{'.' if prefix else ''}{name}{'[]' if listed else ''}", inner))
-        kind = _type(field) if inner is None else "list of sections" if listed else "section"
+        inner, listed = subsections(field), get_origin(field.annotation) in (list, tuple)
+        deeper += [(f"{prefix}{'.' if prefix else ''}{name}{'[]' if listed else ''}", each) for each in inner]
+        kind = _type(field) if not inner else "list of sections" if listed else "section"
         default = "*required*" if field.is_required() else "" if isinstance(field.default, Section) else f"`{_default(field)}`"
-        words = field.description or (_doc(inner) if inner else "")
+        words = field.description or (_doc(inner[0]) if len(inner) == 1 else "")
         yield f"| `{name}`{' ○' if is_operational(field) else ''} | {kind} | {default} | {words} |\n"
     for place, inner in deeper:
         yield from _tables(inner, place)
@@ -102,7 +103,7 @@ def _default(field: FieldInfo) -> str:
 
 def _flow(value: Any) -> str:
     """A plain value as YAML on one line."""
-    plain = str(value) if isinstance(value, Path) else value
+    plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000).removesuffix("...\n").rstrip("\n")
     return json.dumps(plain) if "\n" in text else text  # YAML writes line breaks as such, JSON as escapes
 
@@ -114,9 +115,11 @@ def _type(field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return " or ".join(map(str, get_args(annotation)))
-    if get_origin(annotation) is list:
+    if get_origin(annotation) in (list, tuple):
         return f"list of {_kind(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:
         return "mapping"

@@ -7,6 +7,7 @@ where it was started. An error names what was expected, and the nearest known ke
 import difflib
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
-from polyreme.config.section import Section, holds_path, known_keys, subsection
+from polyreme.config.section import Section, holds_path, known_keys, subsections
 from polyreme.errors import ConfigError
 
 
@@ -109,11 +110,11 @@ def _resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> 
     for name, field in section.model_fields.items():
         if holds_path(field) and isinstance(field.default, Path):
             tree.setdefault(name, str(field.default))
-        value, inner = tree.get(name), subsection(field)
-        if inner is not None:
-            for node in value if isinstance(value, list) else [value]:
-                if isinstance(node, dict):
-                    _resolve_paths(node, inner, base)
+        value, inner = tree.get(name), subsections(field)
+        if inner:
+            nodes = [node for node in (value if isinstance(value, list) else [value]) if isinstance(node, dict)]
+            for node, kind in product(nodes, inner):
+                _resolve_paths(node, kind, base)
         elif holds_path(field) and isinstance(value, str):
             tree[name] = str((base / Path(value).expanduser()).resolve())
 

@@ -28,9 +28,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def subsection(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, also optionally or as a list; None for a field with a plain value."""
-    return next((kind for kind in _kinds(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)), None)
+def subsections(field: FieldInfo) -> list[type[Section]]:
+    """The sections that a field may hold, also optionally or in a list: several where `kind` chooses, none for a plain value."""
+    return [kind for kind in _kinds(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def holds_path(field: FieldInfo) -> bool:
@@ -47,8 +47,8 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a section, its subsections' included."""
     for name, field in section.model_fields.items():
         yield prefix + name
-        if inner := subsection(field):
-            yield from known_keys(inner, f"{prefix}{name}.")
+        inner = (key for section in subsections(field) for key in known_keys(section, f"{prefix}{name}."))
+        yield from dict.fromkeys(inner)
 
 
 def without_operational(section: Section) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def without_operational(section: Section) -> dict[str, Any]:
     for name, field in type(section).model_fields.items():
         if is_operational(field):
             del plain[name]
-        elif subsection(field):
+        elif subsections(field):
             value = getattr(section, name)
             if isinstance(value, Section):
                 plain[name] = without_operational(value)

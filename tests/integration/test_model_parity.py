@@ -26,25 +26,22 @@ pytestmark = pytest.mark.real
 )
 def test_every_family_equals_transformers(model_type: str, tensor: int, tmp_path: Path) -> None:
     model = tiny_family_model(model_type, tmp_path / "model")
-    run_ranks(family_checks.family_checks, tensor, str(model), str(tensor), str(tmp_path))
+    run_ranks(family_checks.family_checks, tensor, str(model), str(tensor), str(tmp_path), timeout=280)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
-    "scaling",
+    ("model_type", "fields"),
     [
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
+        ("llama", {"rope_parameters": YARN}),
+        ("mistral", {"sliding_window": 24}),
     ],
 )
-def test_scaled_rotary_embeddings_equal_transformers(scaling: dict[str, Any], tmp_path: Path) -> None:
-    model = tiny_family_model("llama", tmp_path / "model", rope_parameters={"rope_theta": 1e4, **scaling})
-    run_ranks(family_checks.positions_agree, 1, str(model))
+def test_variants_equal_transformers_over_their_whole_context(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    model = tiny_family_model(model_type, tmp_path / "model", **fields)
+    run_ranks(family_checks.positions_agree, 1, str(model), timeout=280)
 
 
 @pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (1, 2)])

@@ -30,7 +30,7 @@ def family_checks(model: str, tensor: str, folder: str) -> None:
 
 
 def positions_agree(model: str) -> None:
-    """Logits over the whole context, for a model with another rotary embedding."""
+    """Logits over the whole context, for a model with another rotary embedding or a sliding window."""
     device = model_checks.start("1")
     actor, reference = policy_of(model, device), hf_model(model)
     ids, _ = batch(actor.arch.vocab, rows=2, width=actor.arch.max_position)

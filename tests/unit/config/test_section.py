@@ -7,7 +7,7 @@ from pydantic import Field
 
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
-from polyreme.config.section import Operational, Section, holds_path, is_operational, known_keys, subsection, without_operational
+from polyreme.config.section import Operational, Section, holds_path, is_operational, known_keys, subsections, without_operational
 
 
 class Leaf(Section):
@@ -25,9 +25,9 @@ class Whole(Section):
 
 def test_a_fields_type_says_what_it_holds() -> None:
     fields = Whole.model_fields
-    assert [subsection(fields[name]) for name in ("one", "several", "perhaps", "hidden")] == [Leaf] * 4
+    assert [subsections(fields[name]) for name in ("one", "several", "perhaps", "hidden")] == [[Leaf]] * 4
     assert holds_path(Leaf.model_fields["file"]) and not holds_path(Leaf.model_fields["size"])
-    assert subsection(Leaf.model_fields["file"]) is None
+    assert subsections(Leaf.model_fields["file"]) == []
     assert list(known_keys(Whole))[:5] == ["one", "one.file", "one.speed", "one.size", "several"]
 
 
@@ -84,8 +84,9 @@ def test_all_keys_outside_subsections_are_described() -> None:
     def check(section: type[Section], prefix: str) -> list[str]:
         bare = []
         for name, field in section.model_fields.items():
-            inner = subsection(field)
-            bare += check(inner, f"{prefix}{name}.") if inner else [] if field.description else [prefix + name]
+            inner = subsections(field)
+            bare += [key for each in inner for key in check(each, f"{prefix}{name}.")]
+            bare += [] if inner or field.description else [prefix + name]
         return bare
 
     assert check(RunConfig, "") == []

@@ -4,6 +4,7 @@ Invariant: weights pass in and out through `hf_mapping` only, so what is loaded,
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -86,7 +87,7 @@ class ShardedModel:
         shapes = hf_mapping.hf_shapes(self.arch)
         full = {name: torch.empty(shape, dtype=DTYPES[self.dtype][0]) for name, shape in shapes.items()}
         for tp_rank, params in everyone.items():
-            for piece in hf_mapping.rank_slices(self.arch, hf_mapping.Rank(tp_rank, here.tp, here.pp_rank, here.pp)):
+            for piece in hf_mapping.rank_slices(self.arch, replace(here, tp_rank=tp_rank)):
                 if piece.primary:
                     full[piece.hf_name][piece.hf_index].copy_(params[piece.param][piece.param_index])
         return full
