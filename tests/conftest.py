@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from polyreme.experience.run import Run
 from polyreme.experience.store import EmbeddedServer, connect
 from support.configs import run_config
+from support.tiny_tokenizer import model_files
 
 # No verdict depends on the speed of the machine, and every run finds the same. `make test-slow` takes the profile with random seeds.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -48,3 +49,16 @@ def run_id() -> str:
 async def run(redis: Redis, run_id: str, tmp_path: Path) -> Run:
     """A fresh run of 4 groups of 2 samples per iteration, on-policy."""
     return await Run.create(redis, run_id, run_config(tmp_path), {"config.json": b"{}", "tokenizer.json": b"[]"})
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A configuration that passes every check: a model directory whose weights are empty, and one row of data."""
+    (tmp_path / "model").mkdir()
+    for name, content in model_files().items():
+        (tmp_path / "model" / name).write_bytes(content)
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    path = tmp_path / "run.yaml"
+    path.write_text(run_config(tmp_path).to_yaml())
+    return path

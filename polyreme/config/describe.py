@@ -86,7 +86,7 @@ def _tables(section: type[Section], prefix: str) -> Iterator[str]:
         inner, listed = subsections(field), get_origin(field.annotation) in (list, tuple)
         deeper += [(f"{prefix}{'.' if prefix else ''}{name}{'[]' if listed else ''}", each) for each in inner]
         kind = _type(field) if not inner else "list of sections" if listed else "section"
-        default = "*required*" if field.is_required() else "" if isinstance(field.default, Section) else f"`{_default(field)}`"
+        default = "*required*" if field.is_required() else "" if inner and field.default is not None else f"`{_default(field)}`"
         words = field.description or (_doc(inner[0]) if len(inner) == 1 else "")
         yield f"| `{name}`{' ○' if is_operational(field) else ''} | {kind} | {default} | {words} |\n"
     for place, inner in deeper:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from polyreme.config.data import DataConfig
+from polyreme.config.load import data_columns, load_config
 from polyreme.errors import DataError
 from polyreme_reward.reward_test import read_items
 from polyreme_trainer.data.prompts import load_prompts
@@ -65,3 +66,12 @@ def test_a_column_that_is_no_text_is_named_with_its_line(tmp_path: Path, row: di
     path = write(tmp_path / "rows.jsonl", [{"response": "r"}, row])
     with pytest.raises(DataError, match=r"text under \w+ in .*rows.jsonl, line 2"):
         list(read_items(path))
+
+
+def test_the_columns_are_those_of_the_run(tmp_path: Path) -> None:
+    (alone := tmp_path / "rewards.yaml").write_text("reward: {rewards: [{name: exact}]}\n")
+    assert data_columns(alone) == ("prompt", "label")
+    example = Path(__file__).parents[3] / "examples" / "running_total" / "run.yaml"
+    data = load_config(example, ["data.prompt_key=question"]).data
+    (run := tmp_path / "run.yaml").write_text(example.read_text().replace("data:", "data:\n  prompt_key: question", 1))
+    assert data_columns(run) == ("question", data.label_key)

@@ -26,7 +26,7 @@ from polyreme_reward.remote.trouble import explain, refused
 
 _REPLY_BYTES = 32 << 20
 _FIRST_PAUSE = 0.1
-_CONNECT_SHARE = 0.3  # of an item's time: a machine that is gone without a word leaves enough of it for another
+_CONNECT_SHARE = 0.3  # of an item's time, so that after a machine that vanished another one can be tried
 _NOBODY_THERE = (502, 503, 504)
 _REPEAT_ELSEWHERE = (307, 308)
 _REDIRECTS = 3
@@ -75,7 +75,7 @@ class HttpReward:
         protocol: a key of PROTOCOLS.
         item_timeout: seconds for one item, retries included, waiting for a free connection excluded.
         options: as HttpOptions.
-        security: whom an https endpoint is trusted from, the certificate to show, the token to send; None: nothing of these.
+        security: the CA of an https endpoint, the client certificate and the token; None: none of them.
 
     Raises:
         ConfigError: an option is unknown or does not fit, or what `security` names cannot be used.
@@ -147,7 +147,7 @@ class HttpReward:
             body = json.dumps(self._protocol.encode(items)).encode()
         except RewardError as error:
             return _Failure(Status.ERROR, str(error), answered=True)
-        last, asked = _Failure(Status.TIMEOUT, "", answered=False), None
+        last, endpoint = _Failure(Status.TIMEOUT, "", answered=False), None
         try:
             async with asyncio.timeout(self._item_timeout) as deadline:
                 for attempt in range(self._options.tries):
@@ -156,21 +156,21 @@ class HttpReward:
                         if asyncio.get_running_loop().time() + pause >= (deadline.when() or 0.0):
                             break
                         await asyncio.sleep(pause)
-                    asked = self._endpoints.take()
-                    if asked is None:
+                    endpoint = self._endpoints.take()
+                    if endpoint is None:
                         wait = self._endpoints.next_probe()
                         why = f"{self.description} does not answer ({self._outage}); next probe in {wait:.1f} s"
                         return _Failure(Status.ERROR, why, False)
-                    answer, again = await self._request(asked, body, len(items))
-                    asked = None
+                    answer, again = await self._request(endpoint, body, len(items))
+                    endpoint = None
                     if isinstance(answer, list):
                         return answer
                     last = answer
                     if not again:
                         break
         except TimeoutError:
-            if asked is not None:
-                self._endpoints.let_pass(asked)
+            if endpoint is not None:
+                self._endpoints.let_pass(endpoint)
             before = f"; before that: {last.message}" if last.message else ""
             return _Failure(Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none{before}", False)
         return last
