@@ -19,7 +19,7 @@ import pytest
 
 from polyreme.experience.store import EmbeddedServer, _binary
 from polyreme.net.ports import free_port
-from support.processes import runs
+from support.processes import command_line, runs
 from support.whole_run import Up, make_task
 
 pytestmark = pytest.mark.timeout(1800)
@@ -224,7 +224,7 @@ def stores(up: Up) -> list[psutil.Process]:
 def loads(up: Up) -> bool:
     """Whether the trainer's process makes an interrupt of SIGTERM already; it opens the run a good while later."""
     for child in psutil.Process(up.process.pid).children():
-        if "train" in child.cmdline():
+        if "train" in command_line(child):
             caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{child.pid}/status").read_text(), re.MULTILINE)
             return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
     return False

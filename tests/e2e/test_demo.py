@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from polyreme.cli.run_directory import read_run_file
+from support.processes import command_line
 from support.waiting import wait_until
 from support.whole_run import RIGHT, Up, make_task
 
@@ -191,7 +192,7 @@ def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
     """vLLM's core is a process of its own: the replica outlives it, and has to notice."""
     up = Up(task, "name=coreless", "iterations=6")
     up.until(lambda: len(up.records("iteration")) >= 2)
-    [service] = [process for process in psutil.Process(up.process.pid).children() if "rollout" in process.cmdline()]
+    [service] = [process for process in psutil.Process(up.process.pid).children() if "rollout" in command_line(process)]
     [core] = service.children()
     core.kill()
     assert up.wait() == 0, up.output

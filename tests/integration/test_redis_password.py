@@ -14,7 +14,7 @@ from redis import Redis
 from polyreme.cli.run_directory import RunFile, read_run_file
 from polyreme.config.run import RunConfig
 from polyreme.experience.store import EmbeddedServer
-from support.processes import runs
+from support.processes import command_line, runs
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
 from support.waiting import wait_until
@@ -70,7 +70,7 @@ def started(up: psutil.Process, services: tuple[str, ...], output: Path) -> list
 
     def all_there() -> bool:
         assert runs(up), output.read_text()
-        found[:] = [child for child in up.children() if set(child.cmdline()) & set(services)]
+        found[:] = [child for child in up.children() if set(command_line(child)) & set(services)]
         return len(found) == len(services)
 
     wait_until(all_there)

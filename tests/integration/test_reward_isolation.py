@@ -13,7 +13,7 @@ import pytest
 
 from polyreme.errors import ConfigError
 from polyreme_reward.isolation import processes
-from support.processes import descendants
+from support.processes import command_line, descendants
 from support.rewards import item, scoring, serving, summary
 from support.waiting import wait_until
 
@@ -198,7 +198,7 @@ async def test_a_hang_has_its_whole_deadline(plugin: dict[str, str]) -> None:
 
 async def worker_pids() -> list[int]:
     (keeper,) = [
-        p for p in descendants() if "polyreme_reward.isolation.keeper" in p.cmdline() and p.ppid() == psutil.Process().pid
+        p for p in descendants() if "polyreme_reward.isolation.keeper" in command_line(p) and p.ppid() == psutil.Process().pid
     ]
     return [keeper.pid, *(p.pid for p in keeper.children())]
 

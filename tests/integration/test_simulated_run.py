@@ -12,6 +12,7 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme_trainer.testing.simulated_engine import LAYOUT, after_plan, newest
+from support.processes import command_line
 from support.simulated import ROWS
 from support.simulated_run import simulated_run
 from support.waiting import until
@@ -72,7 +73,7 @@ async def test_a_lone_stop_of_the_orchestrator_does_not_end_the_run(redis_url: s
 
         await until(going)
         children = psutil.Process(started.children["train"].pid).children()
-        [orchestrator] = [child for child in children if "polyreme_trainer.orchestrator" in child.cmdline()]
+        [orchestrator] = [child for child in children if "polyreme_trainer.orchestrator" in command_line(child)]
         orchestrator.terminate()
         state, reason = await started.ended(300)
         assert (state, reason) == ("done", ""), started.logs()

@@ -12,6 +12,14 @@ def runs(process: psutil.Process | int) -> bool:
         return False
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """Its command line; empty when it is gone or a zombie."""
+    try:
+        return list(process.cmdline())
+    except psutil.NoSuchProcess:
+        return []
+
+
 def descendants() -> list[psutil.Process]:
     """Of this process, those that run."""
     return [process for process in psutil.Process().children(recursive=True) if runs(process)]

@@ -11,7 +11,7 @@ import pytest
 
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.process.supervisor import ChildFailedError, Program, Supervisor, Unit, last_error
-from support.processes import runs
+from support.processes import command_line, runs
 from support.waiting import until, wait_until
 
 pytestmark = pytest.mark.timeout(600)  # what supervision should have ended sleeps for longer
@@ -47,7 +47,7 @@ async def test_a_server_that_ends_unasked_is_started_again(tmp_path: Path) -> No
     supervisor = Supervisor([unit(tmp_path, serve, name=name, serves=True) for name in "ab"], max_restarts=1, first_backoff=0.01)
     task = asyncio.create_task(supervisor.run())
     await until(lambda: notes(tmp_path) == ["up"] * 2)
-    children = [child for child in psutil.Process().children() if str(tmp_path) in " ".join(child.cmdline())]
+    children = [child for child in psutil.Process().children() if str(tmp_path) in " ".join(command_line(child))]
     children[0].terminate()
     await until(lambda: notes(tmp_path).count("up") == 3)
     await supervisor.stop(grace=10)
@@ -79,7 +79,7 @@ async def test_what_cannot_be_started_is_told_and_the_others_are_ended(tmp_path:
 
     with pytest.raises(RunFailedError, match=r"missing to start, .* No such file"):
         await Supervisor([Unit("work", programs, tmp_path)], max_restarts=3).run()
-    assert not [child for child in psutil.Process().children() if str(tmp_path) in child.cmdline()]
+    assert not [child for child in psutil.Process().children() if str(tmp_path) in command_line(child)]
 
 
 async def test_a_death_by_signal_is_told_as_such(tmp_path: Path) -> None:

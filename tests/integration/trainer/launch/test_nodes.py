@@ -21,6 +21,7 @@ from polyreme_trainer.launch.leader_node import lead
 from polyreme_trainer.launch.rendezvous import _BACK_SECONDS, MachineError, Machines
 from polyreme_trainer.launch.worker_node import follow
 from support.configs import run_config
+from support.processes import command_line
 from support.waiting import until
 
 PLACE = "127.0.0.1:29999"
@@ -71,7 +72,7 @@ class World:
         return self.notes()
 
     def agents(self) -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if PRELUDE in "".join(child.cmdline())]
+        return [child for child in psutil.Process().children() if PRELUDE in "".join(command_line(child))]
 
 
 @pytest.fixture
