@@ -1,7 +1,7 @@
-"""`polyreme up`: a whole run on this machine, from the store to the last process, in the foreground.
+"""`polyreme up`: a whole run on this machine, from its Redis to the last process, in the foreground or detached.
 
-Everything it starts is its own and ends with it: on Ctrl-C or SIGTERM the trainer finishes its iteration and saves, a second one
-ends all at once, and when this process is killed the kernel tells its children, which end what is theirs.
+Invariant: every process that it starts ends with it. At Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and saves; a second
+signal ends everything at once; when this process is killed, the kernel signals its children, which end their own.
 """
 
 import asyncio
@@ -9,22 +9,25 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 from redis.asyncio import Redis
 from rich.console import Console
 
-from polyreme.cli import view
-from polyreme.cli.fork import Start, prepared
+from polyreme.cli import report, view
+from polyreme.cli.detach import into_background
 from polyreme.cli.progress import Progress, stream_time
-from polyreme.cli.run_directory import EMBEDDED, RunFile, next_attempt, open_run
+from polyreme.cli.run_directory import EMBEDDED, RunFile, next_attempt, open_run, read_records, write_end
+from polyreme.cli.start import Start, prepared
 from polyreme.cli.summary import plan_lines
+from polyreme.cli.terminal import TerminalConsole
 from polyreme.config.run import RunConfig
-from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StoreError
+from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StaleTermError, StoreError
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer, connect
 from polyreme.net.redis_url import redis_option, without_password
@@ -36,38 +39,33 @@ _RECORDS_BLOCK_MS = 500
 _STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
 _UNHEARD = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
-"""How a trainer ends that is told to before it listens: by the signal, or by the KeyboardInterrupt that is made of it."""
+"""How a trainer ends that is signalled before it listens: by the signal, or by the KeyboardInterrupt that is made of it."""
 
 
 def up(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
     redis: Annotated[str | None, redis_option("A Redis to use; none: one of the run's own.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the directory's run.")] = False,
     fork: Annotated[
         bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
     ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once the run has started; it continues in the background.")
+    ] = False,
 ) -> None:
     """Train: start every service of a run on this machine and watch it."""
-    console = _Console(markup=False, emoji=False, highlight=False)
+    console = TerminalConsole(sys.stdout)
     with prepared(config, overrides or [], resume, fork) as start:
-        status = asyncio.run(_up(start, redis, console))
+        if start.finished:
+            console.print(start.finished, soft_wrap=True)
+            return
+        announce = into_background(start.config.run_dir / "up.log") if detach else None
+        status = asyncio.run(_up(start, redis, console, announce))
     raise typer.Exit(status)
 
 
-class _Console(Console):
-    """Says nothing more once who read it is gone (`| head`, or a `| tee` that the same Ctrl-C has ended): that ends no run."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        heard_there = [descriptor for descriptor in (1, 2) if os.path.sameopenfile(descriptor, self.file.fileno())]
-        for descriptor in heard_there:  # what is still buffered goes there at the interpreter's end
-            os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-
-
-async def _up(start: Start, redis_url: str | None, console: Console) -> int:
+async def _up(start: Start, redis_url: str | None, console: Console, announce: Callable[[str], None] | None) -> int:
     config = start.config
     for line in plan_lines(config):
         console.print(line, soft_wrap=True)
@@ -77,6 +75,12 @@ async def _up(start: Start, redis_url: str | None, console: Console) -> int:
             console.print(f"forked from    {start.origin.run_id} at iteration {start.origin.iteration}", soft_wrap=True)
         log_dir = next_attempt(config.run_dir)
         console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
+        console.print(f"Redis          {without_password(url)}", soft_wrap=True)
+        if announce:
+            pid = os.getpid()
+            announce(
+                f"run {run.run_id} in {config.run_dir} is in the background; `kill {pid}` saves and ends it, up.log shows it"
+            )
         session = _Session(config, run, url, own, log_dir, console)
         try:
             return await session.run(_stop_signals())
@@ -85,14 +89,17 @@ async def _up(start: Start, redis_url: str | None, console: Console) -> int:
 
 
 class _Session:
-    """The services and the trainer of one run, its store when that is our own, and who watches them."""
+    """The services and the trainer of one run, its Redis when that is our own, and the view of them."""
 
     def __init__(
         self, config: RunConfig, run: Run, url: str, own_store: EmbeddedServer | None, log_dir: Path, console: Console
     ) -> None:
         self._config, self._run, self._own_store, self._log_dir, self._console = config, run, own_store, log_dir, console
+        self._url = without_password(url) or url
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
+        self._end: tuple[RunState, str] | None = None  # of a run whose trainer could not set its end
+        self._reporting: set[asyncio.Task[None]] = set()
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
@@ -103,10 +110,11 @@ class _Session:
         services += [
             unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
-        self._serving = Supervisor(services, config.trainer.max_restarts)
+        limit = config.trainer.max_restarts
+        self._serving = Supervisor(services, limit, on_restart=self._report_restart)
         ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
         self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
-        self._training = Supervisor([self._trainer], config.trainer.max_restarts)
+        self._training = Supervisor([self._trainer], limit, on_restart=self._report_restart)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:
         """Runs to the end. Returns the exit status: 0 when the run is done, or drained and saved.
@@ -126,6 +134,7 @@ class _Session:
                 going = [task for task in (training, serving, keeping, stopping) if not task.done()]
                 await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
+                    self._end = RunState.STOPPED, "a second signal ended it at once"
                     return 128 + stopping.result()
                 if keeping.done():
                     keeping.result()  # raises why
@@ -136,15 +145,39 @@ class _Session:
             gentle = True
             status = await self._judge(training)
             watching.result()
+        except PolyremeError as error:
+            self._end = self._end or (RunState.FAILED, str(error))
+            raise
         finally:
             if gentle:
                 await self._serving.stop(_GRACE_SECONDS)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill what is left
-        for line in view.report(self._config, self._progress, self._config.run_dir):
+            state, reason = await self._settle_end()
+        for line in report.report(self._config, self._progress, self._config.run_dir, state, reason):
             self._say(line)
         return status
+
+    async def _settle_end(self) -> tuple[RunState, str]:
+        """Gives a run whose trainer could not set its end one, in Redis and in summary.json. Returns its state and the reason."""
+        state, reason = self._end or (RunState.FAILED, "the trainer ended without setting the run's state")
+        try:
+            if self._own_store is None or self._own_store.alive:
+                found, why = await self._run.state()
+                if found.ended:
+                    state, reason = found, why
+                else:
+                    if state is RunState.STOPPED:
+                        await self._run.set_state(RunState.DRAINING, reason)
+                    await self._run.set_state(state, reason)
+        except StaleTermError:
+            return state, reason  # the run is another process's now
+        except PolyremeError as error:
+            self._say(f"Redis does not have the run's end: {error}")
+        with suppress(OSError):  # the trainer has logged a disk that is full
+            write_end(self._config.run_dir, self._run.run_id, state, reason)
+        return state, reason
 
     async def _stop(self, stops: "asyncio.Queue[int]") -> int:
         """Drains the trainer at the first signal; returns the second."""
@@ -153,6 +186,17 @@ class _Session:
         self._trainer.signal(signal.SIGTERM)
         self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
         return await stops.get()
+
+    def _report_restart(self, process: str, found: str) -> None:
+        """Emits a restart's record; a Redis that is away does not hold the restart up."""
+
+        async def report() -> None:
+            with suppress(PolyremeError):
+                await self._run.emit({"kind": "restart", "process": process, "text": found})
+
+        task = asyncio.create_task(report())
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
 
     async def _keep_store(self) -> None:
         """Starts our own Redis again when it dies: what it acknowledged is on disk, and its clients ride over.
@@ -184,24 +228,27 @@ class _Session:
         """A service cannot be kept running: ends the run, and raises why."""
         error = serving.exception()
         assert error is not None
+        self._end = RunState.FAILED, str(error) if isinstance(error, PolyremeError) else repr(error)
         with suppress(PolyremeError):  # already ended, or the store is gone
-            await self._run.set_state(RunState.FAILED, str(error) if isinstance(error, PolyremeError) else repr(error))
+            await self._run.set_state(*self._end)
         await asyncio.wait({training}, timeout=_LAST_STATE_SECONDS)
         if isinstance(error, ChildFailedError):
             self._point_at(error, error.child.log_path)
         raise error
 
     async def _judge(self, training: "asyncio.Task[None]") -> int:
-        """The exit status of a trainer that ended well. Raises why it did not."""
+        """The exit status of a trainer that ended well. Raises the failure of one that did not."""
         error = training.exception()
         if isinstance(error, ChildFailedError):
             if self._stopped_by and error.child.poll() in _UNHEARD:
+                self._end = RunState.STOPPED, "a stop came before anything was trained"
                 self._say("stopped before anything was trained")
                 return 128 + self._stopped_by
             self._point_at(error, self._log_dir)
             reason = ""
             with suppress(PolyremeError):
                 _, reason = await self._run.state()
+            self._end = RunState.FAILED, reason or error.found
             raise RunFailedError(
                 f"run {self._run.run_id} to be trained", reason or error.found, f"See {error.child.log_path}."
             ) from None
@@ -220,8 +267,9 @@ class _Session:
 
     async def _watch(self, ended: asyncio.Event) -> None:
         """Shows the run's records until the stream is read to its end after `ended`."""
-        cursor, shown_state, since = "0", None, time.time()
-        with view.view(self._config, self._console) as shown:
+        shown_state, since = None, time.time()
+        cursor = await asyncio.to_thread(self._read_past)
+        with view.view(self._config, self._console, self._url) as shown:
             while True:
                 last = ended.is_set()
                 try:
@@ -234,22 +282,33 @@ class _Session:
                     continue
                 if state is not shown_state:
                     shown_state = state
-                    said_at_the_end = state is RunState.FAILED
-                    shown.status(f"{state}: {reason}" if reason and not said_at_the_end else str(state))
+                    is_printed_later = state is RunState.FAILED
+                    shown.status(f"{state}: {reason}" if reason and not is_printed_later else str(state))
                 for cursor, record in batch:
-                    line = {"time": stream_time(cursor), **record}
+                    line = {"time": stream_time(cursor), **record, "repeated": self._progress.repeats(record)}
                     self._progress.add(line)
                     if line["time"] >= since:  # the others are a resumed run's past
                         shown.show(line, self._progress)
                 if last and not batch:
                     return
 
+    def _read_past(self) -> str:
+        """Reads what a resumed run has on disk, and Redis perhaps no more. Returns the stream id of the last record."""
+        cursor = "0"
+        for record in read_records(self._config.run_dir, self._run.run_id):
+            self._progress.add(record)
+            cursor = record["id"]
+        return cursor
+
 
 @asynccontextmanager
 async def _store(
     config: RunConfig, url: str | None, existing: RunFile | None
 ) -> AsyncIterator[tuple[Redis, str, EmbeddedServer | None]]:
-    """The run's store: a client, its URL, and the server when it is our own, which ends with the block."""
+    """The run's Redis: a client, its URL, and the server when it is our own, which ends with the block.
+
+    Our own has the port that it had before, if that is free: replicas that were started by hand find it again.
+    """
     if url is None and existing is not None and existing.redis != EMBEDDED:
         url = without_password(existing.redis)
     if url is None and (nodes := config.trainer.parallel.nodes) > 1:
@@ -258,7 +317,8 @@ async def _store(
             "none: a run's own listens on loopback alone",
             "Give --redis URL.",
         )
-    server = await EmbeddedServer.open(config.run_dir / "redis") if url is None else None
+    port = urlsplit(existing.redis_url).port if existing and existing.redis == EMBEDDED else None
+    server = await EmbeddedServer.open(config.run_dir / "redis", port or 0) if url is None else None
     try:
         address = server.url if server else str(url)
         redis = await connect(address)
@@ -272,9 +332,10 @@ async def _store(
 
 
 def _stop_signals() -> "asyncio.Queue[int]":
-    """SIGINT and SIGTERM, as they come."""
+    """SIGINT, SIGTERM and SIGHUP, as they come; `nohup` leaves SIGHUP ignored."""
     received: asyncio.Queue[int] = asyncio.Queue()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGINT, signal.SIGTERM, *hang_up):
         asyncio.get_running_loop().add_signal_handler(number, received.put_nowait, number)
     return received
 

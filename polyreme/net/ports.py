@@ -22,3 +22,14 @@ def free_port(host: str = "127.0.0.1") -> int:
             probe.bind((host, port))
             return port
     raise ConfigError(f"a free port between {_FIRST} and {_LAST} on {host}", f"none in {_TRIES} tries", "End what holds them.")
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether no process listens at the port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does: connections that have ended do not count
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

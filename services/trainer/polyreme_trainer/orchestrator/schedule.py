@@ -51,13 +51,9 @@ class Schedule:
         return self.task is not None and not self.task.done()
 
     async def recall(self) -> None:
-        """Reads off the run's records what was evaluated before."""
-        last = "0"
-        while records := await self._run.records(last, 0):
-            last = records[-1][0]
-            self._done |= {record["version"] for _, record in records if record.get("kind") == "eval"}
-        if self._done:
-            await self._log.set_evaluated(max(self._done))
+        """Reads from the log which version was evaluated, or given up, last."""
+        if (evaluated := await self._log.evaluated()) >= 0:
+            self._done.add(evaluated)
 
     async def start_next(self, version: int, group: asyncio.TaskGroup) -> None:
         """Starts what is due at the learner's `version`, unless an evaluation is under way. What replicas have left is given up."""

@@ -181,8 +181,7 @@ class SimulatedLearner:
         for old in there[: -len(kept)]:
             discard(old)
         oldest = int(kept[0].name.removeprefix("iteration-"))
-        # The newest iteration's groups stay until the next save: its samples may not be in the run directory yet.
-        await self._experience.release(max(0, min(oldest, weights.version - 1)))
+        await self._experience.release(max(0, min(oldest, await self._run.recorded())))
         await self._run.emit({"kind": "saved", "iteration": weights.version, "path": str(path), "hf_path": str(path)})
 
     async def _committed(self, version: int) -> bool:
