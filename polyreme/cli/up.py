@@ -185,7 +185,9 @@ class _Session:
         self._training.draining = True
         self._trainer.signal(signal.SIGTERM)
         self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
-        return await stops.get()
+        while (number := await stops.get()) == signal.SIGHUP:
+            pass  # a shell and the kernel may both send one
+        return number
 
     def _report_restart(self, process: str, found: str) -> None:
         """Emits a restart's record; a Redis that is away does not hold the restart up."""

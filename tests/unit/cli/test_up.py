@@ -1,6 +1,7 @@
 """`polyreme up` itself, with its own Redis; small processes stand in for the services and the trainer that it starts."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -177,7 +178,10 @@ def test_a_resumed_run_has_its_port_again_and_one_that_is_done_starts_nothing(co
             ports.append(found.redis_url)
             if options:
                 (config_file.parent / "trained").touch()
+                assert process.stdout is not None
+                assert "reinforcement learning 6.0 s" in process.stdout.read(), "the run's past is on disk alone"
             else:
+                write_past(run_dir, found.run_id)
                 process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
     assert ports[0] == ports[1]
@@ -188,6 +192,15 @@ def test_a_resumed_run_has_its_port_again_and_one_that_is_done_starts_nothing(co
         assert process.wait(60) == 0
     assert "is done: 1000 iterations" in said.replace("\n", " ")
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def write_past(run_dir: Path, run_id: str) -> None:
+    """Three iterations that Redis has no more."""
+    lines = [
+        {"run": run_id, "id": f"{n}-0", "kind": "iteration", "iteration": n, "time": 2.0 * n, "time/iteration": 2.0}
+        for n in (1, 2, 3)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_a_running_run_can_be_audited_by_its_directory(config_file: Path, run_dir: Path) -> None:
