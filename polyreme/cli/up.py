@@ -38,8 +38,8 @@ _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
 _STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
-_UNHEARD = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
-"""How a trainer ends that is signalled before it listens: by the signal, or by the KeyboardInterrupt that is made of it."""
+_BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
+"""Exit statuses of a trainer that is signalled before its handlers are set: the signal's, or that of a KeyboardInterrupt."""
 
 
 def up(
@@ -137,7 +137,7 @@ class _Session:
                     self._end = RunState.STOPPED, "a second signal ended it at once"
                     return 128 + stopping.result()
                 if keeping.done():
-                    keeping.result()  # raises why
+                    keeping.result()  # raises
                 if serving.done() and serving.exception():
                     await self._declare_failed(serving, training)
             ended.set()
@@ -160,10 +160,10 @@ class _Session:
         return status
 
     async def _settle_end(self) -> tuple[RunState, str]:
-        """Gives a run whose trainer could not set its end one, in Redis and in summary.json. Returns its state and the reason."""
+        """Sets the end of a run whose trainer could not, in Redis and in summary.json. Returns the run's state and the reason."""
         state, reason = self._end or (RunState.FAILED, "the trainer ended without setting the run's state")
         try:
-            if self._own_store is None or self._own_store.alive:
+            async with asyncio.timeout(_GRACE_SECONDS):
                 found, why = await self._run.state()
                 if found.ended:
                     state, reason = found, why
@@ -173,8 +173,8 @@ class _Session:
                     await self._run.set_state(state, reason)
         except StaleTermError:
             return state, reason  # the run is another process's now
-        except PolyremeError as error:
-            self._say(f"Redis does not have the run's end: {error}")
+        except (PolyremeError, TimeoutError) as error:
+            self._say(f"Redis does not have the run's end: {error or 'no answer'}")
         with suppress(OSError):  # the trainer has logged a disk that is full
             write_end(self._config.run_dir, self._run.run_id, state, reason)
         return state, reason
@@ -201,7 +201,7 @@ class _Session:
         task.add_done_callback(self._reporting.discard)
 
     async def _keep_store(self) -> None:
-        """Starts our own Redis again when it dies: what it acknowledged is on disk, and its clients ride over.
+        """Restarts our own Redis when it dies: what it acknowledged is on disk, and its clients reconnect.
 
         Raises:
             StoreError: it died too often, or does not start.
@@ -227,7 +227,7 @@ class _Session:
                     raise
 
     async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
-        """A service cannot be kept running: ends the run, and raises why."""
+        """A service cannot be kept running: ends the run and raises the service's failure."""
         error = serving.exception()
         assert error is not None
         self._end = RunState.FAILED, str(error) if isinstance(error, PolyremeError) else repr(error)
@@ -239,10 +239,10 @@ class _Session:
         raise error
 
     async def _judge(self, training: "asyncio.Task[None]") -> int:
-        """The exit status of a trainer that ended well. Raises the failure of one that did not."""
+        """The exit status of a trainer that ended well. Raises the trainer's failure."""
         error = training.exception()
         if isinstance(error, ChildFailedError):
-            if self._stopped_by and error.child.poll() in _UNHEARD:
+            if self._stopped_by and error.child.poll() in _BEFORE_HANDLERS:
                 self._end = RunState.STOPPED, "a stop came before anything was trained"
                 self._say("stopped before anything was trained")
                 return 128 + self._stopped_by
@@ -259,7 +259,7 @@ class _Session:
         return 0
 
     def _point_at(self, error: ChildFailedError, place: Path | None) -> None:
-        """Says where to look, and shows the log's end of a child that did not itself say why it ended."""
+        """Prints where to look, and the end of the log of a child that gave no reason."""
         if error.child.poll() not in FINAL_CODES:
             self._say(error.child.log_tail(20))
         self._say(f"see {place}")
