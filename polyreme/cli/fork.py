@@ -11,7 +11,8 @@ from pathlib import Path
 import xxhash
 import yaml
 
-from polyreme.cli.run_directory import Origin, RunFile, checkpoints, read_records, read_run_file, unused
+from polyreme.cli.run_directory import Origin, RunFile, checkpoints, read_run_file, unused
+from polyreme.cli.run_records import read_records
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import yaml
 from redis.asyncio import Redis
 
+from polyreme.cli.run_records import write_atomically
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
-from polyreme.experience.run import Run, RunState
+from polyreme.experience.run import Run
 
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _LARGEST_HEADER = 100_000_000
@@ -202,36 +203,6 @@ def _write_run_file(run_dir: Path, content: RunFile) -> None:
     write_atomically(run_dir / "run.json", json.dumps(asdict(content), indent=1) + "\n")
 
 
-def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
-    """The run's records in metrics.jsonl, in order, one at a time; a last line that is still being written is left out."""
-    with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
-        for line in file:
-            if line.endswith(b"\n") and (record := json.loads(line)).get("run") == run_id:
-                yield record
-
-
-def write_summary(run_dir: Path, run_id: str, state: RunState, reason: str, numbers: Mapping[str, Any]) -> None:
-    """Writes summary.json: the run, its state, why it is in it, and `numbers`."""
-    fields = {"run": run_id, "state": str(state), "reason": reason, **numbers}
-    write_atomically(run_dir / "summary.json", json.dumps(fields, indent=1) + "\n")
-
-
-def write_end(run_dir: Path, run_id: str, state: RunState, reason: str) -> None:
-    """Puts the end of a run into its summary.json, whose numbers stay."""
-    fields = read_summary(run_dir)
-    numbers = {name: value for name, value in fields.items() if name not in ("run", "state", "reason")}
-    write_summary(run_dir, run_id, state, reason, numbers if fields.get("run") == run_id else {})
-
-
-def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The fields of summary.json; none when there is no such file."""
-    with suppress(FileNotFoundError, ValueError):
-        fields = json.loads((run_dir / "summary.json").read_text())
-        if isinstance(fields, dict):
-            return fields
-    return {}
-
-
 def read_config(run_dir: Path) -> RunConfig:
     """The resolved configuration that the directory's run was last started with."""
     path = run_dir / "config.yaml"
@@ -337,16 +308,6 @@ def _context(path: Path) -> int | None:
         raise ConfigError(f"JSON in {path}", str(error), "Save the model with save_pretrained.") from None
     scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
     return None if scaled else model.get("max_position_embeddings")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never a part; so does a restart after a crash."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

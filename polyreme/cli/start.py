@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from polyreme.cli.fork import copy_start, plan_fork
-from polyreme.cli.run_directory import Origin, RunFile, check_inputs, claim, owned, read_config, read_run_file, read_summary
+from polyreme.cli.run_directory import Origin, RunFile, check_inputs, claim, owned, read_config, read_run_file
+from polyreme.cli.run_records import read_summary
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from polyreme.cli.run_directory import read_records
+from polyreme.cli.run_records import read_records
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
 from polyreme_trainer.testing.simulated_learner import after_plan, newest

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from polyreme.cli.run_directory import read_run_file, read_summary
+from polyreme.cli.run_directory import read_run_file
+from polyreme.cli.run_records import read_summary
 from support.processes import runs
 
 pytestmark = pytest.mark.timeout(90)

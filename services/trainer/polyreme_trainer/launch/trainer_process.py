@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from polyreme.cli.run_directory import write_end, write_replicas
+from polyreme.cli.run_directory import write_replicas
+from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
 from polyreme.experience.leases import Registry

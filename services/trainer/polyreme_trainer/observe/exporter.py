@@ -21,7 +21,7 @@ from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
 from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
-from polyreme.cli.run_directory import read_records
+from polyreme.cli.run_records import read_records
 from polyreme.config.run import RunConfig, SecurityConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.run import Run, RunState

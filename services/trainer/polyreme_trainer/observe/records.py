@@ -19,7 +19,7 @@ from typing import Any
 
 from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.cli.progress import Progress, Record, evaluation_of, stream_time
-from polyreme.cli.run_directory import read_records, write_atomically, write_summary
+from polyreme.cli.run_records import read_records, write_atomically, write_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.records import GroupRecord, decode_group

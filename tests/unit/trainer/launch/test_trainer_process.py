@@ -12,7 +12,8 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
-from polyreme.cli.run_directory import EMBEDDED, read_records, read_run_file, read_summary
+from polyreme.cli.run_directory import EMBEDDED, read_run_file
+from polyreme.cli.run_records import read_records, read_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.experience.leases import Lease, Registry

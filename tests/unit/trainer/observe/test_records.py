@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
-from polyreme.cli.run_directory import read_summary, write_end
+from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import StoreError
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
