@@ -55,10 +55,16 @@ def up(log: Path, seconds: float, *overrides: str) -> None:
         raise RuntimeError(f"{log} ended with {status}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:]))
 
 
+def is_done(run_dir: Path) -> bool:
+    """Whether the directory's run has trained all its iterations."""
+    summary = run_dir / "summary.json"
+    return summary.exists() and json.loads(summary.read_text()).get("state") == "done"
+
+
 def warm_start(folder: Path) -> Path:
     """The Hugging Face directory that all cells start from: version 0 of a run of one iteration. Made once."""
     model = folder / "warm-start" / "hf" / "iteration-000000"
-    if not (folder / "warm-start" / "summary.json").exists():
+    if not is_done(folder / "warm-start"):
         shutil.rmtree(folder / "warm-start", ignore_errors=True)
         subprocess.run([sys.executable, str(HERE / "prepare.py")], check=True, timeout=120)
         up(folder / "warm-start.log", WARM_SECONDS, f"output_dir={folder}", "name=warm-start", "iterations=1", "eval_interval=0")
@@ -136,7 +142,7 @@ def main() -> None:
     folder: Path = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     left = options.most if options.most is not None else sys.maxsize
-    if left and not (folder / "warm-start" / "summary.json").exists():
+    if left and not is_done(folder / "warm-start"):
         left -= 1
         warm_start(folder)
     results = {}

@@ -1,4 +1,4 @@
-"""`polyreme audit`: the account of a run's experience log, from its Redis or from a run directory whose store has ended."""
+"""`polyreme audit`: the account of a run's experience log, from its Redis: a running one, or that of a run directory whose run has ended."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.run_directory import EMBEDDED, owned, read_run_file
+from polyreme.cli.run_directory import EMBEDDED, RunFile, owned, read_run_file, unused
 from polyreme.errors import ConfigError
 from polyreme.experience.audit import audit_main
 from polyreme.experience.store import EmbeddedServer
@@ -14,7 +14,9 @@ from polyreme.net.redis_url import redis_option, without_password
 
 
 def audit(
-    run_dir: Annotated[Path | None, typer.Argument(help="A run's directory; its own store is started when needed.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="A run's directory, running or not; its own Redis is started when needed.")
+    ] = None,
     redis: Annotated[str | None, redis_option("The Redis of a run.")] = None,
     run: Annotated[str | None, typer.Option(help="Run id; none: the directory's, or the newest.")] = None,
 ) -> None:
@@ -22,12 +24,18 @@ def audit(
     found = read_run_file(run_dir) if run_dir else None
     if run_dir and found is None:
         raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Give output_dir/name of a run, or --redis.")
-    if found and not redis and found.redis != EMBEDDED:
-        redis = without_password(found.redis)
     run_id = run or (found.run_id if found else None)
-    if redis:
-        raise typer.Exit(asyncio.run(audit_main(redis, run_id)))
+    if address := redis or (run_dir and found and _live(run_dir, found)):
+        raise typer.Exit(asyncio.run(audit_main(address, run_id)))
     if run_dir is None or found is None:
         raise ConfigError("a run to audit", "neither a run directory nor --redis", "Give one of them.")
     with owned(run_dir), EmbeddedServer.start(run_dir / "redis") as server:
         raise typer.Exit(asyncio.run(audit_main(server.url, run_id)))
+
+
+def _live(run_dir: Path, found: RunFile) -> str | None:
+    """URL of the directory's Redis where one runs: the user's own, or that of a run which another process has under way."""
+    if found.redis != EMBEDDED:
+        return without_password(found.redis)
+    with unused(run_dir) as free:
+        return None if free else found.redis_url

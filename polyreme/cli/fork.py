@@ -6,73 +6,17 @@ Invariant: nothing below the parent's directory changes, and the fork needs noth
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 import yaml
 
-from polyreme.cli.checks import check_run
-from polyreme.cli.run_directory import (
-    Origin,
-    RunFile,
-    checkpoints,
-    claim,
-    owned,
-    read_records,
-    read_run_file,
-    unused,
-)
-from polyreme.config.load import load_config
+from polyreme.cli.run_directory import Origin, RunFile, checkpoints, read_run_file, unused
+from polyreme.cli.run_records import read_records
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 
 _BLOCK = 1 << 24
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a command starts.
-
-    Attributes:
-        config: of the run; a fork's has the fork's name.
-        existing: the run to continue; None: a new one.
-        origin: of a fork that begins.
-        notices: what the checks remarked.
-    """
-
-    config: RunConfig
-    existing: RunFile | None = None
-    origin: Origin | None = None
-    notices: Sequence[str] = ()
-
-
-@contextmanager
-def prepared(path: Path, overrides: list[str], resume: bool, fork: bool) -> Iterator[Start]:
-    """Reads the configuration, owns the run directory for the block, and decides which run is meant.
-
-    Raises:
-        ConfigError: the configuration or its files are wrong, the directory is in use, or it holds a run and no flag says what to do.
-    """
-    if resume and fork:
-        raise ConfigError("--resume or --fork", "both", "Give one of them.")
-    config = load_config(path, overrides)
-    notices = check_run(config)
-    if not fork:
-        with owned(config.run_dir):
-            yield Start(config, claim(config, resume), notices=notices)
-        return
-    own_name = load_config(path, [each for each in overrides if not each.startswith("name=")]).run_dir
-    parent, config = plan_fork(config, own_name)
-    was_there = config.run_dir.exists()
-    try:
-        with owned(config.run_dir):
-            yield Start(config, origin=copy_start(parent, config), notices=notices)
-    finally:
-        if not was_there and read_run_file(config.run_dir) is None:
-            shutil.rmtree(config.run_dir, ignore_errors=True)  # it never began
 
 
 def plan_fork(config: RunConfig, file_run_dir: Path) -> tuple[Path, RunConfig]:

@@ -10,15 +10,16 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from redis.asyncio import Redis
 
+from polyreme.cli.run_records import write_atomically
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
@@ -48,12 +49,14 @@ class RunFile:
         redis: URL of the run's store, or "embedded" for the one under the directory's redis/.
         redis_url: address of the store at the newest start, without a password.
         forked_from: of a fork.
+        replicas: URL of the OpenAI-compatible /v1 of each replica that is there now, by id.
     """
 
     run_id: str
     redis: str
     redis_url: str = ""
     forked_from: Origin | None = None
+    replicas: Mapping[str, str] = field(default_factory=dict)
 
 
 def claim(config: RunConfig, resume: bool) -> RunFile | None:
@@ -120,9 +123,9 @@ async def open_run(
         found = RunFile(run.run_id, store, redis_url, origin)
     else:
         run = await Run.resume(redis, existing.run_id, config, files)
-        found = replace(existing, redis=store, redis_url=redis_url)
+        found = replace(existing, redis=store, redis_url=redis_url, replicas={})
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
-    write_atomically(config.run_dir / "run.json", json.dumps(asdict(found), indent=1) + "\n")
+    _write_run_file(config.run_dir, found)
     await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
     return run
 
@@ -189,12 +192,15 @@ def read_run_file(run_dir: Path) -> RunFile | None:
         raise ConfigError(f"a run's record in {path}", str(error), "Restore the file, or choose another name=...") from None
 
 
-def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
-    """The run's records in metrics.jsonl, in order, one at a time; a last line that is still being written is left out."""
-    with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
-        for line in file:
-            if line.endswith(b"\n") and (record := json.loads(line)).get("run") == run_id:
-                yield record
+def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> None:
+    """Puts the replicas that are there now into run.json, when it is this run's."""
+    found = read_run_file(run_dir)
+    if found is not None and found.run_id == run_id:
+        _write_run_file(run_dir, replace(found, replicas=replicas))
+
+
+def _write_run_file(run_dir: Path, content: RunFile) -> None:
+    write_atomically(run_dir / "run.json", json.dumps(asdict(content), indent=1) + "\n")
 
 
 def read_config(run_dir: Path) -> RunConfig:
@@ -304,16 +310,6 @@ def _context(path: Path) -> int | None:
         raise ConfigError(f"a JSON object in {path}", type(model).__name__, "Save the model with save_pretrained.")
     scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
     return None if scaled else model.get("max_position_embeddings")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never a part; so does a restart after a crash."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

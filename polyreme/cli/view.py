@@ -1,11 +1,13 @@
 """What `polyreme up` shows: a view that redraws itself on a terminal, one line per event elsewhere.
 
-Both read the same Progress and change nothing.
+Invariant: both read the same Progress and change nothing; what is shown as present is present (replicas, alarms), what is old leaves.
 """
 
+import json
 import os
 import sys
 import termios
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -18,10 +20,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from polyreme.cli.progress import SPLIT, Progress, Record
+from polyreme.cli.progress import NOTICE_SECONDS, RECENT, Progress, Record
+from polyreme.cli.report import duration, plain_line, shares_of, shortened, staleness_of
 from polyreme.config.run import RunConfig
 
-_ROWS = 12
+_TALL = 30
+"""Lines of a terminal from which on it shows a sample too."""
 _SPARKS = " " + "".join(chr(0x2581 + eighth) for eighth in range(8))
 _SFT_LINE_SECONDS = 10.0
 _LASTING = ("alarm", "eval_failed")
@@ -33,16 +37,16 @@ class View(Protocol):
     def __enter__(self) -> "View": ...
     def __exit__(self, *_: object) -> None: ...
     def show(self, record: Record, progress: Progress) -> None:
-        """Shows a record that `progress` has just taken in."""
+        """Shows a record that was added to `progress` just before."""
 
     def status(self, text: str) -> None:
-        """Says what the run is doing."""
+        """Shows what the run is doing."""
 
 
-def view(config: RunConfig, console: Console) -> View:
+def view(config: RunConfig, console: Console, redis_url: str = "") -> View:
     """The live view on a terminal that can redraw, plain lines elsewhere."""
     redraws = console.is_terminal and not console.is_dumb_terminal
-    return LiveView(config, console) if redraws else PlainView(config, console)
+    return LiveView(config, console, redis_url) if redraws else PlainView(config, console)
 
 
 class PlainView:
@@ -76,9 +80,10 @@ class PlainView:
 class LiveView:
     """Redraws on each record, and at most four times a second."""
 
-    def __init__(self, config: RunConfig, console: Console) -> None:
-        self._config, self._console, self._status = config, console, "starting"
+    def __init__(self, config: RunConfig, console: Console, redis_url: str = "") -> None:
+        self._config, self._console, self._redis_url, self._status = config, console, redis_url, "starting"
         self._progress = Progress(config.samples_per_iteration)
+        self._sample: Record | None = None
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
 
     def __enter__(self) -> "LiveView":
@@ -95,11 +100,22 @@ class LiveView:
 
     def show(self, record: Record, progress: Progress) -> None:
         self._progress = progress
+        if record["kind"] == "iteration":  # its own file may still be written
+            self._sample = first_sample(self._config.run_dir, record["iteration"] - 1) or self._sample
         if record["kind"] in _LASTING and (line := plain_line(record, progress, self._config.iterations)):
             self._console.print(Text(line), style="bold red", soft_wrap=True)  # above the view, where it stays
 
     def _render(self) -> RenderableType:
-        return render(self._config, self._progress, self._status, self._console.size)
+        size, now = self._console.size, time.time()
+        return render(self._config, self._progress, self._status, size, now, self._redis_url, self._sample)
+
+
+def first_sample(run_dir: Path, iteration: int) -> Record | None:
+    """The first sample of an iteration's file in samples/; None when there is no such file."""
+    with suppress(FileNotFoundError, ValueError), open(run_dir / "samples" / f"iteration_{iteration:04d}.jsonl") as file:
+        sample: Record = json.loads(file.readline())
+        return sample
+    return None
 
 
 def _echo_keys(on: bool) -> None:
@@ -112,64 +128,83 @@ def _echo_keys(on: bool) -> None:
         termios.tcsetattr(terminal, termios.TCSANOW, modes)
 
 
-def plain_line(record: Record, progress: Progress, iterations: int) -> str | None:
-    """A record as a line of text; None for kinds that need no telling."""
-    match record["kind"]:
-        case "iteration":
-            versions = " ".join(f"{replica}@{version}" for replica, version in sorted(progress.replicas.items()))
-            accuracy = progress.accuracy()
-            return (
-                f"iteration {record['iteration']:>{len(str(iterations))}}/{iterations}  reward {record['reward/mean']:.3f}"
-                f"  accuracy {'-' if accuracy is None else format(accuracy, '.3f')}"
-                f"  length {record['response/length_mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
-                f"  {record['time/iteration']:.2f} s ({_shares(record, progress)}){_staleness(record)}  {versions}"
-                + ("  ALARM" if record.get("alarms") else "")  # its record has the text, once
-            )
-        case "eval":
-            return f"evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
-        case "eval_failed":
-            return f"EVALUATION FAILED: {record['text']}"
-        case "sft":
-            return f"warm start {record['phase']}: step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  tokens/s {record['tokens_per_second']:,.0f}"
-        case "sft_done":
-            return f"warm start done in {record['seconds']:.1f} s"
-        case "gate":
-            return f"gate {record['name']}: {record['value']:.3g} (limit {record['limit']:.3g})"
-        case "saved":
-            return f"saved iteration {record['iteration']}: {record['path']}"
-        case "alarm":
-            return f"ALARM {record['text']}"
-        case "notice":
-            return f"{record['service']}: {record['text']}"
-    return None
+def render(
+    config: RunConfig,
+    progress: Progress,
+    status: str,
+    size: tuple[int, int] = (100, 40),
+    now: float | None = None,
+    redis_url: str = "",
+    sample: Record | None = None,
+) -> RenderableType:
+    """The whole live view, drawn from the state, within `size` (columns, lines): every part but the table and the sample is one line.
 
-
-def render(config: RunConfig, progress: Progress, status: str, size: tuple[int, int] = (100, 40)) -> RenderableType:
-    """The whole live view, drawn from the state, within `size` (columns, lines): every part but the table is one line."""
+    Args:
+        now: Unix time; None: that of the newest record.
+        redis_url: of the run's Redis.
+        sample: a line of a sample file, for which a tall terminal has room.
+    """
     width, height = size[0] - 4, size[1] - 3  # borders; the cursor's own line
-    done = max(progress.iterations, default=0)
-    head = Text.assemble((config.name, "bold"), f"  {status}  ", (f"iteration {done}/{config.iterations}", "cyan"))
-    if progress.evaluations:
-        version = max(progress.evaluations)
-        head.append(f"  accuracy {progress.evaluations[version]['accuracy']:.3f} at version {version}", "cyan")
+    now = progress.time if now is None else now
+    head = Text.assemble((config.name, "bold"), f"  {status}  ", (f"iteration {progress.newest}/{config.iterations}", "cyan"))
+    if (score := progress.score()) is not None:
+        head.append(f"  {progress.metric} {score:.3f} at version {max(progress.evaluations)}", "cyan")
     if progress.sft:
         sft = progress.sft
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
     bar = Table.grid()  # alone, a bar does not end its line
-    bar.add_row(ProgressBar(total=config.iterations, completed=done, width=min(60, width)))
-    foot: list[RenderableType] = []
-    if progress.replicas:
-        versions = "  ".join(f"{replica} at {version}" for replica, version in sorted(progress.replicas.items()))
-        foot.append(_line(f"replicas {versions}", "dim"))
-    foot += [_line(notice, "dim") for notice in list(progress.notices)[-2:]]
-    foot += [_line(f"alarm: {alarm}", "bold red") for alarm in list(progress.alarms)[-3:]]
+    bar.add_row(ProgressBar(total=config.iterations, completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]
-    rewards = [record["reward/mean"] for _, record in sorted(progress.iterations.items())]
-    if rewards:
+    foot = _foot(progress, now, redis_url)
+    if times := _times(config, progress, now):
+        parts.append(_line(times))
+    if rewards := [record["reward/mean"] for record in progress.recent]:
         sparks = sparkline(rewards[-min(60, max(1, width - 18)) :])
-        rows = min(_ROWS, max(1, height - len(parts) - len(foot) - 2))
-        parts += [_line(f"reward   {sparks}  {rewards[-1]:.3f}", "green"), _table(progress, rows, width)]
+        parts.append(_line(f"reward   {sparks}  {rewards[-1]:.3f}", "green"))
+        if len(by_part := progress.reward_parts()) > 1:
+            parts.append(_line("parts    " + "  ".join(f"{name} {value:.3f}" for name, value in by_part.items()), "green"))
+        if sample and size[1] >= _TALL:
+            foot = _sample_lines(sample, width) + foot
+        foot = foot[-max(1, height - len(parts) - 2) :]  # the table's header and newest row come first
+        parts.append(_table(progress, min(RECENT, max(1, height - len(parts) - len(foot) - 1)), width))
     return Panel(Group(*parts, *foot), border_style="blue")
+
+
+def _times(config: RunConfig, progress: Progress, now: float) -> str:
+    """How long the run has been going since its newest start, how long it may still take, and what was restarted."""
+    pieces = []
+    if progress.started is not None:
+        pieces.append(f"elapsed {duration(now - progress.started)}")
+    if remaining := progress.remaining_seconds(config.iterations):
+        pieces.append(f"remaining about {duration(remaining)}")
+    if progress.starts > 1:
+        pieces.append(f"resumed {progress.starts - 1}x")
+    if progress.restarts:
+        pieces.append("restarts " + " ".join(f"{name} {count}" for name, count in sorted(progress.restarts.items())))
+    return "  ".join(pieces)
+
+
+def _foot(progress: Progress, now: float, redis_url: str) -> list[RenderableType]:
+    """Where things are, what was noticed lately, and the alarms that hold."""
+    lines: list[RenderableType] = [_line(f"Redis    {redis_url}", "dim")] if redis_url else []
+    there = {**dict.fromkeys(progress.replicas), **progress.versions}
+    if there:
+        shown = "  ".join(
+            " ".join(filter(None, (name, "" if version is None else f"at {version}", progress.replicas.get(name, ""))))
+            for name, version in sorted(there.items())
+        )
+        lines.append(_line(f"replicas {shown}", "dim"))
+    lines += [_line(text, "dim") for at, text in progress.notices if now - at < NOTICE_SECONDS][-2:]
+    holding = (progress.last or {}).get("alarms", ())
+    alarms = [text for at, text in progress.alarms if text in holding or now - at < NOTICE_SECONDS]
+    return lines + [_line(f"alarm: {alarm}", "bold red") for alarm in alarms[-3:]]
+
+
+def _sample_lines(sample: Record, width: int) -> list[RenderableType]:
+    """A training sample on three lines."""
+    prompt, response = (shortened(str(sample[key]), max(20, width - 12)) for key in ("prompt", "response"))
+    score = f"score    {sample['score']:g} in iteration {sample['iteration']}"
+    return [_line(f"prompt   {prompt}", "dim"), _line(f"response {response}"), _line(score, "dim")]
 
 
 def _line(text: str | Text, style: str = "") -> Text:
@@ -186,66 +221,30 @@ def sparkline(values: Iterable[float]) -> str:
     return "".join(_SPARKS[round(max(0.0, value) / top * (len(_SPARKS) - 1))] for value in heights)
 
 
-def report(config: RunConfig, progress: Progress, run_dir: Path) -> list[str]:
-    """What is said at the end: accuracy before and after, five answers, where the time went, where things are."""
-    lines = _accuracy_lines(progress)
-    seconds = progress.rl_seconds()
-    if seconds:
-        split = ", ".join(f"{name} {value / seconds:.0%}" for name, value in progress.time_split().items())
-        rate = len(progress.iterations) * config.samples_per_iteration / seconds
-        lines.append(f"time     warm start {progress.sft_seconds:.1f} s, reinforcement learning {seconds:.1f} s: {split}")
-        lines.append(f"speed    {rate:.1f} samples/s")
-    lines.append(f"run      {run_dir}")
-    if progress.saved:
-        lines.append(f"model    {progress.saved['hf_path']}")
-    return lines
-
-
-def _accuracy_lines(progress: Progress) -> list[str]:
-    before, after, trained = progress.accuracy(first=True), progress.accuracy_after(), max(progress.iterations, default=0)
-    if not (progress.evaluations or progress.failed_evaluations):
-        return []
-    first = "unknown" if before is None else f"{before:.3f}"
-    if after is None and (why := progress.failed_evaluations.get(trained)):
-        return [f"accuracy {first} before; UNKNOWN after {trained} iterations, since version {trained} was not evaluated: {why}"]
-    if after is None:
-        return [f"accuracy {first} before; the run was stopped after {trained} iterations, before its last evaluation"]
-    lines = [f"accuracy {first} before, {after:.3f} after {len(progress.iterations)} iterations"]
-    for example in progress.evaluations[trained].get("examples", ())[:5]:
-        prompt, response, label = (_short(str(example[key])) for key in ("prompt", "response", "label"))
-        lines.append(f"  {example['score']:g}  {prompt} -> {response}  (right: {label})")
-    return lines
-
-
-def _short(text: str, most: int = 200) -> str:
-    """One line of a text, its middle left out when it is long."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
-
-
 def _table(progress: Progress, rows: int, width: int) -> Table:
     """The newest iterations, in as many columns as the width has room for."""
-    shares = "wait/train/write" + ("/rollouts" if progress.rollout_waits else "")
+    shares = "wait/train/write" + ("/rollouts" if progress.rollout else "")
     lines = []
-    for number, record in sorted(progress.iterations.items())[-rows:]:
-        accuracy, mismatch = progress.evaluations.get(number, {}).get("accuracy"), record.get("mismatch_kl")
+    for record in list(progress.recent)[-rows:]:
+        number, mismatch = record["iteration"], record.get("mismatch_kl")
+        score = progress.evaluations.get(number)
         lines.append(
             {
                 "iteration": str(number),
                 "reward": f"{record['reward/mean']:.3f}",
-                "accuracy": "" if accuracy is None else f"{accuracy:.3f}",
+                progress.metric: "" if score is None else f"{score:.3f}",
                 "length": f"{record['response/length_mean']:.1f}",
                 "tokens/s": f"{record['tokens_per_second']:,.0f}",
                 "seconds": f"{record['time/iteration']:.2f}",
-                shares: _shares(record, progress, names=False),
-                "staleness": _staleness(record).split()[-1] if _staleness(record) else "",
+                shares: shares_of(record, progress, names=False),
+                "staleness": staleness_of(record).split()[-1] if staleness_of(record) else "",
                 "mismatch": "" if mismatch is None else f"{mismatch:.1e}",
             }
         )
     columns = {
         name: max(len(name), *(len(line[name]) for line in lines)) for name in lines[0] if any(line[name] for line in lines)
     }
-    for name in ("staleness", "mismatch", "length", shares, "tokens/s", "seconds", "accuracy"):
+    for name in ("staleness", "mismatch", "length", shares, "tokens/s", "seconds", progress.metric):
         if sum(columns.values()) + 2 * len(columns) > width:
             columns.pop(name, None)
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -254,18 +253,3 @@ def _table(progress: Progress, rows: int, width: int) -> Table:
     for line in lines:
         table.add_row(*(line[name] for name in columns))
     return table
-
-
-def _shares(record: Record, progress: Progress, names: bool = True) -> str:
-    """Of an iteration's time: the learner's waiting, training and writing, and beside them what replicas had nothing to do for."""
-    total = record["time/iteration"] or 1.0
-    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0)) for key in SPLIT.values()]
-    if (idle := progress.rollout_waits.get(record["iteration"])) is not None:
-        shares.append(("rollouts wait", idle))
-    return " ".join(f"{name} {seconds / total:.0%}" if names else f"{seconds / total:.0%}" for name, seconds in shares)
-
-
-def _staleness(record: Record) -> str:
-    """How many samples there are of staleness 0/1/...; nothing where all are on-policy."""
-    samples = record.get("staleness/samples", ())
-    return f"  staleness {'/'.join(map(str, samples))}" if len(samples) > 1 else ""

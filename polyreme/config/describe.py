@@ -89,8 +89,8 @@ def _tables(section: type[Section], prefix: str) -> Iterator[str]:
         default = "*required*" if field.is_required() else "" if inner and field.default is not None else f"`{_default(field)}`"
         words = field.description or (_doc(inner[0]) if len(inner) == 1 else "")
         yield f"| `{name}`{' ○' if is_operational(field) else ''} | {kind} | {default} | {words} |\n"
-    for place, inner in deeper:
-        yield from _tables(inner, place)
+    for place, deeper_section in deeper:
+        yield from _tables(deeper_section, place)
 
 
 def _doc(section: type[Section]) -> str:

@@ -22,7 +22,7 @@ from polyreme.experience.scripts import StaleAttemptError, TransitionError
 
 __all__ = ["Admission", "ExperienceLog", "PartialRolloutPart", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
 
-COMMITS_BOUND = 10_000
+COMMITS_BOUND = 4_000  # a new orchestrator reads the newest commit of each replica here
 _READ_AT_ONCE = 64  # payloads per command: a long reply would hold up every other client
 
 

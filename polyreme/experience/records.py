@@ -22,7 +22,7 @@ UInt8 = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One named component of a score: the plugin's raw value, and that times its weight."""
+    """One named component of a score: a reward's raw value or a sub-part of it (REWARD/NAME), and that times the reward's weight."""
 
     name: str
     raw: float
@@ -41,7 +41,7 @@ class SampleRecord:
         finish_reason: pb.FINISH_REASON_STOP or pb.FINISH_REASON_LENGTH.
         spans: (version, start, end) of the policy versions, in order, covering [0, t).
         score: the reward, finite.
-        parts: what the score is the sum of.
+        parts: the score is the sum of their weighted values, sub-parts left out.
         text: the response without special tokens, for people.
     """
 

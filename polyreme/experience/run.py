@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 CURRENT = "polyreme:current"
 HEARTBEAT = 1.0  # seconds; below the sockets' timeout
 OVER_SECONDS = 2.0
-METRICS_BOUND = 200_000  # records; a run of a thousand iterations writes some ten thousand
+METRICS_BOUND = 200_000  # records that wait for their writer; those that are on disk are trimmed
 
 
 class RunState(StrEnum):
@@ -37,11 +37,12 @@ class RunState(StrEnum):
     RUNNING = "running"
     DRAINING = "draining"
     DONE = "done"
+    STOPPED = "stopped"
     FAILED = "failed"
 
     @property
     def ended(self) -> bool:
-        return self in (RunState.DONE, RunState.FAILED)
+        return self in (RunState.DONE, RunState.STOPPED, RunState.FAILED)
 
 
 class Run:
@@ -169,7 +170,7 @@ class Run:
     # -- its state
 
     async def state(self) -> tuple[RunState, str]:
-        """The state, and the reason of `failed` or `draining` (else empty). Raises UnavailableError: no such run."""
+        """The state, and the reason of `failed`, `stopped` or `draining` (else empty). Raises UnavailableError: no such run."""
         name, reason = await self.redis.hmget(self.key("meta"), "state", "reason")
         if name is None:
             raise UnavailableError(f"run {self.run_id} in Redis", "no record of it", "Check the run id and the Redis URL.")
@@ -200,10 +201,10 @@ class Run:
             await asyncio.wait({task})
 
     async def set_state(self, state: RunState, reason: str = "") -> None:
-        """One legal step: starting -> running -> draining -> done, from each of them to failed or done.
+        """One legal step: starting -> running -> draining -> stopped, from each of them to failed or done.
 
         Raises:
-            TransitionError: the step is none; `done` and `failed` are final until `resume`.
+            TransitionError: the step is none; `done`, `stopped` and `failed` are final until `resume`.
             StaleTermError: the run has been resumed since, and its state is that start's to set.
         """
         await self.scripts.call("state", state.value, reason, self.start)
@@ -226,6 +227,18 @@ class Run:
     async def records(self, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, dict[str, Any]]]:
         """Records behind `after_id` ("0": from the first), in order, waiting up to `block_ms` (0: not at all) for one."""
         return await self.read_json("metrics", after_id, block_ms, count)
+
+    async def set_recorded(self, iteration: int) -> None:
+        """The samples of all iterations up to this one are in the run directory."""
+        await self.redis.hset(self.key("meta"), "recorded", iteration)
+
+    async def recorded(self) -> int:
+        """The newest iteration up to which samples are in the run directory; -1 before the first. Their groups may be released."""
+        return int(await self.redis.hget(self.key("meta"), "recorded") or -1)
+
+    async def trim_records(self, before_id: str) -> None:
+        """Deletes the records before an id: they are in the run directory, where late readers find them."""
+        await self.redis.xtrim(self.key("metrics"), minid=before_id, approximate=False)
 
     async def watch(self, after_id: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
         """Waits up to `block_ms` for signals behind `after_id` ("$": from now). Returns the new id and (kind, value) pairs.

@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as BlockingRetry
 
 from polyreme.errors import StoreError
-from polyreme.net.ports import free_port
+from polyreme.net.ports import free_port, is_free
 from polyreme.net.redis_url import PASSWORD, split
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import die_with_parent
@@ -286,9 +286,9 @@ class EmbeddedServer:
         return server
 
     @classmethod
-    async def open(cls, data_dir: Path) -> "EmbeddedServer":
-        """As `start`, on a free port, without blocking the event loop. Cancelling stops the server."""
-        server = cls(data_dir, 0)
+    async def open(cls, data_dir: Path, port: int = 0) -> "EmbeddedServer":
+        """As `start`; other tasks continue while it loads, and cancelling ends it. A `port` that is in use is replaced by a free one."""
+        server = cls(data_dir, port if is_free(port) else 0)
         await server._loaded()
         return server
 

@@ -30,13 +30,22 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises ConfigError when somebody listens at this machine's address `host` and port."""
+    """Raises ConfigError when a process listens at this machine's address `host` and port."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just closed hold no port
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does: closed connections hold no port
         try:
             probe.bind(address)
         except OSError as error:
             raise ConfigError(
                 f"a free port {port} on {host}", error.strerror or str(error), "Choose another port, or end its owner."
             ) from None
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether no process listens at the port now."""
+    try:
+        check_free(host, port)
+    except ConfigError:
+        return False
+    return True

@@ -151,16 +151,20 @@ class Child:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that the first SIGTERM or SIGINT sets; a second one of either is a KeyboardInterrupt, also when both came at once."""
+    """An event that the first SIGTERM, SIGINT or SIGHUP sets; a second SIGTERM or SIGINT is a KeyboardInterrupt, also when both came at
+    once. Later SIGHUPs do nothing: a shell and the kernel may both send one. Where SIGHUP is ignored (`nohup`), it stays ignored.
+    """
     event, loop = asyncio.Event(), asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     def on_signal(number: int) -> None:
         again = event.is_set()
         event.set()
         for each in numbers:
             loop.remove_signal_handler(each)
-            signal.signal(each, signal.default_int_handler)
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.default_int_handler)
         if again:
             signal.raise_signal(number)
 

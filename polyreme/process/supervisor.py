@@ -117,10 +117,18 @@ class Supervisor:
         units: started at once, supervised apart.
         max_restarts: of each unit.
         first_backoff: seconds before a unit's first restart; see `backoff`.
+        on_restart: called before each restart with the unit's name and how its process ended; must not block.
     """
 
-    def __init__(self, units: Sequence[Unit], max_restarts: int, first_backoff: float = 1.0) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        max_restarts: int,
+        first_backoff: float = 1.0,
+        on_restart: Callable[[str, str], None] = lambda name, found: None,
+    ) -> None:
         self._units, self._max_restarts, self._first_backoff = units, max_restarts, first_backoff
+        self._on_restart = on_restart
         self.draining = False
         """Set it when the run shall end: a child that dies now is not restarted."""
 
@@ -163,6 +171,7 @@ class Supervisor:
             restart += 1
             pause = backoff(restart, self._first_backoff)
             _log.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
+            self._on_restart(unit.name, describe_end(child))
             await asyncio.sleep(pause)
             if self.draining:
                 self._judge(child, restart - 1)  # raises: the end was asked for meanwhile

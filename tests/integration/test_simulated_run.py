@@ -57,6 +57,26 @@ async def test_a_fork_trains_on_from_the_checkpoint_on_the_groups_behind_it(redi
     assert {json.loads(line)["group"] for line in samples} == {8, 9, 10, 11}
 
 
+async def test_no_sample_file_is_missing_however_late_the_disk_takes_them(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "run" / "metrics.jsonl"
+    in_the_way.mkdir(parents=True)
+    saves = {"save_interval": 1, "keep_checkpoints": 1}
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=40, train_seconds=0.3, trainer=saves) as started:
+        log = ExperienceLog(started.run)
+
+        async def trained_four() -> bool | None:
+            return await log.version() >= 4 or None
+
+        assert await started.run.until(trained_four, within=90), started.logs()
+        assert await log.version() < 40, "the run is over already"
+        in_the_way.rmdir()
+        assert await started.ended(180) == ("done", ""), started.logs()
+        assert (await log.audit()).clean
+        assert (await log.audit()).counts["released"] > 0
+    samples = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
+    assert samples == [f"iteration_{number:04d}.jsonl" for number in range(1, 41)]
+
+
 async def started_config(redis_url: str, run_id: str) -> RunConfig:
     redis = await connect(redis_url)
     try:

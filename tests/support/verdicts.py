@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from polyreme.cli.run_records import read_records
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
 from polyreme_trainer.testing.simulated_engine import after_plan, newest
@@ -50,8 +51,8 @@ async def weights_verdict(storm: Storm, iterations: int) -> list[str]:
 
 
 async def records(run: Run, kind: str) -> list[dict[str, Any]]:
-    """The run's records of a kind."""
-    found, last = [], "0"
+    """The run's records of a kind: those that Redis may have let go of, from disk, then those in Redis."""
+    found, last = [record for record in read_records((await run.config()).run_dir, run.run_id) if record["kind"] == kind], "0"
     while batch := await run.records(last, 0):
         last = batch[-1][0]
         found += [record for _, record in batch if record["kind"] == kind]

@@ -5,8 +5,9 @@
 local LEGAL = {
   starting = {running = true, draining = true, done = true, failed = true},
   running = {draining = true, done = true, failed = true},
-  draining = {done = true, failed = true},
+  draining = {done = true, stopped = true, failed = true},
   done = {},
+  stopped = {},
   failed = {},
 }
 local now = redis.call('HGET', META, 'state')

@@ -18,7 +18,7 @@ from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
 from polyreme_reward.metrics import Metrics
-from polyreme_reward.scorer import BATCH_LIMIT, Scored, Scorer
+from polyreme_reward.scorer import BATCH_LIMIT, Part, Scored, Scorer
 
 _TEXTS = ("response", "response_raw", "templated_prompt")
 _WIDTH = 40
@@ -92,7 +92,7 @@ def _table(items: list[Item], answers: list[Scored]) -> Table:
     names = list(dict.fromkeys(part.name for answer in answers for part in answer.parts))
     table = Table("line", "status", "score", *names, "response", "label or message")
     for number, (item, answer) in enumerate(zip(items, answers, strict=True), 1):
-        parts = {part.name: f"{part.raw:.4g}" for part in answer.parts}
+        parts = {part.name: shown_part(part) for part in answer.parts}
         scored = answer.status is Status.OK
         table.add_row(
             str(number),
@@ -103,6 +103,11 @@ def _table(items: list[Item], answers: list[Scored]) -> Table:
             _short(item.label) if scored else answer.message,
         )
     return table
+
+
+def shown_part(part: Part) -> str:
+    """A part's raw value; where its weight is not 1, the weighted one behind it."""
+    return f"{part.raw:.4g}" if part.weighted == part.raw else f"{part.raw:.4g} ({part.weighted:.4g})"
 
 
 def _short(text: str) -> str:

@@ -22,7 +22,8 @@ _REMEMBERED = 1 << 16
 
 
 class Part(NamedTuple):
-    """One reward's share of a score."""
+    """One reward's share of a score: its value, and that times its weight. A number that a reward reports beside its score is a
+    sub-part, REWARD/NAME, under the same weight; the score is the sum of `weighted` over the parts that are not sub-parts."""
 
     name: str
     raw: float
@@ -224,7 +225,7 @@ def _sum(rewards: Sequence[Reward], row: Sequence[Outcome]) -> Scored:
             total += weighted
             parts.append(Part(reward.name, outcome.value, weighted, reward.version))
             for name, value in outcome.extras.items():
-                parts.append(Part(f"{reward.name}/{name}", value, 0.0, reward.version))
+                parts.append(Part(f"{reward.name}/{name}", value, reward.weight * value, reward.version))
         elif failure is None:
             failure = failed(outcome.status, f"{reward.name}: {outcome.message}")
     if failure is None and not math.isfinite(total):

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.fork import Start, prepared
 from polyreme.cli.run_directory import next_attempt, open_run
+from polyreme.cli.start import Start, prepared
 from polyreme.cli.summary import summary_lines
 from polyreme.config.load import load_config
 from polyreme.experience.run import Run
@@ -26,7 +26,7 @@ from polyreme_trainer.launch.trainer_process import MeetingPlace, Trainer, train
 from polyreme_trainer.launch.worker_node import follow
 from polyreme_trainer.observe.exporter import export
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _ATTACH_SECONDS = 10.0
 _ANY = "0.0.0.0"
@@ -66,6 +66,9 @@ def train(
         if number:
             check_free(where, number)
     with prepared(config, overrides or [], resume, fork) if run is None else _joined(config, overrides or []) as chosen:
+        if chosen.finished:
+            logger.info("%s", chosen.finished)
+            return
         logs_to = log_dir or next_attempt(chosen.config.run_dir)
         place = MeetingPlace(advertise, learner_port)
         asyncio.run(_train(chosen, redis, run, logs_to, (host, http_port), place, owner, start))
@@ -92,12 +95,12 @@ async def _train(
         if run_id is None:
             run = await open_run(redis, config, chosen.existing, redis_url, redis_url, chosen.origin)
             for line in summary_lines(config, chosen.notices):
-                _log.info(line)
+                logger.info(line)
         else:
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)
         async with export(run, config, *http) as port:
             if port is not None:
-                _log.info("metrics at port %d", port)
+                logger.info("metrics at port %d", port)
             units = trainer_units(config, run.run_id, redis_url, log_dir, place=place)
             await Trainer(config, run, units, owner).run()
     finally:

@@ -1,15 +1,21 @@
 """`polyreme up` itself, with its own Redis; small processes stand in for the services and the trainer that it starts."""
 
+import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import termios
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from polyreme.cli.run_directory import read_run_file
+from polyreme.cli.run_records import read_summary
+from support.processes import runs
 from support.waiting import wait_until
 
 CHILD = """#!{python}
@@ -28,10 +34,14 @@ def state(name):
 if role == "train":
     assert int(option["--owner"]) == os.getppid()
     state("running")
+    (folder / "running").write_text(option["--run"])
+    (folder / "runs" / "run" / "checkpoints" / "iteration-000000").mkdir(parents=True, exist_ok=True)
     while not asked and not (folder / "trained").exists():
+        if (folder / "broken").exists():
+            os._exit(1)
         time.sleep(0.02)
     (folder / "saved").touch()
-    state("done")
+    state("stopped" if asked else "done")
 else:
     while not asked:
         time.sleep(0.02)
@@ -39,19 +49,28 @@ else:
 
 
 @contextmanager
-def up(config_file: Path, **environment: str) -> Iterator["subprocess.Popen[str]"]:
-    """`polyreme up`, its output and errors in one pipe; killed when the block has not waited for its end."""
+def up(
+    config_file: Path, *options: str, stdout: int = subprocess.PIPE, prepare: Callable[[], None] | None = None, **environment: str
+) -> Iterator["subprocess.Popen[str]"]:
+    """`polyreme up`, its output and errors in one pipe (or `stdout`); killed when the block has not waited for its end."""
     child = config_file.parent / "child"
     child.write_text(CHILD.format(python=sys.executable, folder=str(config_file.parent)))
     child.chmod(0o755)
     script = (
-        f"import sys\nsys.executable = {str(child)!r}\nsys.argv = ['polyreme', 'up', {str(config_file)!r}]\n"
+        f"import sys\nsys.executable = {str(child)!r}\nsys.argv = {['polyreme', 'up', str(config_file), *options]!r}\n"
         "from polyreme.cli.main import main\nmain()"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
     command = [sys.executable, "-c", script]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean | environment, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean | environment,
+        start_new_session=True,
+        preexec_fn=prepare,
     ) as process:
         try:
             yield process
@@ -93,3 +112,105 @@ def test_a_server_that_ends_while_its_run_goes_on_is_started_again(config_file: 
         wait_until(lambda: len(started.read_text().split()) == 2)
         (config_file.parent / "trained").touch()
         assert process.wait(300) == 0
+
+
+@pytest.fixture
+def run_dir(config_file: Path) -> Path:
+    return config_file.parent / "runs" / "run"
+
+
+def test_a_terminal_that_is_closed_drains_the_run(config_file: Path, run_dir: Path) -> None:
+    leader, follower = os.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+
+    with up(config_file, stdout=follower, prepare=take_terminal, TERM="xterm") as process:
+        os.close(follower)
+        wait_until((config_file.parent / "running").exists)
+        os.close(leader)  # the kernel sends SIGHUP
+        assert process.wait(300) == 0
+    assert (config_file.parent / "saved").exists()
+    assert read_summary(run_dir)["state"] == "stopped"
+
+
+def test_a_detached_run_goes_on_and_its_command_returns(config_file: Path, run_dir: Path) -> None:
+    with up(config_file, "--detach") as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        assert process.wait(300) == 0, said
+    pid = int(said.partition("`kill ")[2].partition("`")[0])
+    wait_until((config_file.parent / "running").exists)
+    found = read_run_file(run_dir)
+    assert found is not None and found.run_id in said
+    assert runs(pid)
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: not runs(pid))
+    assert (config_file.parent / "saved").exists()
+    assert found.run_id in (run_dir / "up.log").read_text()
+
+
+def test_a_detached_run_that_cannot_start_says_why(config_file: Path) -> None:
+    with up(config_file, "--detach", "--redis", "redis://127.0.0.1:1") as process:
+        assert process.stdout is not None
+        assert "polyreme: error: " in process.stdout.read()
+        assert process.wait(300) == 3
+
+
+def test_a_resumed_run_has_its_port_again_and_one_that_is_done_starts_nothing(config_file: Path, run_dir: Path) -> None:
+    ports = []
+    for options in ((), ("--resume",)):
+        with up(config_file, *options) as process:
+            until(process, "running")
+            found = read_run_file(run_dir)
+            assert found is not None
+            ports.append(found.redis_url)
+            if options:
+                (config_file.parent / "trained").touch()
+                assert process.stdout is not None
+                assert "reinforcement learning 6.0 s" in process.stdout.read(), "the run's past is on disk alone"
+            else:
+                write_past(run_dir, found.run_id)
+                process.send_signal(signal.SIGTERM)
+            assert process.wait(300) == 0
+    assert ports[0] == ports[1]
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with up(config_file, "--resume") as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        assert process.wait(300) == 0
+    assert "is done: 1000 iterations" in said.replace("\n", " ")
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def write_past(run_dir: Path, run_id: str) -> None:
+    """Three iterations that Redis has no more."""
+    lines = [
+        {"run": run_id, "id": f"{n}-0", "kind": "iteration", "iteration": n, "time": 2.0 * n, "time/iteration": 2.0}
+        for n in (1, 2, 3)
+    ]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_running_run_can_be_audited_by_its_directory(config_file: Path, run_dir: Path) -> None:
+    with up(config_file) as process:
+        until(process, "running")
+        result = subprocess.run(
+            [sys.executable, "-m", "polyreme", "audit", str(run_dir)], capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr
+        found = read_run_file(run_dir)
+        assert found is not None and found.run_id in result.stdout
+        (config_file.parent / "trained").touch()
+        assert process.wait(300) == 0
+
+
+def test_the_end_of_a_run_whose_trainer_cannot_say_it_is_on_record(config_file: Path, run_dir: Path) -> None:
+    with up(config_file, "trainer.max_restarts=1") as process:
+        until(process, "running")
+        (config_file.parent / "broken").touch()
+        until(process, "train is restarted: train ended with status 1")
+        assert process.wait(300) not in (0, None)
+    summary = read_summary(run_dir)
+    assert summary["state"] == "failed"
+    assert "train ended with status 1" in summary["reason"]

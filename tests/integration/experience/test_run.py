@@ -80,11 +80,19 @@ S = RunState
 LEGAL = {
     S.STARTING: {S.RUNNING, S.DRAINING, S.DONE, S.FAILED},
     S.RUNNING: {S.DRAINING, S.DONE, S.FAILED},
-    S.DRAINING: {S.DONE, S.FAILED},
+    S.DRAINING: {S.DONE, S.STOPPED, S.FAILED},
     S.DONE: set(),
+    S.STOPPED: set(),
     S.FAILED: set(),
 }
-PATHS = {S.STARTING: [], S.RUNNING: [S.RUNNING], S.DRAINING: [S.DRAINING], S.DONE: [S.DONE], S.FAILED: [S.FAILED]}
+PATHS = {
+    S.STARTING: [],
+    S.RUNNING: [S.RUNNING],
+    S.DRAINING: [S.DRAINING],
+    S.DONE: [S.DONE],
+    S.STOPPED: [S.DRAINING, S.STOPPED],
+    S.FAILED: [S.FAILED],
+}
 
 
 @pytest.mark.parametrize("before", S)
@@ -152,6 +160,23 @@ async def test_signals_wake_and_are_bounded(run: Run) -> None:
         await asyncio.gather(*(run.emit({"kind": "noise"}) for _ in range(100)))
     assert await run.redis.xlen(run.key("events")) < 1200
     assert await run.redis.xlen(run.key("metrics")) == 1500
+
+
+async def test_records_that_are_on_disk_are_trimmed(run: Run) -> None:
+    for number in range(5):
+        await run.emit({"kind": "iteration", "iteration": number})
+    ids = [at for at, _ in await run.records("0", 0)]
+    await run.trim_records("0")
+    assert len(await run.records("0", 0)) == 5
+    await run.trim_records(ids[3])
+    assert [record["iteration"] for _, record in await run.records("0", 0)] == [3, 4]
+    assert [record["iteration"] for _, record in await run.records(ids[3], 0)] == [4]
+
+
+async def test_it_is_known_which_samples_are_on_disk(run: Run) -> None:
+    assert await run.recorded() == -1
+    await run.set_recorded(7)
+    assert await run.recorded() == 7
 
 
 async def test_a_long_wait_is_no_dead_server(run: Run) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +63,34 @@ def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], bu
         service.wait()
     assert service.returncode == 130
     assert output.splitlines()[-1] == "tidied" and "Traceback" not in output
+
+
+def test_a_hang_up_drains_however_often_it_comes() -> None:
+    script = SERVICE.replace("BUSY", "0.0")
+    service = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert service.stdout is not None
+        assert service.stdout.readline() == "up\n"
+        service.send_signal(signal.SIGHUP)
+        assert service.stdout.readline() == "draining\n"
+        service.send_signal(signal.SIGHUP)
+        service.send_signal(TERM)
+        output, _ = service.communicate(timeout=20)
+    finally:
+        service.kill()
+        service.wait()
+    assert service.returncode == 130, output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads which signals a process ignores in /proc")
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    ignoring = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + SERVICE.replace("BUSY", "0.0")
+    service = subprocess.Popen([sys.executable, "-c", ignoring], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert service.stdout is not None
+        assert service.stdout.readline() == "up\n"
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{service.pid}/status").read_text().splitlines())
+        assert int(status["SigIgn"], 16) >> (signal.SIGHUP - 1) & 1
+    finally:
+        service.kill()
+        service.communicate()

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from polyreme.cli.fork import is_whole, plan_fork, prepared
+from polyreme.cli.fork import is_whole, plan_fork
 from polyreme.cli.run_directory import EMBEDDED, Origin, RunFile, owned, read_run_file
+from polyreme.cli.start import prepared
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError

@@ -1,5 +1,7 @@
 """The fold over records, and the lines that people read of it."""
 
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ from rich.console import Console
 
 from polyreme.cli import view
 from polyreme.cli.progress import Progress
+from polyreme.cli.report import plain_line, report
 from polyreme.cli.summary import redis_bytes, summary_lines
 from polyreme.config.trainer import ParallelConfig
 from support.configs import run_config
@@ -57,15 +60,70 @@ def test_the_first_iteration_begins_when_the_evaluation_before_it_has_ended() ->
     assert sum(progress.time_split().values()) == pytest.approx(4.0)
 
 
-def test_a_resumed_run_counts_its_iterations_only() -> None:
-    progress = told(iteration(1, time=10.0), iteration(2, time=12.0), iteration(2, time=5000.0), iteration(3, time=5002.0))
+def test_a_repeated_iteration_counts_once_and_its_rates_do_not() -> None:
+    nonsense = iteration(2, time=5000.0, seconds=0.01, wait=0.0, tokens_per_second=69_484.0)
+    progress = told(iteration(1, time=10.0), iteration(2, time=12.0), nonsense, iteration(3, time=5002.0))
+    assert progress.repeats(nonsense)
     assert progress.rl_seconds() == pytest.approx(6.0)
     assert progress.summary()["iterations"] == 3
+    assert [record["tokens_per_second"] for record in progress.recent] == [5000.0] * 3
+
+
+def test_a_long_run_s_progress_is_bounded() -> None:
+    """Sums go on; records are kept of the newest iterations only."""
+    short, long = told(*history(100)), told(*history(3000))
+    assert len(long.recent) == len(short.recent) < 100
+    assert long.summary()["rl_seconds"] == 6000.0
+    assert long.summary()["staleness"] == [9000, 3000]
+    assert long.summary()["rollout_wait_seconds"] == 1500.0
+    growth = len(pickle.dumps(long)) - len(pickle.dumps(short))
+    assert growth < 2000, f"{growth} bytes more after 2,900 iterations more"
+
+
+def history(iterations: int) -> Iterator[dict[str, Any]]:
+    for number in range(1, iterations + 1):
+        yield {"kind": "rollout", "time": 2.0 * number, "iteration": number, "time/rollout_wait": 0.5}
+        yield {**iteration(number, time=2.0 * number), "staleness/samples": [3, 1]}
+        yield {"kind": "commit", "time": 2.0 * number, "replica": "r0", "version": number}
+        yield {"kind": "notice", "time": 2.0 * number, "service": "rollout", "text": "joined"}
+        yield {"kind": "alarm", "time": 2.0 * number, "text": "constant reward"}
+
+
+def test_what_is_gone_leaves() -> None:
+    progress = told(
+        {"kind": "start", "time": 1.0, "start": 1, "forked_from": None},
+        {"kind": "replicas", "time": 1.0, "replicas": {"r0": "http://a/v1", "r1": "http://b/v1"}},
+        {"kind": "commit", "time": 2.0, "replica": "r0", "version": 0},
+        {"kind": "commit", "time": 2.0, "replica": "r1", "version": 0},
+        {"kind": "restart", "time": 3.0, "process": "learner", "text": "killed"},
+        {"kind": "replicas", "time": 4.0, "replicas": {"r1": "http://b/v1"}},
+    )
+    assert (progress.versions, progress.replicas) == ({"r1": 0}, {"r1": "http://b/v1"})
+    assert progress.restarts == {"learner": 1}
+    progress.add({"kind": "start", "time": 5.0, "start": 2, "forked_from": None})
+    assert (progress.versions, progress.replicas, progress.restarts) == ({}, {}, {})
+    assert (progress.starts, progress.started) == (2, 5.0)
+
+
+def test_the_time_that_is_left_follows_the_newest_iterations() -> None:
+    assert told().remaining_seconds(24) is None
+    progress = told(*(iteration(number, time=2.0 * number, seconds=100.0 if number < 5 else 2.0) for number in range(1, 25)))
+    assert progress.remaining_seconds(34) == 20.0
+    assert progress.remaining_seconds(24) == 0.0
+
+
+def test_a_mean_score_is_no_accuracy() -> None:
+    scored = {**evaluation(0, 1.0, 0.0), "score": 1.3}
+    del scored["accuracy"]
+    progress = told(scored, iteration(1, time=2.0), {**scored, "version": 1, "score": 1.5})
+    assert (progress.summary()["score_before"], progress.summary()["score_after"]) == (1.3, 1.5)
+    assert "accuracy_before" not in progress.summary()
+    assert "accuracy" not in str(plain_line(scored, progress, 24))
 
 
 def test_accuracy_before_and_after() -> None:
     progress = told(evaluation(0, 1.0, 0.3), evaluation(8, 2.0, 0.7), evaluation(24, 3.0, 0.99))
-    assert (progress.accuracy(first=True), progress.accuracy()) == (0.3, 0.99)
+    assert (progress.score(first=True), progress.score()) == (0.3, 0.99)
     assert told(evaluation(0, 1.0, 0.3)).summary()["accuracy_after"] is None
     assert told(evaluation(0, 1.0, 0.3), iteration(1, time=2.0), evaluation(1, 3.0, 0.5)).summary()["accuracy_after"] == 0.5
     assert told(evaluation(0, 1.0, 0.3), iteration(1, time=2.0)).summary()["accuracy_after"] is None  # nobody evaluated version 1
@@ -79,7 +137,7 @@ def test_kinds_of_a_later_release_change_nothing() -> None:
 def test_one_line_per_iteration(tmp_path: Path) -> None:
     record = iteration(3, time=10.0, alarms=["constant reward"])
     progress = told({"kind": "commit", "time": 9.0, "replica": "r0", "version": 2}, evaluation(0, 1.0, 0.3), record)
-    line = view.plain_line(record, progress, iterations=24)
+    line = plain_line(record, progress, iterations=24)
     assert line == (
         "iteration  3/24  reward 0.750  accuracy 0.300  length 9.5  tokens/s 5,000  2.00 s (wait 50% train 25% write 5%)  r0@2"
         "  ALARM"
@@ -94,7 +152,7 @@ def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: 
         iteration(2, time=8.0, **before),
         record := iteration(3, time=10.0, **stale),
     )
-    line = view.plain_line(record, progress, iterations=24)
+    line = plain_line(record, progress, iterations=24)
     assert line is not None
     assert "(wait 50% train 25% write 5% rollouts wait 25%)  staleness 100/150/6" in line
     summary = progress.summary()
@@ -112,7 +170,7 @@ def test_an_alarm_is_told_once() -> None:
         alarm, iteration(3, time=10.0, alarms=["constant reward"]), iteration(4, time=12.0, alarms=["constant reward"])
     )
     assert progress.summary()["alarms"] == ["constant reward"]
-    assert view.plain_line(alarm, progress, 24) == "ALARM constant reward"
+    assert plain_line(alarm, progress, 24) == "ALARM constant reward"
 
 
 def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
@@ -130,7 +188,7 @@ def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
         shown = console.export_text()
     for piece in ("running", "r0 at 2", "0.950", "5,000", "1.0e-06"):
         assert piece in shown
-    report = "\n".join(view.report(config, progress, config.run_dir))
+    text = "\n".join(report(config, progress, config.run_dir))
     for piece in (
         "0.300 before, 0.950 after",
         "1  a2b3= -> b3+2=5#5  (right: 5)",
@@ -138,7 +196,7 @@ def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
         str(config.run_dir),
         "hf/iteration_1",
     ):
-        assert piece in report
+        assert piece in text
 
 
 def test_a_sparkline_is_flat_at_nothing_and_full_at_one() -> None:

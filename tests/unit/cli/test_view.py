@@ -9,7 +9,9 @@ from rich.console import Console
 
 from polyreme.cli import view
 from polyreme.cli.progress import Progress
+from polyreme.cli.report import plain_line, report
 from polyreme.config.run import RunConfig
+from polyreme.experience.run import RunState
 from support.configs import run_config
 
 
@@ -87,19 +89,80 @@ def test_an_alarm_stays_above_the_view(config: RunConfig) -> None:
 def test_a_version_that_was_not_evaluated_is_no_result(config: RunConfig) -> None:
     failed = {"kind": "eval_failed", "time": 2.0, "version": 2, "text": "version 2 could not be evaluated: no scores"}
     progress = told(evaluation(0, 0.3), iteration(1), iteration(2), failed)
-    [line] = [line for line in view.report(config, progress, config.run_dir) if "accuracy" in line]
+    [line] = [line for line in report(config, progress, config.run_dir) if "accuracy" in line]
     assert "0.300 before; UNKNOWN after 2 iterations" in line and "no scores" in line
-    assert view.plain_line(failed, progress, 40) == "EVALUATION FAILED: version 2 could not be evaluated: no scores"
+    assert plain_line(failed, progress, 40) == "EVALUATION FAILED: version 2 could not be evaluated: no scores"
     assert progress.summary()["accuracy_after"] is None
     assert progress.summary()["failed_evaluations"] == {"2": failed["text"]}
     progress.add(evaluation(2, 0.9))
-    assert "0.300 before, 0.900 after" in view.report(config, progress, config.run_dir)[0]
-    stopped = view.report(config, told(evaluation(0, 0.3), iteration(1)), config.run_dir)[0]
-    assert "0.300 before; the run was stopped after 1 iterations" in stopped
+    assert "0.300 before, 0.900 after" in report(config, progress, config.run_dir)[0]
+    why = "a stop was asked for: 1 of 40 iterations are trained"
+    stopped = report(config, told(evaluation(0, 0.3), iteration(1)), config.run_dir, RunState.STOPPED, why)
+    assert stopped[0].split(maxsplit=1) == ["stopped", why]
+    assert "0.300 before; version 1 was not evaluated" in stopped[1]
 
 
 def test_sample_answers_are_one_line_each(config: RunConfig) -> None:
     example = {"prompt": "word " * 500, "response": "a\nb\x1b[31m\tc", "label": "l"}
-    lines = view.report(config, told(evaluation(0, 0.3), iteration(1), evaluation(1, 0.5, **example)), config.run_dir)
+    lines = report(config, told(evaluation(0, 0.3), iteration(1), evaluation(1, 0.5, **example)), config.run_dir)
     assert " -> a b [31m c  (right: l)" in lines[1]
     assert len(lines[1]) < 300
+
+
+def shown(config: RunConfig, progress: Progress, size: tuple[int, int] = (120, 40), **facts: Any) -> str:
+    console = Console(file=io.StringIO(), width=size[0], height=size[1])
+    with console.capture() as captured:
+        console.print(view.render(config, progress, "running", console.size, **facts))
+    return captured.get()
+
+
+def test_places_times_parts_and_restarts_are_seen(config: RunConfig) -> None:
+    parts = {"reward/exact": 0.25, "reward/shape": 0.5}
+    progress = told(
+        {"kind": "start", "time": 0.0, "start": 2, "forked_from": None},
+        {"kind": "replicas", "time": 1.0, "replicas": {"r0": "http://127.0.0.1:20001/v1"}},
+        {"kind": "restart", "time": 1.0, "process": "rollout-0", "text": "killed"},
+        {**iteration(10), **parts},
+    )
+    text = shown(config, progress, now=125.0, redis_url="redis://127.0.0.1:20002/0")
+    for piece in (
+        "redis://127.0.0.1:20002/0",
+        "r0 http://127.0.0.1:20001/v1",
+        "elapsed 2:05",
+        "remaining about 1:00",
+        "resumed 1x",
+        "restarts rollout-0 1",
+        "exact 0.250  shape 0.500",
+    ):
+        assert piece in text
+
+
+def test_old_warnings_leave_and_an_alarm_that_holds_stays(config: RunConfig) -> None:
+    progress = told(
+        {"kind": "notice", "time": 1.0, "service": "rollout", "text": "a replica left"},
+        {"kind": "alarm", "time": 2.0, "text": "constant reward"},
+        {**iteration(1), "alarms": ["constant reward"]},
+    )
+    assert "a replica left" in shown(config, progress, now=200.0)
+    later = shown(config, progress, now=2000.0)
+    assert "a replica left" not in later
+    assert "constant reward" in later
+    progress.add({**iteration(2), "alarms": []})
+    assert "constant reward" not in shown(config, progress, now=2000.0)
+
+
+def test_a_tall_terminal_shows_a_sample_and_more_iterations(config: RunConfig) -> None:
+    progress = told(*[iteration(number) for number in range(1, 41)])
+    sample = {"iteration": 39, "prompt": "a2b3=", "response": "b3+2=5\n#5", "score": 1.0}
+    tall, low = (shown(config, progress, size, sample=sample) for size in ((120, 50), (120, 24)))
+    assert "b3+2=5 #5" in tall and "score    1 in iteration 39" in tall
+    assert "b3+2=5" not in low
+    assert len(tall.splitlines()) < 50
+    assert sum(line.count("2.00") for line in tall.splitlines()) > 12
+
+
+def test_the_sample_is_of_the_newest_file_that_is_there(config: RunConfig) -> None:
+    (config.run_dir / "samples").mkdir(parents=True)
+    (config.run_dir / "samples" / "iteration_0003.jsonl").write_text('{"iteration": 3, "response": "r"}\n{"iteration": 3}\n')
+    assert view.first_sample(config.run_dir, 3) == {"iteration": 3, "response": "r"}
+    assert view.first_sample(config.run_dir, 4) is None

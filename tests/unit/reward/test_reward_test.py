@@ -10,7 +10,8 @@ import pytest
 from polyreme.config.data import DataConfig
 from polyreme.config.load import data_columns, load_config
 from polyreme.errors import DataError
-from polyreme_reward.reward_test import read_items
+from polyreme_reward.reward_test import read_items, shown_part
+from polyreme_reward.scorer import Part
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from support.tiny_tokenizer import model_files
@@ -75,3 +76,8 @@ def test_the_columns_are_those_of_the_run(tmp_path: Path) -> None:
     data = load_config(example, ["data.prompt_key=question"]).data
     (run := tmp_path / "run.yaml").write_text(example.read_text().replace("data:", "data:\n  prompt_key: question", 1))
     assert data_columns(run) == ("question", data.label_key)
+
+
+def test_a_part_shows_what_its_weight_makes_of_it() -> None:
+    assert shown_part(Part("exact", 0.5, 0.5, "v")) == "0.5"
+    assert shown_part(Part("shape", 0.5, 0.1, "v")) == "0.5 (0.1)"

@@ -38,7 +38,7 @@ async def test_a_score_is_the_sum_of_weighted_parts() -> None:
     rewards = Scripted("a", 2.0, x=ok(3.0)), Scripted("b", -0.5, x=Outcome(Status.OK, 4.0, "", {"why": 7.0}))
     (answer,) = await scorer(*rewards).score([item("x")])
     assert answer.score == 4.0
-    assert [(p.name, p.raw, p.weighted) for p in answer.parts] == [("a", 3.0, 6.0), ("b", 4.0, -2.0), ("b/why", 7.0, 0.0)]
+    assert [(p.name, p.raw, p.weighted) for p in answer.parts] == [("a", 3.0, 6.0), ("b", 4.0, -2.0), ("b/why", 7.0, -3.5)]
 
 
 async def test_one_failed_part_fails_the_item_alone() -> None:

@@ -1,8 +1,9 @@
-"""The trainer of one run on this host: its processes, and the run's state from their ends.
+"""The trainer of one run on this host: its processes, its records, and the run's state from how its processes end.
 
-The run is done when every child ended well, failed (with the reason) when they could not be kept running, and untouched when
-another trainer has taken it over. All learner ranks restart together, from the last checkpoint; the orchestrator alone. Ranks of one
-machine are started here; how those of several are is in `machines`.
+Invariant: the run is `done` when every child ended well, `stopped` when a stop came before the last iteration, `failed` (with the reason)
+when a child could not be kept running, and untouched when another trainer has taken it over. Its summary.json says the same. All learner
+ranks restart together, from the last checkpoint; the orchestrator restarts alone. Ranks of one machine are started here; `leader_node`
+starts those of several.
 """
 
 import asyncio
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from polyreme.cli.run_directory import write_replicas
+from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
+from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
 from polyreme.net.ports import free_port
@@ -25,15 +29,18 @@ from polyreme.process.supervisor import Program, Supervisor, Unit
 from polyreme.weights.arena import remove_stale
 from polyreme_trainer.observe.records import Recorder
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _STATE_POLL_SECONDS = 1.0
+_REPLICAS_POLL_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 10.0
 DRAIN_SECONDS = 540.0
-"""For the iteration under way and its save, after a stop was asked for. Compose and Kubernetes kill what has not ended ten minutes after:
-the last one is for ending what does not drain, for the run's state and for its records."""
+"""For the iteration under way and its save, after a stop was asked for. Compose and Kubernetes kill a container that has not ended after
+ten minutes; the last of them is for ending what does not drain, for the run's state and for its records."""
 _RECORDS_BLOCK_MS = 1000
 _RECORDS_RETRY_SECONDS = 5.0
+RECORDS_KEPT = 2000
+"""Records that stay in Redis at least after they are on disk: live views read them there. Twice as many stay at most."""
 
 
 class Trainer:
@@ -41,38 +48,64 @@ class Trainer:
 
     Args:
         config: of the run.
-        run: there already.
+        run: it exists already.
         units: what to keep running.
         owner: pid of the `polyreme up` that started this process, whose death leaves nothing to drain with; None: started by itself.
     """
 
     def __init__(self, config: RunConfig, run: Run, units: Sequence[Unit], owner: int | None = None) -> None:
         self._config, self._run, self._owner, self._orphaned = config, run, owner, False
-        self._supervisor = Supervisor(units, config.trainer.max_restarts)
+        self._stopped = False
+        self._end: tuple[RunState, str] | None = None
+        self._reporting: set[asyncio.Task[None]] = set()
+        self._supervisor = Supervisor(units, config.trainer.max_restarts, on_restart=self._report_restart)
 
     async def run(self) -> None:
-        """Returns when the run is done, or drained and saved. Raises what ended it otherwise, having told the run record."""
-        remove_stale()  # what trainers that were killed have left on this host
+        """Returns when the run is done, or drained and saved. Raises what ended it otherwise, after setting the run's state."""
+        remove_stale()  # shared memory of trainers that were killed on this host
         ended = asyncio.Event()
         records = asyncio.create_task(self._write_records(ended))
+        replicas = asyncio.create_task(self._report_replicas())
         try:
             await self._supervise()
-            await self._run.set_state(RunState.DONE)
+            self._end = await self._good_end()
+            await self._run.set_state(*self._end)
         except StaleTermError:
+            self._end = None
             raise  # the run is another trainer's now
         except PolyremeError as error:
             if not self._orphaned:
+                self._end = RunState.FAILED, str(error)
                 with suppress(PolyremeError):  # the store may be what is gone
-                    await self._run.set_state(RunState.FAILED, str(error))
+                    await self._run.set_state(*self._end)
+                    self._end = await self._run.state()  # whoever declared it failed gave the first reason
             raise
         finally:
             ended.set()
+            replicas.cancel()
             if self._orphaned:
                 records.cancel()
             try:
                 await asyncio.gather(records, return_exceptions=self._orphaned)
+                self._write_end()
             finally:  # also when a second signal ends all at once
                 remove_stale(self._run.run_id)
+
+    def _write_end(self) -> None:
+        """Puts the run's end into its directory."""
+        try:
+            if self._end:
+                write_end(self._config.run_dir, self._run.run_id, *self._end)
+                write_replicas(self._config.run_dir, self._run.run_id, {})
+        except OSError as error:
+            logger.error("summary.json does not have the run's end: %s", error)
+
+    async def _good_end(self) -> tuple[RunState, str]:
+        """The state of a run whose children all ended well, and its reason."""
+        version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
+        if self._stopped and version < iterations:
+            return RunState.STOPPED, f"a stop was asked for: {max(0, version)} of {iterations} iterations are trained"
+        return RunState.DONE, ""
 
     async def _supervise(self) -> None:
         work = asyncio.create_task(self._supervisor.run())
@@ -91,60 +124,99 @@ class Trainer:
 
     async def _drain(self, work: asyncio.Task[None]) -> None:
         """Lets the children finish the iteration under way and save; ends those that cannot."""
-        self._supervisor.draining = True
-        if self._owner not in (None, os.getppid()):  # `up` was killed, and its services and perhaps its store with it
+        self._supervisor.draining = self._stopped = True
+        if self._owner not in (None, os.getppid()):  # `up` was killed, and with it its services and perhaps its store
             self._orphaned = True
-            _log.warning("stopping at once: the process that started this one is gone")
+            logger.warning("stopping at once: the process that started this one is gone")
             await self._supervisor.stop(_STOP_GRACE_SECONDS)
             return
-        _log.info("stopping: the iteration under way is finished and saved")
+        logger.info("stopping: the iteration under way is finished and saved")
         try:
             await self._run.set_state(RunState.DRAINING, "a stop was asked for")
             await asyncio.wait({work}, timeout=DRAIN_SECONDS)
         except StaleTermError:
             raise  # another trainer's learner has the run: there is nothing to wait for
         except PolyremeError as error:
-            _log.error("cannot ask the children to drain: %s", error)
+            logger.error("cannot ask the children to drain: %s", error)
         if not work.done():
             await self._supervisor.stop(_STOP_GRACE_SECONDS)
 
     async def _declared_failed(self) -> None:
-        """Waits until somebody declares the run failed, and raises that."""
+        """Waits until a process declares the run failed, and raises that."""
         while True:
             with suppress(StoreError):  # back soon, or the children's restarts run out
                 state, reason = await self._run.state()
                 if state is RunState.FAILED:
-                    raise RunFailedError("the run to go on", reason, "Mend the cause, then go on with --resume.")
+                    raise RunFailedError("the run to go on", reason, "Fix the cause, then continue with --resume.")
             await asyncio.sleep(_STATE_POLL_SECONDS)
 
     async def _write_records(self, ended: asyncio.Event) -> None:
         """Keeps the run directory's records up to date until the stream is read to its end after `ended`."""
-        told = False
-        await asyncio.to_thread(import_module, "tensorboardX")  # takes a second, in which signals would not be heard
+        reported = False
+        await asyncio.to_thread(import_module, "tensorboardX")  # takes a second, in which signals would not be handled
         while True:
             try:
                 with closing(Recorder(self._config, self._run.run_id, self._groups_of)) as recorder:
-                    while True:
-                        last = ended.is_set()
-                        batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
-                        await recorder.take(batch)
-                        if last and not batch:
-                            return
+                    await self._record(recorder, ended)
+                    return
             except (PolyremeError, OSError) as error:
-                text = f"records are not being written to {self._config.run_dir}: {error}; tried again until they are"
-                _log.error("%s", text)
-                if not told:
+                text = f"records are not being written to {self._config.run_dir}: {error}; retrying until they are"
+                logger.error("%s", text)
+                if not reported:
                     with suppress(PolyremeError):  # the store may be what is gone
                         await self._run.emit({"kind": "notice", "service": "train", "text": text})
-                        told = True
+                        reported = True
                 if ended.is_set():
                     return
                 await asyncio.sleep(_RECORDS_RETRY_SECONDS)
 
+    async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
+        """Brings records from Redis to disk. Redis then knows whose samples are there, and lets go of old records."""
+        recorded, mark, since_mark = -1, recorder.cursor, 0
+        while True:
+            last = ended.is_set()
+            batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
+            await recorder.take(batch, await self._run.state())
+            if recorder.recorded > recorded:
+                recorded = recorder.recorded
+                await self._run.set_recorded(recorded)
+            since_mark += len(batch)
+            if since_mark >= RECORDS_KEPT:
+                await self._run.trim_records(mark)
+                mark, since_mark = recorder.cursor, 0
+            if last and not batch:
+                return
+
     async def _groups_of(self, iteration: int) -> list[bytes]:
-        log = ExperienceLog(self._run)
-        plan = await log.find_plan(iteration)
-        return await log.read(plan) if plan else []
+        experience = ExperienceLog(self._run)
+        plan = await experience.find_plan(iteration)
+        return await experience.read(plan) if plan else []
+
+    async def _report_replicas(self) -> None:
+        """Emits which replicas there are, with the URL of their /v1, whenever that changes."""
+        registry, known = Registry(self._run), None
+        security = self._config.security
+        scheme = "https" if security and security.certificate else "http"
+        while True:
+            with suppress(PolyremeError, OSError):  # the next look will do
+                leases = await registry.leases("rollout")
+                there = {lease.id: f"{scheme}://{lease.http_address}/v1" if lease.http_address else "" for lease in leases}
+                if there != known:
+                    await self._run.emit({"kind": "replicas", "replicas": there})
+                    await asyncio.to_thread(write_replicas, self._config.run_dir, self._run.run_id, there)
+                    known = there
+            await asyncio.sleep(_REPLICAS_POLL_SECONDS)
+
+    def _report_restart(self, process: str, found: str) -> None:
+        """Emits a restart's record; a store that is away does not hold the restart up."""
+
+        async def report() -> None:
+            with suppress(PolyremeError):
+                await self._run.emit({"kind": "restart", "process": process, "text": found})
+
+        task = asyncio.create_task(report())
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
 
 
 LEARNER = ("-m", "polyreme_trainer.learner")

@@ -11,7 +11,7 @@ from polyreme import API_VERSION
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.leases import Lease, Registry
-from polyreme.experience.run import Run, RunState
+from polyreme.experience.run import Run
 from polyreme.net.endpoint import address_towards
 from polyreme.process.supervisor import describe_end, last_error
 from polyreme_trainer.launch.rendezvous import AGENT, Machines, check_files, log_path_of, start_agent
@@ -47,7 +47,7 @@ async def follow(
         machines, known = Machines(run), ""
 
         async def over() -> bool:
-            return stop.is_set() or await run.check() is RunState.DONE
+            return stop.is_set() or (await run.check()).ended
 
         async def called() -> tuple[Lease | None] | None:
             if await over():

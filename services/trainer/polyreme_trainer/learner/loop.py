@@ -204,9 +204,8 @@ class Learner:
         self.ranks.on_leader(partial(self.release, saved.oldest, record, began))
 
     async def release(self, oldest: int, record: dict[str, Any], began: float) -> None:
-        """Lets the log delete what is older than the oldest checkpoint, and records the save. On rank 0."""
-        # The newest iteration's groups stay until the next save: its samples may not be in the run directory yet.
-        await self.client.experience.release(max(0, min(oldest, self.version - 1)))
+        """Lets the log delete groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
+        await self.client.experience.release(min(oldest, await self.client.run.recorded()))
         await self.client.run.emit({**record, "seconds": time.perf_counter() - began})
 
     def compare_replicas(self) -> None:

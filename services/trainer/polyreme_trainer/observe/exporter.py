@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
+from polyreme.cli.run_records import read_records
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.run import Run, RunState
@@ -37,43 +38,48 @@ class Snapshot:
     replicas: dict[str, int] = field(default_factory=dict)
 
 
-def snapshot(state: RunState, progress: Progress, rollout: Record, alarms: int) -> Snapshot:
+def snapshot(state: RunState, progress: Progress) -> Snapshot:
     """Every number of the newest iteration's and rollout's records under its own name (`time/train` is `time_train_seconds`), and what
-    follows from them."""
-    gauges = {"alarms": float(alarms)}
-    if (accuracy := progress.accuracy()) is not None:
-        gauges["accuracy"] = accuracy
+    follows from them. The newest evaluation is `accuracy` or `score`, as its record names it."""
+    gauges = {"alarms": float(progress.alarm_count)}
+    if (score := progress.score()) is not None:
+        gauges[progress.metric] = score
     if progress.last is not None:
-        gauges |= _numbers(rollout) | _numbers(progress.last)
+        gauges |= _numbers(progress.rollout or {}) | _numbers(progress.last)
         gauges["iteration"] = float(progress.last["iteration"])
         seconds = progress.last["time/iteration"]
         gauges["learner_wait_ratio"] = progress.last[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
-    return Snapshot(state, gauges, dict(progress.replicas))
+    return Snapshot(state, gauges, dict(progress.versions))
 
 
 class Exporter(Collector):
     """Follows a run's records and serves them."""
 
     def __init__(self, run: Run, config: RunConfig) -> None:
-        self._run, self._progress, self._alarms = run, Progress(config.samples_per_iteration), 0
-        self._rollout: Record = {}
+        self._run, self._folder, self._progress = run, config.run_dir, Progress(config.samples_per_iteration)
         self.shown = Snapshot()
 
     async def follow(self) -> None:
         """Keeps `shown` up to date. Never returns."""
-        cursor = "0"
+        cursor = await asyncio.to_thread(self._read_written)
         while True:
             try:
                 for at, record in await self._run.records(cursor, _BLOCK_MS):
-                    self._alarms += record.get("kind") == "alarm"
-                    self._rollout = record if record.get("kind") == "rollout" else self._rollout
                     self._progress.add({"time": stream_time(at), **record})
                     cursor = at
                 state, _ = await self._run.state()
-                self.shown = snapshot(state, self._progress, self._rollout, self._alarms)
+                self.shown = snapshot(state, self._progress)
             except PolyremeError as error:
                 logger.warning("the metrics are stale: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
+
+    def _read_written(self) -> str:
+        """Adds the records that are on disk, and perhaps gone from the stream. Returns the stream id of the last one."""
+        cursor = "0"
+        for line in read_records(self._folder, self._run.run_id):
+            self._progress.add(line)
+            cursor = line["id"]
+        return cursor
 
     def collect(self) -> Iterator[Metric]:
         """The run's metrics, prefixed with polyreme_train_."""

@@ -27,10 +27,12 @@ def iteration_record(
     behaviour = np.concatenate([sample.logprobs for sample in samples])
     versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
     staleness = np.array([iteration - 1 - min(written_by) for written_by in versions])
-    parts: dict[str, list[float]] = {}
+    raw: dict[str, list[float]] = {}
+    weighted: dict[str, list[float]] = {}
     for sample in samples:
         for part in sample.parts:
-            parts.setdefault(part.name, []).append(part.raw)
+            raw.setdefault(part.name, []).append(part.raw)
+            weighted.setdefault(part.name, []).append(part.weighted)
     tokens = int(lengths.sum())
     return {
         "kind": "iteration",
@@ -38,7 +40,8 @@ def iteration_record(
         "time": now,
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        **{f"reward/{name}": float(np.mean(values)) for name, values in parts.items()},
+        **{f"reward/{name}": float(np.mean(values)) for name, values in raw.items()},
+        **{f"reward_weighted/{name}": float(np.mean(values)) for name, values in weighted.items()},
         "response/length_mean": float(lengths.mean()),
         "response/length_max": int(lengths.max()),
         "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),

@@ -1,15 +1,15 @@
 """Writes a run's records to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
 
-Sole reader of the metrics stream that writes. metrics.jsonl is its own cursor: each line carries its run's id and the stream id it came
-from, so a restart goes on behind the run's last whole line, and no record is lost or written twice. Lines of the runs that a run was forked
-from stay, and are not read: its summary tells of it alone, and TensorBoard shows each run of the directory by itself. A sample file is
-complete before the line of its iteration is written; so are TensorBoard's events, which a repetition may therefore write again. Every write
-is made here and now, so that a disk that takes nothing raises OSError where somebody hears it.
+Invariant: each record is written once. metrics.jsonl is its own cursor: each line has its run's id and the stream id that it came from,
+so a restart continues behind the run's last whole line. Of an iteration that a resumed learner repeats, the first record is kept. A
+sample file is complete before the line of its iteration is written; so are TensorBoard's events, which a restart may therefore repeat.
+Every write happens at once, so that a full disk raises OSError where it is handled. Nothing that is written is kept in memory.
 """
 
 import json
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from polyreme.api.v1.experience_pb2 import FinishReason
-from polyreme.cli.progress import Progress, Record, stream_time
-from polyreme.cli.run_directory import write_atomically
+from polyreme.cli.progress import Progress, Record, evaluation_of, stream_time
+from polyreme.cli.run_records import read_records, write_atomically, write_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.records import GroupRecord, decode_group
+from polyreme.experience.run import RunState
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
+
+_TAIL = 1 << 16
 
 GroupsOf = Callable[[int], Awaitable[list[bytes]]]
 """The payloads of an iteration's groups. Raises PolyremeError when the log no longer has them."""
@@ -36,29 +39,45 @@ class Recorder:
     Args:
         config, run_id: of the run; its directory exists.
         groups_of: reads an iteration's groups from the experience log.
+
+    Attributes:
+        cursor: stream id behind which the next records are wanted.
     """
 
     def __init__(self, config: RunConfig, run_id: str, groups_of: GroupsOf) -> None:
         self._run_id, self._groups_of, self._folder = run_id, groups_of, config.run_dir
         self._progress = Progress(config.samples_per_iteration)
+        self._state: tuple[RunState, str] | None = None
         self.cursor = "0"
-        """Stream id behind which the next records are wanted."""
         self._metrics_path = self._folder / "metrics.jsonl"
-        for line in recover_lines(self._metrics_path):
-            if line.get("run") == run_id:
-                self._progress.add(line)
-                self.cursor = line["id"]
+        cut_torn_line(self._metrics_path)
+        for line in read_records(self._folder, run_id):
+            self._progress.add(line)
+            self.cursor = line["id"]
         (self._folder / "samples").mkdir(exist_ok=True)
         with ExitStack() as files:
             self._metrics = files.enter_context(open(self._metrics_path, "a"))
             self._board = files.enter_context(closing(Board(self._folder / "tensorboard" / run_id)))
             self._files = files.pop_all()
 
-    async def take(self, records: list[tuple[str, Record]]) -> None:
-        """Writes records that follow the cursor, in order."""
-        lines = [
-            {"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record} for stream_id, record in records
-        ]
+    @property
+    def recorded(self) -> int:
+        """The newest iteration whose samples are on disk; 0 before the first."""
+        return self._progress.newest
+
+    async def take(self, records: list[tuple[str, Record]], state: tuple[RunState, str]) -> None:
+        """Writes records that follow the cursor, in order, and the summary when it changes.
+
+        Args:
+            state: of the run, and its reason.
+        """
+        lines, newest = [], self._progress.newest
+        for stream_id, record in records:
+            if record["kind"] == "iteration":
+                if record["iteration"] <= newest:
+                    continue
+                newest = record["iteration"]
+            lines.append({"run": self._run_id, "id": stream_id, "time": stream_time(stream_id), **record})
         for line in lines:
             if line["kind"] == "iteration":
                 line |= await self._write_samples(line["iteration"])
@@ -68,8 +87,11 @@ class Recorder:
             self._metrics.flush()
             self._progress.add(line)
             self.cursor = line["id"]
-        if lines:
-            write_atomically(self._folder / "summary.json", json.dumps(self._progress.summary(), indent=1) + "\n")
+        if lines or state != self._state:
+            write_summary(self._folder, self._run_id, *state, self._progress.summary())
+            self._state = state
+        if records:
+            self.cursor = records[-1][0]
 
     def close(self) -> None:
         """Closes every file, whatever one of them raises."""
@@ -80,7 +102,7 @@ class Recorder:
         try:
             groups = [decode_group(payload) for payload in await self._groups_of(iteration)]
         except PolyremeError as error:
-            _log.warning("no sample file of iteration %d: %s", iteration, error)
+            logger.warning("no sample file of iteration %d: %s", iteration, error)
             return {}
         lines = [json.dumps({"iteration": iteration, **line}) for group in groups for line in sample_lines(group)]
         write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
@@ -88,8 +110,8 @@ class Recorder:
 
 
 class Board:
-    """An event file of TensorBoard's. tensorboardX's own SummaryWriter writes in a thread, whose death at a full disk nobody is told,
-    and which then blocks whoever adds to its queue."""
+    """An event file of TensorBoard's. tensorboardX's own SummaryWriter writes in a thread: at a full disk it dies without an error, and
+    the next one that adds to its queue blocks."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboardX import RecordWriter
@@ -125,7 +147,7 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "response": sample.text,
             "label": group.label,
             "score": sample.score,
-            "parts": {part.name: part.weighted for part in sample.parts},
+            "parts": {part.name: {"raw": part.raw, "weighted": part.weighted} for part in sample.parts},
             "tokens": len(sample.token_ids),
             "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
             "spans": [list(span) for span in sample.spans],
@@ -145,21 +167,25 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
         case "rollout":
             yield "time/rollout_wait", line["time/rollout_wait"], line["iteration"]
         case "eval":
-            yield "accuracy", line["accuracy"], line["version"]
+            yield *evaluation_of(line), line["version"]
         case "sft":
             yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
 
 
-def recover_lines(path: Path) -> list[Record]:
-    """The whole lines of a JSON-lines file, which is cut behind the last of them: a crash may have torn the next."""
-    with suppress(FileNotFoundError):
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with open(path, "r+b") as file:
-                file.truncate(whole)
-        return [json.loads(line) for line in data[:whole].splitlines()]
-    return []
+def cut_torn_line(path: Path) -> None:
+    """Cuts a file of lines behind its last whole one: a crash may have torn the next."""
+    with suppress(FileNotFoundError), open(path, "r+b") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _TAIL)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
 
 
 def _is_number(value: Any) -> bool:

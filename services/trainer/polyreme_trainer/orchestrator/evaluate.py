@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from polyreme.config.run import RunConfig
+from polyreme.config.reward import RewardConfig
 from polyreme.experience.run import Run
 from polyreme_trainer.data.prompts import Prompt
 from polyreme_trainer.data.template import Template
@@ -18,6 +18,8 @@ from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, 
 from polyreme_trainer.orchestrator.tasks import together
 
 EXAMPLES = 5
+_JUDGES = {"exact": "", "numeric": "", "choice": "", "math": "", "code": "partial", "knights_and_knaves": "scores"}
+"""Built-in rewards that judge an answer right (1) or wrong (0), and the option that makes one of them give shares instead."""
 _SCORED_AT_ONCE = 64
 
 
@@ -58,7 +60,7 @@ class Evaluator:
             {
                 "kind": "eval",
                 "version": version,
-                "accuracy": sum(scores) / len(scores),
+                metric_name(self._config.reward, scores): sum(scores) / len(scores),
                 "samples": len(scores),
                 "seconds": time.monotonic() - begin,
                 "examples": examples,
@@ -107,3 +109,11 @@ class Evaluator:
             for i, prompt in enumerate(self._prompts)
         ]
         return clean, questions
+
+
+def metric_name(reward: RewardConfig, scores: Sequence[float]) -> str:
+    """What the mean of an evaluation's scores is: `accuracy` where a rule has judged each answer right or wrong, else `score`."""
+    first, *others = reward.rewards
+    is_built_in = not (first.file or first.module or first.url or first.model)
+    is_judged = not others and is_built_in and first.name in _JUDGES and _JUDGES[first.name] not in first.options
+    return "accuracy" if is_judged and set(scores) <= {0.0, 1.0} else "score"

@@ -51,13 +51,9 @@ class EvalSchedule:
         return self.task is not None and not self.task.done()
 
     async def load(self) -> None:
-        """Reads from the run's records which versions were evaluated before."""
-        last = "0"
-        while records := await self._run.records(last, 0):
-            last = records[-1][0]
-            self._done |= {record["version"] for _, record in records if record.get("kind") == "eval"}
-        if self._done:
-            await self._experience.set_evaluated(max(self._done))
+        """Reads from the log which version was evaluated, or skipped, last."""
+        if (evaluated := await self._experience.evaluated()) >= 0:
+            self._done.add(evaluated)
 
     async def start_next(self, version: int, group: asyncio.TaskGroup) -> None:
         """Starts the evaluation that is due at the learner's `version`, unless one is running. Skips versions that replicas have left."""

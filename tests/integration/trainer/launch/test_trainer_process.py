@@ -1,6 +1,7 @@
 """The run's state from the ends of the trainer's processes: a real run in a real Redis, small real processes as children."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -11,8 +12,11 @@ import pytest
 import yaml
 from redis.asyncio import Redis
 
+from polyreme.cli.run_directory import EMBEDDED, read_run_file
+from polyreme.cli.run_records import read_records, read_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
+from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
 from polyreme.process.supervisor import ChildFailedError, Program, Unit
 from polyreme_trainer.launch import trainer_process
@@ -60,8 +64,9 @@ async def started(config: RunConfig, count: int = 1) -> None:
 async def test_the_run_is_done_when_every_child_ended_well(run: Run, config: RunConfig, redis_url: str) -> None:
     await run.emit({"kind": "done_learning"})
     await trainer(config, run, redis_url, "pass", "pass").run()
-    assert (await run.state())[0] is RunState.DONE
-    assert (config.run_dir / "summary.json").exists()
+    assert await run.state() == (RunState.DONE, "")
+    summary = read_summary(config.run_dir)
+    assert (summary["run"], summary["state"], summary["reason"]) == (run.run_id, "done", "")
     assert "done_learning" in (config.run_dir / "metrics.jsonl").read_text()
 
 
@@ -72,6 +77,8 @@ async def test_a_child_that_cannot_go_on_fails_the_run_with_its_reason(run: Run,
     state, reason = await run.state()
     assert state is RunState.FAILED
     assert "the replica answers otherwise" in reason
+    summary = read_summary(config.run_dir)
+    assert (summary["state"], summary["reason"]) == ("failed", reason)
 
 
 async def test_records_that_cannot_be_written_are_told_and_written_later(
@@ -108,7 +115,69 @@ async def test_a_stop_drains_and_is_a_good_end(run: Run, config: RunConfig, redi
     await started(config, 2)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(task, 300)
-    assert (await run.state())[0] is RunState.DONE
+    state, reason = await run.state()
+    assert state is RunState.STOPPED
+    assert "0 of 1000" in reason
+    summary = read_summary(config.run_dir)
+    assert (summary["state"], summary["reason"]) == ("stopped", reason)
+
+
+async def test_a_stop_that_comes_after_the_last_iteration_leaves_a_run_that_is_done(
+    run: Run, config: RunConfig, redis_url: str
+) -> None:
+    await run.redis.hset(run.key("meta"), "version", config.iterations)
+    task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED).run())
+    await started(config)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(task, 300)
+    assert await run.state() == (RunState.DONE, "")
+
+
+async def test_replicas_are_reported_while_they_are_there(run: Run, config: RunConfig, redis_url: str) -> None:
+    (config.run_dir / "run.json").write_text(json.dumps({"run_id": run.run_id, "redis": EMBEDDED}))
+    task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED).run())
+    there = {"r0": "http://127.0.0.1:20001/v1"}
+
+    async def reported(wanted: dict[str, str]) -> bool | None:
+        records = [record["replicas"] for _, record in await run.records("0", 0) if record["kind"] == "replicas"]
+        found = read_run_file(config.run_dir)
+        return (bool(records) and records[-1] == wanted and found is not None and found.replicas == wanted) or None
+
+    async with await Registry(run).register(Lease("rollout", "r0", "127.0.0.1:1", "127.0.0.1:20001", 1)):
+        assert await run.until(lambda: reported(there), within=300)
+    assert await run.until(lambda: reported({}), within=300)
+    await run.set_state(RunState.DRAINING)
+    await asyncio.wait_for(task, 300)
+
+
+async def test_a_restart_is_on_record(run: Run, config: RunConfig, redis_url: str) -> None:
+    once = f"import os, sys\nif not os.path.exists({str(config.run_dir / 'again')!r}):\n    open({str(config.run_dir / 'again')!r}, 'w')\n    sys.exit(1)"
+    await trainer(config, run, redis_url, once).run()
+    [restart] = [record for _, record in await run.records("0", 0) if record["kind"] == "restart"]
+    assert restart["process"] == "child-0"
+    assert "status 1" in restart["text"]
+
+
+async def test_redis_keeps_no_more_records_than_late_readers_need_and_knows_whose_samples_are_on_disk(
+    run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_process, "RECORDS_KEPT", 20)
+    task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED).run())
+    for number in range(1, 201):
+        times = {"time": 2.0 * number, "time/iteration": 2.0}
+        await run.emit({"kind": "iteration", "iteration": number, "reward/mean": 0.5, **times})
+        if number % 10 == 0:
+
+            async def written(number: int = number) -> bool | None:
+                return await run.recorded() >= number or None
+
+            assert await run.until(written, within=300)
+            assert await run.redis.xlen(run.key("metrics")) <= 60
+    await run.set_state(RunState.DRAINING)
+    await asyncio.wait_for(task, 300)
+    records = [record["iteration"] for record in read_records(config.run_dir, run.run_id) if record["kind"] == "iteration"]
+    assert records == list(range(1, 201))
+    assert [record["iteration"] for _, record in await run.records("0", 0)][-1] == 200
 
 
 async def test_a_drain_takes_its_time_however_soon_attempts_expire(run: Run, config: RunConfig, redis_url: str) -> None:
@@ -117,7 +186,7 @@ async def test_a_drain_takes_its_time_however_soon_attempts_expire(run: Run, con
     await started(config)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(task, 300)
-    assert (await run.state())[0] is RunState.DONE
+    assert (await run.state())[0] is RunState.STOPPED
 
 
 async def test_a_stop_is_over_before_who_asked_for_it_kills(
@@ -150,7 +219,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(("owner", "last"), [("", RunState.DONE), ("$$", RunState.STARTING)])
+@pytest.mark.parametrize(("owner", "last"), [("", RunState.STOPPED), ("$$", RunState.STARTING)])
 async def test_only_the_death_of_up_ends_its_trainer_without_a_drain(
     owner: str, last: RunState, run: Run, config: RunConfig, redis_url: str
 ) -> None:

@@ -1,5 +1,7 @@
 """The trainer's HTTP port: a real run in a real Redis, asked by a real client."""
 
+import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -9,7 +11,7 @@ from polyreme.cli.progress import Progress
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run, RunState
-from polyreme_trainer.observe.exporter import export, snapshot
+from polyreme_trainer.observe.exporter import Exporter, export, snapshot
 from support.waiting import until
 
 ITERATION = {
@@ -27,7 +29,9 @@ def test_every_number_of_the_newest_iteration_is_a_gauge() -> None:
     progress.add({"time": 1.0, **ITERATION, "iteration": 2, "reward/mean": 0.1})
     progress.add({"time": 2.0, **ITERATION})
     rollout = {"kind": "rollout", "iteration": 3, "time/rollout_wait": 0.25}
-    shown = snapshot(RunState.RUNNING, progress, rollout, alarms=2)
+    for record in (rollout, *2 * [{"kind": "alarm", "text": "x"}]):
+        progress.add({"time": 2.0, **record})
+    shown = snapshot(RunState.RUNNING, progress)
     assert shown.gauges == {
         "alarms": 2.0,
         "iteration": 3.0,
@@ -68,6 +72,24 @@ async def test_probes_are_open_and_metrics_need_the_token(run: Run, monkeypatch:
         with pytest.raises(ConfigError, match=f"a free port {port}"):
             async with export(run, config, "127.0.0.1", port):
                 pass
+
+
+async def test_records_that_are_on_disk_and_gone_from_redis_are_shown(run: Run, tmp_path: Path) -> None:
+    config = await run.config()
+    config.run_dir.mkdir(parents=True)
+    line = {"run": run.run_id, "id": "5-0", "time": 1.0, **ITERATION}
+    (config.run_dir / "metrics.jsonl").write_text(
+        json.dumps(line) + "\n" + json.dumps({**line, "run": "another", "iteration": 9}) + "\n"
+    )
+    exporter = Exporter(run, config)
+    following = asyncio.create_task(exporter.follow())
+    try:
+        async with asyncio.timeout(60):
+            while not exporter.shown.gauges:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    finally:
+        following.cancel()
+    assert exporter.shown.gauges["iteration"] == 3.0
 
 
 async def test_no_port_no_server(run: Run, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_the_record() -> None:
     record = iteration_record(5, GROUPS, TRAINED, SECONDS, now=100.0)
     json.dumps(record)
     assert record["reward/mean"] == 0.25
-    assert record["reward/exact"] == 0.25
+    assert (record["reward/exact"], record["reward_weighted/exact"]) == (0.25, 0.5)
     assert (record["response/length_mean"], record["response/length_max"]) == (10.0, 20)
     assert record["stop/length_fraction"] == 0.25
     assert record["entropy"] == pytest.approx(0.5)

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import StoreError
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
-from polyreme_trainer.observe.records import Recorder, scalars
+from polyreme.experience.run import RunState
+from polyreme_trainer.observe.records import Recorder, cut_torn_line, scalars
 from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
+RUNNING = (RunState.RUNNING, "")
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def group(index: int) -> bytes:
             finish_reason=pb.FINISH_REASON_STOP,
             spans=[(0, 0, 3)],
             score=score,
-            parts=[RewardPart("exact", score, score)],
+            parts=[RewardPart("exact", score, score / 2), RewardPart("exact/length", 3.0, 1.5)],
             text="#5",
         )
 
@@ -68,7 +71,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 async def test_a_record_becomes_a_line_with_its_time(config: RunConfig) -> None:
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
-        await recorder.take(stream({"kind": "notice", "service": "rollout", "text": "joined"}))
+        await recorder.take(stream({"kind": "notice", "service": "rollout", "text": "joined"}), RUNNING)
     [line] = lines(config.run_dir / "metrics.jsonl")
     assert line == {"run": "run-1", "id": "1000-0", "time": 1.0, "kind": "notice", "service": "rollout", "text": "joined"}
 
@@ -76,26 +79,28 @@ async def test_a_record_becomes_a_line_with_its_time(config: RunConfig) -> None:
 async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -> None:
     records = stream(iteration(1), iteration(2), iteration(3))
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
-        await recorder.take(records[:2])
+        await recorder.take(records[:2], RUNNING)
     metrics = config.run_dir / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-7])  # the crash tore the second line
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
         assert recorder.cursor == records[0][0]
-        await recorder.take([entry for entry in records if entry[0] > recorder.cursor])
+        await recorder.take([entry for entry in records if entry[0] > recorder.cursor], RUNNING)
     assert [line["iteration"] for line in lines(metrics)] == [1, 2, 3]
     assert json.loads((config.run_dir / "summary.json").read_text())["iterations"] == 3
 
 
-async def test_a_fork_is_told_apart_from_the_run_before_it(config: RunConfig) -> None:
+async def test_a_run_is_told_apart_from_one_that_failed_in_its_directory_before(config: RunConfig) -> None:
     """Also where its Redis' clock is behind: its stream is read from the first record."""
     evaluation = {"kind": "eval", "version": 2, "samples": 10, "seconds": 1.0}
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
-        await recorder.take(stream(iteration(1), iteration(2), iteration(3), iteration(4), {**evaluation, "accuracy": 0.25}))
-    forked = stream({**evaluation, "accuracy": 0.75}, iteration(3))  # of the checkpoint of iteration 2
-    for records in (forked[:1], forked[1:]):
+        await recorder.take(
+            stream(iteration(1), iteration(2), iteration(3), iteration(4), {**evaluation, "accuracy": 0.25}), RUNNING
+        )
+    second = stream({**evaluation, "accuracy": 0.75}, iteration(3))  # of the checkpoint of iteration 2
+    for records in (second[:1], second[1:]):
         with closing(Recorder(config, "run-2", groups_of)) as recorder:
-            assert recorder.cursor == ("0" if records == forked[:1] else forked[0][0])
-            await recorder.take(records)
+            assert recorder.cursor == ("0" if records == second[:1] else second[0][0])
+            await recorder.take(records, RUNNING)
     metrics = lines(config.run_dir / "metrics.jsonl")
     assert [(line["run"], line.get("iteration")) for line in metrics if line["kind"] == "iteration"] == [
         *(("run-1", number) for number in (1, 2, 3, 4)),
@@ -108,7 +113,7 @@ async def test_a_fork_is_told_apart_from_the_run_before_it(config: RunConfig) ->
 
 async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> None:
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
-        await recorder.take(stream(iteration(1)))
+        await recorder.take(stream(iteration(1)), RUNNING)
     samples = lines(config.run_dir / "samples" / "iteration_0001.jsonl")
     assert len(samples) == 8
     assert samples[1] == {
@@ -120,7 +125,7 @@ async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> N
         "response": "#5",
         "label": "5",
         "score": 0.0,
-        "parts": {"exact": 0.0},
+        "parts": {"exact": {"raw": 0.0, "weighted": 0.0}, "exact/length": {"raw": 3.0, "weighted": 1.5}},
         "tokens": 3,
         "finish_reason": "stop",
         "spans": [[0, 0, 3]],
@@ -129,10 +134,48 @@ async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> N
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     with closing(Recorder(config, "run-1", no_groups)) as recorder:
-        await recorder.take(stream(iteration(1)))
+        await recorder.take(stream(iteration(1)), RUNNING)
     assert not list((config.run_dir / "samples").iterdir())
     assert len(lines(config.run_dir / "metrics.jsonl")) == 1
     assert "no sample file of iteration 1" in caplog.text
+
+
+async def test_an_iteration_that_is_repeated_after_a_resume_is_on_record_once(config: RunConfig) -> None:
+    """The first record stays: that one was waited for."""
+    records = stream(iteration(1), iteration(2), iteration(2, **{"time/iteration": 0.01}), iteration(3))
+    for at in range(4):
+        with closing(Recorder(config, "run-1", groups_of)) as recorder:
+            await recorder.take(records[at : at + 1], RUNNING)
+    metrics = lines(config.run_dir / "metrics.jsonl")
+    assert [(line["iteration"], line["time/iteration"]) for line in metrics] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert [line["next_group"] for line in metrics] == [8, 12, 16]
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        assert recorder.recorded == 3
+
+
+async def test_the_summary_says_how_the_run_is_doing(config: RunConfig) -> None:
+    with closing(Recorder(config, "run-1", groups_of)) as recorder:
+        await recorder.take([], (RunState.STARTING, ""))
+        assert json.loads((config.run_dir / "summary.json").read_text())["state"] == "starting"
+        await recorder.take(stream(iteration(1)), RUNNING)
+        await recorder.take([], (RunState.DRAINING, "a stop was asked for"))
+    summary = json.loads((config.run_dir / "summary.json").read_text())
+    assert (summary["run"], summary["state"], summary["reason"]) == ("run-1", "draining", "a stop was asked for")
+    write_end(config.run_dir, "run-1", RunState.STOPPED, "1 of 8")
+    ended = json.loads((config.run_dir / "summary.json").read_text())
+    assert ended == {**summary, "state": "stopped", "reason": "1 of 8"}
+    write_end(config.run_dir, "run-2", RunState.FAILED, "no data")
+    assert read_summary(config.run_dir) == {"run": "run-2", "state": "failed", "reason": "no data"}
+
+
+@pytest.mark.parametrize(("content", "kept"), [(b"a\nb\ntorn", b"a\nb\n"), (b"torn", b""), (b"a\n", b"a\n"), (b"", b"")])
+@pytest.mark.parametrize("tail", [1, 3, 1 << 16])
+def test_a_torn_line_is_cut(content: bytes, kept: bytes, tail: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme_trainer.observe.records._TAIL", tail)
+    path = tmp_path / "lines"
+    path.write_bytes(content)
+    cut_torn_line(path)
+    assert path.read_bytes() == kept
 
 
 async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -> None:
@@ -146,7 +189,8 @@ async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -
                 iteration(2),
                 {"kind": "eval", "version": 2, "accuracy": 0.75, "samples": 10, "seconds": 1.0},
                 {"kind": "saved", "iteration": 2, "path": "checkpoints/2", "hf_path": "hf/2"},
-            )
+            ),
+            RUNNING,
         )
     summary = json.loads((config.run_dir / "summary.json").read_text())
     assert summary["accuracy_before"] == 0.25
@@ -161,7 +205,7 @@ async def test_the_summary_counts_a_replayed_iteration_once(config: RunConfig) -
 
 async def test_tensorboard_has_the_events(config: RunConfig) -> None:
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
-        await recorder.take(stream(iteration(1)))
+        await recorder.take(stream(iteration(1)), RUNNING)
     [events] = (config.run_dir / "tensorboard" / "run-1").iterdir()
     assert b"reward/mean" in events.read_bytes()
 
@@ -171,6 +215,7 @@ import asyncio, json, os, resource, sys, threading
 from contextlib import suppress
 from pathlib import Path
 from polyreme.cli.progress import stream_time
+from polyreme.experience.run import RunState
 from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config
 
@@ -185,7 +230,7 @@ async def main(folder, records):
         try:
             for record in records:
                 if stream_time(record[0]) > stream_time(recorder.cursor):
-                    await recorder.take([record])
+                    await recorder.take([record], (RunState.RUNNING, ""))
         except OSError:
             refused += 1
         with suppress(OSError):

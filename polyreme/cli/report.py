@@ -1,0 +1,110 @@
+"""A run in lines of text: one per record while it goes on, and the report at its end. Pure: from records and Progress to strings."""
+
+from pathlib import Path
+
+from polyreme.cli.progress import SPLIT, Progress, Record, evaluation_of
+from polyreme.config.run import RunConfig
+from polyreme.experience.run import RunState
+
+
+def plain_line(record: Record, progress: Progress, iterations: int) -> str | None:
+    """A record as a line of text; None for kinds that are not shown."""
+    match record["kind"]:
+        case "iteration":
+            number = f"iteration {record['iteration']:>{len(str(iterations))}}/{iterations}"
+            if record.get("repeated"):
+                return f"{number}  repeated from the log after the resume"
+            versions = " ".join(f"{replica}@{version}" for replica, version in sorted(progress.versions.items()))
+            score = progress.score()
+            return (
+                f"{number}  reward {record['reward/mean']:.3f}"
+                f"  {progress.metric} {'-' if score is None else format(score, '.3f')}"
+                f"  length {record['response/length_mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
+                f"  {record['time/iteration']:.2f} s ({shares_of(record, progress)}){staleness_of(record)}  {versions}"
+                + ("  ALARM" if record.get("alarms") else "")  # its record has the text, once
+            )
+        case "eval":
+            name, value = evaluation_of(record)
+            return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
+        case "eval_failed":
+            return f"EVALUATION FAILED: {record['text']}"
+        case "sft":
+            return f"warm start {record['phase']}: step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  tokens/s {record['tokens_per_second']:,.0f}"
+        case "sft_done":
+            return f"warm start done in {record['seconds']:.1f} s"
+        case "gate":
+            return f"gate {record['name']}: {record['value']:.3g} (limit {record['limit']:.3g})"
+        case "saved":
+            return f"saved iteration {record['iteration']}: {record['path']}"
+        case "replicas":
+            return "replicas: " + (
+                ", ".join(f"{name} {url}".strip() for name, url in sorted(record["replicas"].items())) or "none"
+            )
+        case "restart":
+            return f"{record['process']} is restarted: {record['text']}"
+        case "alarm":
+            return f"ALARM {record['text']}"
+        case "notice":
+            return f"{record['service']}: {record['text']}"
+    return None
+
+
+def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:
+    """What is printed at the end: how the run ended, results before and after, five answers, where the time went, where things are."""
+    lines = [f"{state:8} {reason}"] if reason else []
+    lines += _result_lines(progress)
+    seconds = progress.rl_seconds()
+    if seconds:
+        split = ", ".join(f"{name} {value / seconds:.0%}" for name, value in progress.time_split().items())
+        rate = progress.iterations * config.samples_per_iteration / seconds
+        lines.append(f"time     warm start {progress.sft_seconds:.1f} s, reinforcement learning {seconds:.1f} s: {split}")
+        lines.append(f"speed    {rate:.1f} samples/s")
+    lines.append(f"run      {run_dir}")
+    if progress.saved:
+        lines.append(f"model    {progress.saved['hf_path']}")
+    return lines
+
+
+def _result_lines(progress: Progress) -> list[str]:
+    """The evaluations before and after, or why there is none; then answers of the newest."""
+    before, after, trained = progress.score(first=True), progress.score_after(), progress.newest
+    if not (progress.evaluations or progress.failed_evaluations):
+        return []
+    first = f"{progress.metric:8} " + ("unknown" if before is None else f"{before:.3f}") + " before"
+    if after is None and (why := progress.failed_evaluations.get(trained)):
+        return [f"{first}; UNKNOWN after {trained} iterations, since version {trained} was not evaluated: {why}"]
+    if after is None:
+        return [f"{first}; version {trained} was not evaluated: the run ended before"]
+    lines = [f"{first}, {after:.3f} after iteration {trained}"]
+    for example in (progress.evaluation or {}).get("examples", ())[:5]:
+        prompt, response, label = (shortened(str(example[key])) for key in ("prompt", "response", "label"))
+        lines.append(f"  {example['score']:g}  {prompt} -> {response}  (right: {label})")
+    return lines
+
+
+def shortened(text: str, most: int = 200) -> str:
+    """One line of a text, its middle left out when it is long."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+
+
+def shares_of(record: Record, progress: Progress, names: bool = True) -> str:
+    """Shares of an iteration's time: the learner's waiting, training and writing, and beside them the replicas' idle time."""
+    total = record["time/iteration"] or 1.0
+    shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0)) for key in SPLIT.values()]
+    if (idle := progress.rollout_wait(record["iteration"])) is not None:
+        shares.append(("rollouts wait", idle))
+    return " ".join(f"{name} {seconds / total:.0%}" if names else f"{seconds / total:.0%}" for name, seconds in shares)
+
+
+def staleness_of(record: Record) -> str:
+    """How many samples there are of staleness 0/1/...; nothing where all are on-policy."""
+    samples = record.get("staleness/samples", ())
+    return f"  staleness {'/'.join(map(str, samples))}" if len(samples) > 1 else ""
+
+
+def duration(seconds: float) -> str:
+    """Such as 0:05, 12:34 or 1:02:03."""
+    minutes, rest = divmod(int(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,53 @@
+"""What a run tells of itself in its directory: records in metrics.jsonl, and summary.json.
+
+Invariant: a reader of summary.json sees the old file or the new one, and of metrics.jsonl whole lines of one run only.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from polyreme.experience.run import RunState
+
+
+def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
+    """The run's records in metrics.jsonl, in order, one at a time; a last line that is still being written is left out."""
+    with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and (record := json.loads(line)).get("run") == run_id:
+                yield record
+
+
+def write_summary(run_dir: Path, run_id: str, state: RunState, reason: str, numbers: Mapping[str, Any]) -> None:
+    """Writes summary.json: the run, its state, why it is in it, and `numbers`."""
+    fields = {"run": run_id, "state": str(state), "reason": reason, **numbers}
+    write_atomically(run_dir / "summary.json", json.dumps(fields, indent=1) + "\n")
+
+
+def write_end(run_dir: Path, run_id: str, state: RunState, reason: str) -> None:
+    """Puts the end of a run into its summary.json, whose numbers stay."""
+    fields = read_summary(run_dir)
+    numbers = {name: value for name, value in fields.items() if name not in ("run", "state", "reason")}
+    write_summary(run_dir, run_id, state, reason, numbers if fields.get("run") == run_id else {})
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """The fields of summary.json; none when there is no such file."""
+    with suppress(FileNotFoundError, ValueError):
+        fields = json.loads((run_dir / "summary.json").read_text())
+        if isinstance(fields, dict):
+            return fields
+    return {}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never a part; so does a restart after a crash."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)

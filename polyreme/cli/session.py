@@ -1,0 +1,246 @@
+"""One run's processes on this machine: the services, the trainer and the run's own Redis, watched to the run's end.
+
+Invariant: when `run` returns or raises, none of them is left, and the run has an end: in Redis, if that answers, and in summary.json.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+
+from polyreme.cli import report, view
+from polyreme.cli.progress import Progress, stream_time
+from polyreme.cli.run_records import read_records, write_end
+from polyreme.config.run import RunConfig
+from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.store import EmbeddedServer
+from polyreme.net.redis_url import without_password
+from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, backoff
+
+_GRACE_SECONDS = 15.0
+_RECORDS_BLOCK_MS = 500
+_STORE_POLL_SECONDS = 0.5
+_LAST_STATE_SECONDS = 30.0
+_BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
+"""Exit statuses of a trainer that is signalled before its handlers are set: the signal's, or that of a KeyboardInterrupt."""
+
+
+class Session:
+    """The services and the trainer of one run, its Redis when that is our own, and the view of them."""
+
+    def __init__(
+        self, config: RunConfig, run: Run, url: str, own_store: EmbeddedServer | None, log_dir: Path, console: Console
+    ) -> None:
+        self._config, self._run, self._own_store, self._log_dir, self._console = config, run, own_store, log_dir, console
+        self._url = without_password(url) or url
+        self._progress = Progress(config.samples_per_iteration)
+        self._stopped_by = 0
+        self._end: tuple[RunState, str] | None = None  # of a run whose trainer could not set its end
+        self._reporting: set[asyncio.Task[None]] = set()
+        command = (sys.executable, "-m", "polyreme")
+        server = ("--redis", url, "--run", run.run_id)
+
+        def unit(name: str, *argv: str, serves: bool = True) -> Unit:
+            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
+
+        services = [unit("reward", "reward", *server)]
+        services += [
+            unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
+        ]
+        limit = config.trainer.max_restarts
+        self._serving = Supervisor(services, limit, on_restart=self._report_restart)
+        ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
+        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
+        self._training = Supervisor([self._trainer], limit, on_restart=self._report_restart)
+
+    async def run(self, stops: "asyncio.Queue[int]") -> int:
+        """Runs to the end. Returns the exit status: 0 when the run is done, or drained and saved.
+
+        Raises:
+            PolyremeError: the run failed; where to look has been printed.
+        """
+        ended, gentle = asyncio.Event(), False
+        training = asyncio.create_task(self._training.run())
+        serving = asyncio.create_task(self._serving.run())
+        keeping = asyncio.create_task(self._keep_store())
+        stopping = asyncio.create_task(self._stop(stops))
+        watching = asyncio.create_task(self._watch(ended))
+        tasks = (training, serving, keeping, stopping, watching)
+        try:
+            while not training.done():
+                going = [task for task in (training, serving, keeping, stopping) if not task.done()]
+                await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
+                if stopping.done():
+                    self._end = RunState.STOPPED, "a second signal ended it at once"
+                    return 128 + stopping.result()
+                if keeping.done():
+                    keeping.result()  # raises
+                if serving.done() and serving.exception():
+                    await self._declare_failed(serving, training)
+            ended.set()
+            await asyncio.wait({watching})
+            gentle = True
+            status = await self._judge(training)
+            watching.result()
+        except PolyremeError as error:
+            self._end = self._end or (RunState.FAILED, str(error))
+            raise
+        finally:
+            if gentle:
+                await self._serving.stop(_GRACE_SECONDS)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill what is left
+            state, reason = await self._settle_end()
+        for line in report.report(self._config, self._progress, self._config.run_dir, state, reason):
+            self._say(line)
+        return status
+
+    async def _settle_end(self) -> tuple[RunState, str]:
+        """Sets the end of a run whose trainer could not, in Redis and in summary.json. Returns the run's state and the reason."""
+        state, reason = self._end or (RunState.FAILED, "the trainer ended without setting the run's state")
+        try:
+            async with asyncio.timeout(_GRACE_SECONDS):
+                found, why = await self._run.state()
+                if found.ended:
+                    state, reason = found, why
+                else:
+                    if state is RunState.STOPPED:
+                        await self._run.set_state(RunState.DRAINING, reason)
+                    await self._run.set_state(state, reason)
+        except StaleTermError:
+            return state, reason  # the run is another process's now
+        except (PolyremeError, TimeoutError) as error:
+            self._say(f"Redis does not have the run's end: {error or 'no answer'}")
+        with suppress(OSError):  # the trainer has logged a disk that is full
+            write_end(self._config.run_dir, self._run.run_id, state, reason)
+        return state, reason
+
+    async def _stop(self, stops: "asyncio.Queue[int]") -> int:
+        """Drains the trainer at the first signal; returns the second."""
+        self._stopped_by = await stops.get()
+        self._training.draining = True
+        self._trainer.signal(signal.SIGTERM)
+        self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
+        while (number := await stops.get()) == signal.SIGHUP:
+            pass  # a shell and the kernel may both send one
+        return number
+
+    def _report_restart(self, process: str, found: str) -> None:
+        """Emits a restart's record; a Redis that is away does not hold the restart up."""
+
+        async def report() -> None:
+            with suppress(PolyremeError):
+                await self._run.emit({"kind": "restart", "process": process, "text": found})
+
+        task = asyncio.create_task(report())
+        self._reporting.add(task)
+        task.add_done_callback(self._reporting.discard)
+
+    async def _keep_store(self) -> None:
+        """Restarts our own Redis when it dies: what it acknowledged is on disk, and its clients reconnect.
+
+        Raises:
+            StoreError: it died too often, or does not start.
+        """
+        deaths = 0
+        while True:
+            started = time.monotonic()
+            while self._own_store is None or self._own_store.alive:  # noqa: ASYNC110 (a process gives no event)
+                await asyncio.sleep(_STORE_POLL_SECONDS)
+            deaths = 1 if time.monotonic() - started > WELL_SECONDS else deaths + 1
+            if deaths > (limit := self._config.trainer.max_restarts):
+                raise StoreError(
+                    "the run's own Redis to keep running",
+                    f"it ended {deaths} times" + (f", and says: {words}" if (words := self._own_store.last_words()) else ""),
+                    f"See {self._config.run_dir / 'redis' / 'redis.log'}, then go on with --resume.",
+                )
+            self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")
+            await asyncio.sleep(backoff(deaths, first=0.2))
+            try:
+                await self._own_store.restart()
+            except StoreError:
+                if deaths == limit:
+                    raise
+
+    async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
+        """A service cannot be kept running: ends the run and raises the service's failure."""
+        error = serving.exception()
+        assert error is not None
+        self._end = RunState.FAILED, str(error) if isinstance(error, PolyremeError) else repr(error)
+        with suppress(PolyremeError):  # already ended, or the store is gone
+            await self._run.set_state(*self._end)
+        await asyncio.wait({training}, timeout=_LAST_STATE_SECONDS)
+        if isinstance(error, ChildFailedError):
+            self._point_at(error, error.child.log_path)
+        raise error
+
+    async def _judge(self, training: "asyncio.Task[None]") -> int:
+        """The exit status of a trainer that ended well. Raises the trainer's failure."""
+        error = training.exception()
+        if isinstance(error, ChildFailedError):
+            if self._stopped_by and error.child.poll() in _BEFORE_HANDLERS:
+                self._end = RunState.STOPPED, "a stop came before anything was trained"
+                self._say("stopped before anything was trained")
+                return 128 + self._stopped_by
+            self._point_at(error, self._log_dir)
+            reason = ""
+            with suppress(PolyremeError):
+                _, reason = await self._run.state()
+            self._end = RunState.FAILED, reason or error.found
+            raise RunFailedError(
+                f"run {self._run.run_id} to be trained", reason or error.found, f"See {error.child.log_path}."
+            ) from None
+        if error is not None:
+            raise error
+        return 0
+
+    def _point_at(self, error: ChildFailedError, place: Path | None) -> None:
+        """Prints where to look, and the end of the log of a child that gave no reason."""
+        if error.child.poll() not in FINAL_CODES:
+            self._say(error.child.log_tail(20))
+        self._say(f"see {place}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    async def _watch(self, ended: asyncio.Event) -> None:
+        """Shows the run's records until the stream is read to its end after `ended`."""
+        shown_state, since = None, time.time()
+        cursor = await asyncio.to_thread(self._read_past)
+        with view.view(self._config, self._console, self._url) as shown:
+            while True:
+                last = ended.is_set()
+                try:
+                    batch = await self._run.records(cursor, 0 if last else _RECORDS_BLOCK_MS)
+                    state, reason = await self._run.state()
+                except StoreError as error:
+                    shown.status(str(error))
+                    if last:
+                        return
+                    continue
+                if state is not shown_state:
+                    shown_state = state
+                    is_printed_later = state is RunState.FAILED
+                    shown.status(f"{state}: {reason}" if reason and not is_printed_later else str(state))
+                for cursor, record in batch:
+                    line = {"time": stream_time(cursor), **record, "repeated": self._progress.repeats(record)}
+                    self._progress.add(line)
+                    if line["time"] >= since:  # the others are a resumed run's past
+                        shown.show(line, self._progress)
+                if last and not batch:
+                    return
+
+    def _read_past(self) -> str:
+        """Reads what a resumed run has on disk, and Redis perhaps no more. Returns the stream id of the last record."""
+        cursor = "0"
+        for record in read_records(self._config.run_dir, self._run.run_id):
+            self._progress.add(record)
+            cursor = record["id"]
+        return cursor

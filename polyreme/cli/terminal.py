@@ -1,0 +1,55 @@
+"""A terminal that may go away while a command writes to it.
+
+Invariant: a reader that is gone (a closed terminal, `| head`, a `| tee` that the same Ctrl-C has ended) ends no run.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+from rich.console import Console
+
+
+class TerminalConsole(Console):
+    """Plain text to a stream; nothing more once its reader is gone."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(file=cast(IO[str], _Stream(stream)), markup=False, emoji=False, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        gone = [descriptor for descriptor in (1, 2) if os.path.sameopenfile(descriptor, self.file.fileno())]
+        for descriptor in gone:  # what is still buffered goes there at the interpreter's end
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+
+class _Stream:
+    """A stream whose terminal may be closed: writing to it is then a broken pipe."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _hung_up():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _hung_up():
+            self._stream.flush()
+
+
+@contextmanager
+def _hung_up() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise BrokenPipeError(errno.EPIPE, "the terminal is gone") from None
