@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from polyreme.config.reward import RewardConfig
+from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme_trainer.data.prompts import Prompt
 from polyreme_trainer.data.template import Template
