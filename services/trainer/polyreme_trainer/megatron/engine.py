@@ -25,6 +25,7 @@ from polyreme_trainer.megatron import checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, collect, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.export import CRITIC, Export
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.policy import Policy, build_policy
@@ -85,6 +86,11 @@ class MegatronEngine:
     def logprobs_of(self, policy: Policy) -> Forward:
         """A policy's log-probabilities of a micro-batch's trained tokens, at the temperature of sampling."""
         return lambda batch: policy.logprobs(batch.ids, batch.targets, self.config.rollout.temperature)
+
+    def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
+        """Of the actor, for a micro-batch's trained tokens: fp32 [2, k], in nats."""
+        temperature = self.config.rollout.temperature
+        return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
     def load(self) -> int | None:
         loaded = self.saves.load(self.trained)
@@ -180,20 +186,34 @@ class MegatronEngine:
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
-        saved = self.saves.save(version, self.trained, {**facts, "algorithm": self.state.to_json()}, tensors)
+        facts = {**facts, "algorithm": self.state.to_json()}
+        saved = self.saves.save(version, self.trained, facts, tensors, self.critic_export())
         if version == 0 and self.algorithm.needs.reference:
             self.make_reference(self.saves.hf_path(0))
         return saved
+
+    def critic_export(self) -> Export | None:
+        """The critic as it stands; None when there is none, and on ranks other than 0. Collective."""
+        tensors = None if self.critic is None else self.critic.model.full_tensors()
+        if tensors is None or not self.ranks.leads:
+            return None
+        path = self.config.trainer.critic.path
+        return Export(tensors, {**self.files, **({} if path is None else {"config.json": (path / "config.json").read_bytes()})})
 
     def compare_hf(self, path: Path) -> Sequence[Gate]:
         length = min(32, self.policy.arch.max_position)
         ids = comparison.probe_ids(self.policy.arch.vocab, length, self.config.seed)
         logits = self.policy.logits(ids.to(self.device.torch))
+        with torch.no_grad():
+            values = None if self.critic is None else self.critic.model.values(ids.to(self.device.torch))
         outcomes: list[Gate] = []
 
         async def compare() -> None:
             self.hf = await asyncio.to_thread(comparison.load_hf, path, self.config.model.dtype)
             outcomes.append(await asyncio.to_thread(comparison.logits_gate, logits, self.hf, ids, self.limits))
+            if values is not None and (critic := path / CRITIC).is_dir():
+                classifier = await asyncio.to_thread(comparison.load_hf_critic, critic, self.config.model.dtype)
+                outcomes.append(await asyncio.to_thread(comparison.values_gate, values, classifier, ids, self.limits))
 
         self.ranks.on_leader(compare)
         return outcomes
