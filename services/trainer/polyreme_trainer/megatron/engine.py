@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.weights.arena import Arena
-from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
@@ -28,6 +27,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, Export
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
+from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import Forward, Role
 from polyreme_trainer.megatron.saves import Saves
@@ -47,7 +47,7 @@ class MegatronEngine:
 
     def __init__(self, config: RunConfig, files: Mapping[str, bytes], run_id: str, ranks: Ranks, device: Device) -> None:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
-        self.algorithm = Algorithm(config.recipe, config.rollout.max_new_tokens)
+        self.algorithm = load_algorithm(config)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.policy = policy = build_policy(config, device)
         """The actor's model."""
