@@ -10,8 +10,10 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from polyreme.config.presets import STANDARD_CORRECTION, resolve
+from polyreme.config.python_source import digest_of, find_source
 from polyreme.config.recipe import Correction, Gae, Recipe, TvMask
 from polyreme.config.section import Section
+from polyreme.errors import ConfigError
 
 
 class AlgorithmSource(Section):
@@ -19,12 +21,36 @@ class AlgorithmSource(Section):
 
     file: Path | None = Field(None, description="A Python file.")
     module: str | None = Field(None, description="An importable Python module.")
+    digest: str | None = Field(
+        None, description="Of its text, when the run was configured. null: taken from the source as it is now."
+    )
 
     @model_validator(mode="after")
     def _one(self) -> "AlgorithmSource":
         if (self.file is None) == (self.module is None):
             raise ValueError("`source` needs one of `file` and `module`")
+        if self.digest is None:
+            object.__setattr__(self, "digest", digest_of(self.path.read_bytes()))  # the model is frozen for its users
         return self
+
+    @property
+    def path(self) -> Path:
+        """Where the source is on this machine. Raises ConfigError where it is not."""
+        path = self.file if self.module is None else find_source(self.module)
+        if path is None or not path.is_file():
+            raise ConfigError(f"a Python source at {path or self.module}", "none", "Fix algorithm.source, or put it there.")
+        return path
+
+    def code(self) -> str:
+        """The text, which is the one that the run was configured with. Raises ConfigError where it is another."""
+        content = self.path.read_bytes()
+        if digest_of(content) != self.digest:
+            raise ConfigError(
+                f"{self.path} with digest {self.digest}, as the run was configured",
+                f"digest {digest_of(content)}",
+                "Restore the file, or start another run with the changed one.",
+            )
+        return content.decode()
 
 
 class AlgorithmConfig(Recipe):

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import ParallelConfig
+from polyreme.config.trainer import CriticConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
 from support import learning
 from support.configs import algorithm, run_config
@@ -23,6 +24,14 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.real
 
 TOLERANCE = 1e-5
+PPO_WITH_STATE = {
+    "preset": "ppo",
+    "minibatches": 2,
+    "epochs": 2,
+    "kl": {"adaptive": {"target": 0.5, "horizon": 100}},
+    "shaping": {"normalise": True, "clip": [-3.0, 3.0]},
+}
+"""PPO whose KL controller and running normalisation have a state."""
 TOKEN_TIS = {"kind": "token_tis", "cap": 1.5}
 ALGORITHMS = {
     "grpo": algorithm(loss={"high": 0.28}),
@@ -32,24 +41,29 @@ ALGORITHMS = {
     "corrected minibatches": algorithm(minibatches=2, correction=[TOKEN_TIS]),
     "reward kl": AlgorithmConfig.model_validate({"preset": "reinforce_pp", "kl": {"coef": 0.05}}),
     "sequence ratio": AlgorithmConfig.model_validate({"preset": "gspo", "minibatches": 2}),
+    "ppo": AlgorithmConfig.model_validate(
+        {"preset": "ppo", "advantage": {"gamma": 0.98, "bootstrap_truncated": True}, "entropy_coef": 0.01}
+    ),
+    "ppo from the actor": AlgorithmConfig.model_validate(PPO_WITH_STATE),
 }
 
 
 Results = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
 
-def config_of(folder: Path, model: Path, tensor: int, data: int) -> RunConfig:
+def config_of(folder: Path, model: Path, tensor: int, data: int, critic: CriticConfig) -> RunConfig:
     config = run_config(folder, model=ModelConfig(path=model))
     optimizer = config.trainer.optimizer.model_copy(update={"lr": learning.LR, "eps": learning.EPS})
     parallel = ParallelConfig(tensor=tensor, data=data)
-    trainer = config.trainer.model_copy(update={"parallel": parallel, "micro_batch_tokens": 128, "optimizer": optimizer})
+    changes = {"parallel": parallel, "micro_batch_tokens": 128, "optimizer": optimizer, "critic": critic}
+    trainer = config.trainer.model_copy(update=changes)
     return config.model_copy(update={"trainer": trainer})
 
 
 def train_every_way(model: Path, folder: Path, tensor: int, data: int) -> Results:
     """Weights and results of each algorithm and of the warm start."""
     folder.mkdir()
-    config = config_of(folder, model, tensor, data)
+    config = config_of(folder, model, tensor, data, CriticConfig(path=model.parent / "classifier"))
     sections = json.dumps({name: section.model_dump(mode="json") for name, section in ALGORITHMS.items()})
     run_ranks(learning.train_every_way, tensor * data, config.model_dump_json(), sections, str(folder))
     return {
@@ -63,6 +77,7 @@ def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """A model, and what one rank makes of it."""
     folder = tmp_path_factory.mktemp(request.param)
     model = tiny_model(request.param, folder / "model")
+    save_classifier(tiny_model(request.param, folder / "other", seed=1), folder / "classifier")
     return model, train_every_way(model, folder / "one", 1, 1)
 
 
@@ -78,6 +93,14 @@ def test_every_layout_gives_the_loss_and_the_weights_of_one_rank(
             assert measured(several) == pytest.approx(measured(one), rel=1e-4, abs=TOLERANCE)
     torch.testing.assert_close(found["warm_start"][0], expected["warm_start"][0], rtol=0, atol=TOLERANCE)
     assert found["warm_start"][1]["losses"] == pytest.approx(expected["warm_start"][1]["losses"], abs=TOLERANCE)
+
+
+def save_classifier(model: Path, path: Path) -> None:
+    """A sequence classifier with the language model's backbone and a random head."""
+    torch.manual_seed(2)
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(classifier.score.weight, std=0.3)
+    classifier.save_pretrained(path)
 
 
 def measured(trained: dict[str, float | None]) -> dict[str, float]:
@@ -97,10 +120,72 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        assert trained["loss/policy"] == pytest.approx(loss.item(), abs=TOLERANCE)
+        assert trained["actor/pg_loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
         assert trained["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     expected = {name: value for name, value in model.state_dict().items() if name in weights}
     torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_ppo_does_what_plain_torch_does(one_rank: tuple[Path, Results]) -> None:
+    """Policy, reference and critic of transformers, a sample at a time; GAE written out: the same two iterations."""
+    path, results = one_rank
+    weights, recorded = results["ppo"]
+    policy, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
+    critic = AutoModelForSequenceClassification.from_pretrained(path.parent / "classifier", dtype=torch.float32)
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=learning.LR, eps=learning.EPS, weight_decay=0.0) for model in (policy, critic)
+    ]
+    for iteration, trained in enumerate(recorded["trained"], start=1):
+        groups = learning.made_up_groups(iteration, policy.config.vocab_size)
+        policy_loss, value_loss, entropy = plain_ppo_losses(policy, reference, critic, groups)
+        (policy_loss - 0.01 * entropy).backward()
+        value_loss.backward()
+        for model, optimizer, norm in zip((policy, critic), optimizers, ("grad_norm", "critic/grad_norm"), strict=True):
+            found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert trained[norm] == pytest.approx(found.item(), rel=1e-4)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert trained["actor/pg_loss"] == pytest.approx(policy_loss.item(), abs=TOLERANCE)
+        assert trained["actor/entropy"] == pytest.approx(entropy.item(), rel=1e-5)
+        assert trained["critic/vf_loss"] == pytest.approx(value_loss.item(), rel=1e-4)
+    expected = dict(policy.state_dict()) | {f"critic.{name}": value for name, value in critic.state_dict().items()}
+    torch.testing.assert_close(weights, {name: expected[name] for name in weights}, rtol=0, atol=TOLERANCE)
+
+
+def plain_ppo_losses(
+    policy: torch.nn.Module, reference: torch.nn.Module, critic: Any, groups: list[GroupRecord]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Policy loss, value loss and entropy, each the mean over all trained tokens."""
+    logprobs, entropies, values, advantages, returns = [], [], [], [], []
+    for group in groups:
+        for sample in group.samples:
+            ids = torch.tensor([*group.prompt_ids, *sample.token_ids])[None].long()
+            start = len(group.prompt_ids) - 1
+            trained = [start + t for t, m in enumerate(sample.loss_mask) if m]
+            if not trained:
+                continue
+            distribution = F.log_softmax(policy(ids).logits[0], -1)
+            own = distribution[trained, ids[0, 1:][trained]]
+            frozen = F.log_softmax(reference(ids).logits[0], -1)[trained, ids[0, 1:][trained]]
+            every = critic.score(critic.base_model(ids).last_hidden_state)[0, :, 0]
+            v = every[trained]
+            rewards = [-0.02 * float(k) for k in (own - frozen).detach()]
+            rewards[-1] += sample.score
+            following = every[-1].item() if sample.finish_reason == FINISH_REASON_LENGTH else 0.0
+            advantage, backwards = 0.0, []
+            for reward, value in zip(reversed(rewards), reversed(v.tolist()), strict=True):
+                advantage = reward + 0.98 * following - value + 0.98 * 0.95 * advantage
+                following = value
+                backwards.append(advantage)
+            advantages.append(torch.tensor(backwards[::-1]))
+            returns.append(advantages[-1] + v.detach())
+            logprobs.append(own)
+            values.append(v)
+            entropies.append(-(distribution.exp() * distribution).sum(-1)[trained])
+    flat = torch.cat(advantages)
+    whitened = (flat - flat.mean()) / torch.sqrt(flat.var(unbiased=False) + 1e-8)
+    ratio = torch.exp(torch.cat(logprobs) - torch.cat(logprobs).detach())
+    return -(ratio * whitened).mean(), ((torch.cat(values) - torch.cat(returns)) ** 2).mean() / 2, torch.cat(entropies).mean()
 
 
 def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: float | None) -> torch.Tensor:
@@ -123,13 +208,25 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 
 @pytest.mark.parametrize(("tensor", "data"), [(2, 1), (1, 2)])
 def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Path) -> None:
-    base = config_of(tmp_path, tiny_model("tied", tmp_path / "model"), tensor, data)
-    config = base.model_copy(update={"algorithm": ALGORITHMS["minibatches"]})
+    """PPO's with its critic, KL controller and normalisation. The first iteration is the critic's alone."""
+    model = tiny_model("tied", tmp_path / "model")
+    base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1))
+    config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"]})
     for function in (learning.save_and_continue, learning.resume_and_continue):
         run_ranks(function, tensor * data, config.model_dump_json(), str(tmp_path))
     whole, resumed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumed"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
-    assert (config.run_dir / "hf" / "iteration-000002" / "model.safetensors").is_file()
+    results = json.loads((tmp_path / "whole.json").read_text())
+    assert results["state"] == json.loads((tmp_path / "resumed.json").read_text())["state"]
+    assert results["state"]["kl_coef"] != 0.02 and results["state"]["scores"]["count"] == 4 * 24
+    assert [gate["value"] <= gate["limit"] for gate in results["gates"]] == [True, True]
+    first, untrained = load_file(tmp_path / "first.safetensors"), load_file(model / "model.safetensors")
+    assert all(torch.equal(first[name], tensor) for name, tensor in untrained.items() if name in first)
+    assert first["critic.score.weight"].abs().max() > 0
+    exported = config.run_dir / "hf" / "iteration-000002"
+    critic = AutoModelForSequenceClassification.from_pretrained(exported / "critic")
+    assert critic.score.weight.shape == (1, 32) and critic.score.weight.abs().max() > 0
+    assert (exported / "model.safetensors").is_file()
 
 
 def test_ranks_outwait_a_deadline_and_share_a_failure() -> None:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from polyreme.api.v1.experience_pb2 import FINISH_REASON_STOP
+from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import SftPhase
+from polyreme.config.trainer import CriticConfig, SftPhase
 from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
 from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import Ranks
@@ -30,7 +30,8 @@ EPS = 1e-6
 
 
 def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4) -> list[GroupRecord]:
-    """Random tokens of uneven lengths, every third group with equal scores, some tokens masked, some of an older version."""
+    """Random tokens of uneven lengths, every third group with equal scores, some tokens masked, some of an older version, some responses
+    truncated."""
     random = np.random.default_rng(iteration)
     result = []
     for index in range(groups):
@@ -42,7 +43,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
                     token_ids=random.integers(1, vocab, length, dtype=np.int32),
                     logprobs=-random.random(length, dtype=np.float32) * 4,
                     loss_mask=(random.random(length) < 0.9).astype(np.uint8),
-                    finish_reason=FINISH_REASON_STOP,
+                    finish_reason=FINISH_REASON_LENGTH if (index + sample) % 4 == 0 else FINISH_REASON_STOP,
                     spans=[(max(0, iteration - 1 - (index + sample) % 2), 0, length)],
                     score=0.5 if index % 3 == 2 else float(sample % 2) + 0.1 * sample,
                 )
@@ -74,11 +75,14 @@ class Rank:
         return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab)))
 
     def write(self, path: Path, results: dict[str, object]) -> None:
-        """The whole weights and some results, by the first rank."""
+        """The whole weights, the critic's with the prefix `critic.`, and some results, by the first rank."""
         tensors = self.engine.policy.full_tensors()
+        critic = self.engine.critic.model.full_tensors() if self.engine.critic is not None else {}
         if self.ranks.leads:
-            assert tensors is not None
-            save_file(tensors, path.with_suffix(".safetensors"))
+            assert tensors is not None and critic is not None
+            save_file(
+                {**tensors, **{f"critic.{name}": value for name, value in critic.items()}}, path.with_suffix(".safetensors")
+            )
             path.with_suffix(".json").write_text(json.dumps(results))
 
 
@@ -90,10 +94,16 @@ def start(config_json: str) -> tuple[RunConfig, Device]:
 
 
 def train_every_way(config_json: str, algorithms: str, out: str) -> None:
-    """Two iterations by each of the algorithms (JSON: name to section), and a warm start, each from the model's own weights."""
+    """Two iterations by each of the algorithms (JSON: name to section), and a warm start, each from the model's own weights.
+
+    PPO's critic is that of the configuration; the critic of an algorithm whose name ends in "from the actor" starts as the actor.
+    """
     config, device = start(config_json)
     for name, section in json.loads(algorithms).items():
-        rank = Rank(config.model_copy(update={"algorithm": AlgorithmConfig.model_validate(section)}), device)
+        critic = CriticConfig() if name.endswith("from the actor") else config.trainer.critic
+        trainer = config.trainer.model_copy(update={"critic": critic})
+        changes = {"algorithm": AlgorithmConfig.model_validate(section), "trainer": trainer}
+        rank = Rank(config.model_copy(update=changes), device)
         rank.write(Path(out, name), {"trained": [rank.iterate(i) for i in (1, 2)]})
         rank.engine.close()
     rank = Rank(config, device)
@@ -119,15 +129,18 @@ def warm_start(rank: Rank) -> list[float]:
 
 
 def save_and_continue(config_json: str, out: str) -> None:
-    """Saves after iteration 2 of 4."""
+    """Saves after iteration 2 of 4, and compares what was saved with transformers; the weights after iteration 1 are written too."""
     rank = Rank(*start(config_json))
     assert rank.engine.load() is None
     rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
     for iteration in range(1, 5):
         rank.iterate(iteration)
+        if iteration == 1:
+            rank.write(Path(out, "first"), {})
         if iteration == 2:
             rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
-    rank.write(Path(out, "whole"), {})
+            gates = rank.engine.compare_hf(rank.engine.hf_path(2))
+    rank.write(Path(out, "whole"), {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json()})
     rank.engine.close()
 
 
@@ -136,7 +149,7 @@ def resume_and_continue(config_json: str, out: str) -> None:
     assert rank.engine.load() == 2
     for iteration in range(3, 5):
         rank.iterate(iteration)
-    rank.write(Path(out, "resumed"), {})
+    rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json()})
     rank.engine.close()
 
 

@@ -17,7 +17,7 @@ from polyreme_trainer.megatron import checkpoint, hf_mapping
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import export_hf
+from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
@@ -184,7 +184,7 @@ def export_loads_in_transformers(model: str, device: Device, folder: str) -> Non
     if torch.distributed.get_rank() == 0:
         assert full is not None
         files = {name: (Path(model) / name).read_bytes() for name in ("config.json", "generation_config.json")}
-        export_hf(Path(folder) / "hf", full, files)
+        export_hf(Path(folder) / "hf", Export(full, files))
         with torch.no_grad():
             expected = hf_model(str(Path(folder) / "hf"))(ids).logits
         torch.testing.assert_close(logits[ids > 0], expected[ids > 0], rtol=0, atol=TOLERANCE)

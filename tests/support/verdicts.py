@@ -11,7 +11,7 @@ from polyreme_trainer.testing.simulated_engine import after_plan, newest
 from support.driver import Storm
 from support.faults import PHASES
 
-SAME_IN_A_REPLAY = ("weights", "loss/policy", "grad_norm", "reward/mean", "mismatch_kl", "tokens/generated")
+SAME_IN_A_REPLAY = ("weights", "actor/pg_loss", "grad_norm", "reward/mean", "mismatch_kl", "tokens/generated")
 
 
 async def verdict(storm: Storm, state: RunState, iterations: int) -> list[str]:

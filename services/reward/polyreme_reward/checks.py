@@ -15,6 +15,7 @@ from typing import Any
 
 from polyreme.config.data import DataConfig
 from polyreme.config.dataset_rows import label_text, read_objects
+from polyreme.config.python_source import find_source
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
@@ -23,7 +24,7 @@ from polyreme_reward.metrics import Metrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.plugins.signatures import LABEL_NAMES, adapt
-from polyreme_reward.plugins.source import find_source, stand_in
+from polyreme_reward.plugins.source import stand_in
 from polyreme_reward.rules import BUILTINS, make_rule
 
 _ROWS = 20_000

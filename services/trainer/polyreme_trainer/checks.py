@@ -3,10 +3,13 @@
 Invariant: no torch, and bounded work: of long files, the first rows stand for the rest, which are checked when they are read.
 """
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 from polyreme.cli.run_directory import read_model_files
+from polyreme.config.algorithm import AlgorithmSource
+from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme_trainer.data.prompts import all_too_long, encode_examples, encode_prompts, read_rows
@@ -42,6 +45,35 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_prompts(path, config, template)
     for phase in config.trainer.sft:
         yield from _check_examples(phase.data, config, template)
+    if config.algorithm.source is not None:
+        yield from _check_functions(config.algorithm.source)
+    if config.algorithm.has_critic and config.trainer.critic.path is not None:
+        yield from _check_critic(config.trainer.critic.path, config)
+
+
+def _check_functions(source: AlgorithmSource) -> Iterator[PolyremeError]:
+    """By the text alone: the learner runs the functions on a made-up batch before it trains."""
+    where = str(source.path)
+    bound = parse(source.code(), where)
+    if not {"advantages", "loss", "*"} & bound.keys():
+        yield ConfigError(f"a function `advantages` or `loss` in {where}", "neither", "Define one of them, or both.")
+    for name in {"advantages", "loss"} & bound.keys():
+        node = bound[name]
+        if isinstance(node, FUNCTIONS) and not node.decorator_list:
+            try:
+                inspect.signature(stand_in_for(node)).bind(None)
+            except TypeError as error:
+                yield ConfigError(f"`{name}` in {where} to take one argument", str(error), "Fix its parameters.")
+
+
+def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
+    actor, critic = load_architecture(config.model.path), load_architecture(path)
+    if critic.vocab < actor.vocab or critic.max_position < config.rollout.max_model_len:
+        yield ConfigError(
+            f"a critic that reads the actor's {actor.vocab} tokens and {config.rollout.max_model_len} positions",
+            f"vocab_size {critic.vocab} and max_position_embeddings {critic.max_position} in {path}",
+            "Take a critic of the actor's tokenizer, or remove trainer.critic.path.",
+        )
 
 
 def _check_prompts(path: Path, config: RunConfig, template: Template) -> Iterator[str | PolyremeError]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from polyreme.config.python_source import find_source
 from polyreme.errors import ConfigError
 from polyreme_reward.plugins.load import _function
-from polyreme_reward.plugins.source import find_source, stand_in
+from polyreme_reward.plugins.source import stand_in
 
 CLEAR = [
     "def reward(response): ...",

@@ -4,14 +4,12 @@ import hashlib
 import importlib
 import inspect
 import json
-import os
-import sys
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
+from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item
 from polyreme_reward.plugins.signatures import adapt
@@ -48,7 +46,7 @@ def load(source: Mapping[str, Any]) -> Loaded:
         description = f"{BUILTINS[name].description} ({note})" if note else BUILTINS[name].description
         return Loaded(rule, lambda answer: answer, builtin_version(name, options), description)
     if (path := source.get("path")) is not None:
-        module = _module_of(path, source["code"])
+        module = load_module(path, source["code"])
         function, code = _function(module, source.get("function"), path), source["code"]
     elif (name := source.get("module")) is not None:
         module = importlib.import_module(name)
@@ -61,17 +59,6 @@ def load(source: Mapping[str, Any]) -> Loaded:
     digest = hashlib.sha256(json.dumps([code, function.__qualname__, options], sort_keys=True, default=str).encode()).hexdigest()
     summary = (inspect.getdoc(function) or f"{function.__name__} of {path or name}").partition("\n")[0]
     return Loaded(adapted.call, adapted.unwrap, f"{function.__name__}-{digest[:12]}", f"{summary} ({adapted.convention})")
-
-
-def _module_of(path: str, code: str) -> types.ModuleType:
-    """The file as a module of its own name; its folder is importable, so that it can import its neighbours."""
-    name = os.path.splitext(os.path.basename(path))[0]
-    module = types.ModuleType(name)
-    module.__file__ = path
-    sys.path.insert(0, os.path.dirname(path))
-    sys.modules[name] = module
-    exec(compile(code, path, "exec"), module.__dict__)
-    return module
 
 
 def _function(module: Any, name: str | None, where: str) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from polyreme.config.recipe import (
 from polyreme_trainer.algorithms import correction, estimation, losses, shaping
 from polyreme_trainer.algorithms.aggregation import token_coefficients
 from polyreme_trainer.algorithms.batch import Advantages, Bool, Float32, Float64, Int64, TokenBatch, sequence_sums
+from polyreme_trainer.algorithms.estimation import Rewards
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.kl import adapt, estimate
 from polyreme_trainer.algorithms.losses import TokenLoss
@@ -95,7 +96,7 @@ class Algorithm:
         if recipe.kl is not None and recipe.kl.place == "reward":
             kl, coef = self._kl_in_reward(recipe.kl, batch), coef if recipe.kl.adaptive and coef is not None else recipe.kl.coef
         rewards = estimation.rewards_of(batch, scores, None if kl is None or coef is None else coef * kl)
-        advantages, returns = estimation.estimate(recipe.advantage, batch, rewards)
+        advantages, returns = self.estimate(batch, rewards)
         if recipe.teacher_coef > 0:
             teacher = estimation.required(batch.teacher, "teacher")
             advantages = advantages + shaping.distillation_advantages(teacher, batch.policy, batch.mask, recipe.teacher_coef)
@@ -107,6 +108,10 @@ class Algorithm:
             metrics=summary(batch, rewards, advantages, returns, dropped, kl, coef),
             state=AlgorithmState(kl_coef=self._next_coef(batch, kl, coef), scores=moments),
         )
+
+    def estimate(self, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
+        """Advantages and, with a critic, returns of a batch: float64 [t], 0 where masked."""
+        return estimation.estimate(self.recipe.advantage, batch, rewards)
 
     def coefficients(self, batch: TokenBatch, advantages: Advantages, step: Int64) -> Float32:
         """float32 [t], `LossInputs.weight` of every token of an optimizer step on the sequences `step`; 0 for all others."""

@@ -39,10 +39,12 @@ class Rewards:
     Attributes:
         scores: float64 [n], after shaping.
         tokens: float64 [t], rewards per token; see `shaping.token_rewards`.
+        beside: float64 [t], rewards per token without the scores.
         totals: float64 [n], of each sequence: its score, plus what its trained tokens have beside it.
     """
 
     scores: Float64
+    beside: Float64
     tokens: Float64
     totals: Float64
 
@@ -79,7 +81,7 @@ def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None) -
     none = np.zeros(len(batch))
     beside = shaping.token_rewards(none, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
     tokens = shaping.token_rewards(scores, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
-    return Rewards(scores, tokens, scores + sequence_sums(beside, batch.offsets))
+    return Rewards(scores, beside, tokens, scores + sequence_sums(beside, batch.offsets))
 
 
 def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:

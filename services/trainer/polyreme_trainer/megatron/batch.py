@@ -61,6 +61,14 @@ class Sequences:
         return counts.astype(np.int64)
 
 
+def with_end(sequences: Sequences) -> Sequences:
+    """Each sequence with one more token of any kind, the only one that is trained: its prediction is made after all real tokens."""
+    ids = [np.append(each, each[-1]) for each in sequences.ids]
+    extended = Sequences(ids, np.zeros(sum(len(each) - 1 for each in ids), dtype=np.float32))
+    extended.mask[extended.offsets[1:] - 1] = 1
+    return extended
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One padded forward pass over all tokens but each sequence's last. Padding is on the right: id 0, no target.

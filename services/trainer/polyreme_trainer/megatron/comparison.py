@@ -5,6 +5,7 @@ Invariant: memory stays bounded by one answer's logits at a time, because logits
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +23,22 @@ def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
 def load_hf(path: Path, dtype: str) -> torch.nn.Module:
     """The Hugging Face model of a directory, on the CPU, in evaluation mode."""
     from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, path, dtype)
+
+
+def load_hf_critic(path: Path, dtype: str) -> torch.nn.Module:
+    """The Hugging Face sequence classifier of a directory, likewise."""
+    from transformers import AutoModelForSequenceClassification
+
+    return _load(AutoModelForSequenceClassification, path, dtype)
+
+
+def _load(kind: Any, path: Path, dtype: str) -> torch.nn.Module:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    model: torch.nn.Module = kind.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
     return model.requires_grad_(False).eval()
 
 
@@ -38,6 +51,19 @@ def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Li
         float(difference),
         limits.logits,
         "Report it with the model's config.json: the trainer computes another function than transformers does.",
+    )
+
+
+def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: Limits) -> Gate:
+    """The critic's values [b, s] of `ids` [b, s] against those of the Hugging Face sequence classifier at every position."""
+    with torch.no_grad():
+        values = model.score(model.base_model(input_ids=ids).last_hidden_state)[..., 0].float()
+        difference = (values - learner.cpu()).abs().max()
+    return Gate(
+        "largest value difference between the learner's critic and Hugging Face model",
+        float(difference),
+        limits.logits,
+        "Report it with the critic's config.json: the trainer computes another function than transformers does.",
     )
 
 

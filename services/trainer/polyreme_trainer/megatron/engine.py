@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.weights.arena import Arena
-from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
@@ -25,8 +24,10 @@ from polyreme_trainer.megatron import checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, collect, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.export import CRITIC, Export
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
+from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import Forward, Role
 from polyreme_trainer.megatron.saves import Saves
@@ -46,7 +47,7 @@ class MegatronEngine:
 
     def __init__(self, config: RunConfig, files: Mapping[str, bytes], run_id: str, ranks: Ranks, device: Device) -> None:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
-        self.algorithm = Algorithm(config.recipe, config.rollout.max_new_tokens)
+        self.algorithm = load_algorithm(config)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.policy = policy = build_policy(config, device)
         """The actor's model."""
@@ -85,6 +86,11 @@ class MegatronEngine:
     def logprobs_of(self, policy: Policy) -> Forward:
         """A policy's log-probabilities of a micro-batch's trained tokens, at the temperature of sampling."""
         return lambda batch: policy.logprobs(batch.ids, batch.targets, self.config.rollout.temperature)
+
+    def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
+        """Of the actor, for a micro-batch's trained tokens: fp32 [2, k], in nats."""
+        temperature = self.config.rollout.temperature
+        return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
     def load(self) -> int | None:
         loaded = self.saves.load(self.trained)
@@ -180,20 +186,34 @@ class MegatronEngine:
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
-        saved = self.saves.save(version, self.trained, {**facts, "algorithm": self.state.to_json()}, tensors)
+        facts = {**facts, "algorithm": self.state.to_json()}
+        saved = self.saves.save(version, self.trained, facts, tensors, self.critic_export())
         if version == 0 and self.algorithm.needs.reference:
             self.make_reference(self.saves.hf_path(0))
         return saved
+
+    def critic_export(self) -> Export | None:
+        """The critic as it stands; None when there is none, and on ranks other than 0. Collective."""
+        tensors = None if self.critic is None else self.critic.model.full_tensors()
+        if tensors is None or not self.ranks.leads:
+            return None
+        path = self.config.trainer.critic.path
+        return Export(tensors, {**self.files, **({} if path is None else {"config.json": (path / "config.json").read_bytes()})})
 
     def compare_hf(self, path: Path) -> Sequence[Gate]:
         length = min(32, self.policy.arch.max_position)
         ids = comparison.probe_ids(self.policy.arch.vocab, length, self.config.seed)
         logits = self.policy.logits(ids.to(self.device.torch))
+        with torch.no_grad():
+            values = None if self.critic is None else self.critic.model.values(ids.to(self.device.torch))
         outcomes: list[Gate] = []
 
         async def compare() -> None:
             self.hf = await asyncio.to_thread(comparison.load_hf, path, self.config.model.dtype)
             outcomes.append(await asyncio.to_thread(comparison.logits_gate, logits, self.hf, ids, self.limits))
+            if values is not None and (critic := path / CRITIC).is_dir():
+                classifier = await asyncio.to_thread(comparison.load_hf_critic, critic, self.config.model.dtype)
+                outcomes.append(await asyncio.to_thread(comparison.values_gate, values, classifier, ids, self.limits))
 
         self.ranks.on_leader(compare)
         return outcomes

@@ -1,7 +1,11 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load."""
+"""A policy as a Hugging Face directory that transformers and vLLM load, and its critic as one within it.
+
+Invariant: a directory of that name is complete, the critic's included.
+"""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -9,20 +13,46 @@ from torch import Tensor
 
 from polyreme_trainer.megatron.atomic import new_directory
 
+CRITIC = "critic"
+"""The critic's directory within the policy's."""
 
-def export_hf(directory: Path, tensors: Mapping[str, Tensor], model_files: Mapping[str, bytes]) -> None:
-    """Writes `directory` atomically, replacing what is there.
 
-    Args:
+@dataclass(frozen=True)
+class Export:
+    """A model that is exported.
+
+    Attributes:
         tensors: every Hugging Face tensor, whole, without aliases (a tied lm_head follows from the config); all of one dtype. Views
             into an arena slot will do.
         model_files: config.json and the tokenizer's files by name, as the run started with.
     """
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+
+    tensors: Mapping[str, Tensor]
+    model_files: Mapping[str, bytes]
+
+
+def export_hf(directory: Path, policy: Export, critic: Export | None = None) -> None:
+    """Writes `directory` atomically, replacing what is there; the critic's is a sequence classifier with one label."""
     with new_directory(directory) as temporary:
-        for name, content in model_files.items():
-            (temporary / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
-        save_file(dict(tensors), temporary / "model.safetensors", metadata={"format": "pt"})
+        _write(temporary, policy)
+        if critic is not None:
+            (temporary / CRITIC).mkdir()
+            files = {**critic.model_files, "config.json": _classifier(critic.model_files["config.json"])}
+            _write(temporary / CRITIC, replace(critic, model_files=files))
+
+
+def _write(folder: Path, model: Export) -> None:
+    dtype = str(next(iter(model.tensors.values())).dtype).removeprefix("torch.")
+    for name, content in model.model_files.items():
+        (folder / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
+    save_file(dict(model.tensors), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _classifier(config: bytes) -> bytes:
+    """config.json of the sequence classifier with one label that belongs to a language model's."""
+    fields = json.loads(config)
+    architectures = [name.replace("ForCausalLM", "ForSequenceClassification") for name in fields["architectures"]]
+    return json.dumps({**fields, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}).encode()
 
 
 def _with_dtype(config: bytes, dtype: str) -> bytes:

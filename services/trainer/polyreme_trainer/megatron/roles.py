@@ -18,11 +18,10 @@ from polyreme_trainer.megatron.shard import DataShard
 Model = TypeVar("Model", bound=ShardedModel)
 
 Forward = Callable[[MicroBatch], Tensor]
-"""A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`."""
-
+"""A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or several: [n, k]."""
 
 Loss = Callable[[MicroBatch, Tensor], Tensor]
-"""The scalar to differentiate of one micro-batch, given the model's numbers for its trained tokens, fp32 [k]."""
+"""The scalar to differentiate of one micro-batch, given the model's output for it."""
 
 
 class Role(Generic[Model]):
@@ -56,11 +55,12 @@ class Role(Generic[Model]):
             result[torch.from_numpy(batch.tokens).to(result.device)] = self.forward(batch)
         return self.shard.sum(result).cpu().numpy()
 
-    def update(self, sequences: Sequences, indices: IntArray, loss: Loss, lr: float) -> float:
+    def update(self, sequences: Sequences, indices: IntArray, loss: Loss, lr: float, forward: Forward | None = None) -> float:
         """One optimizer step on `indices`, shared out over the data ranks.
 
         Args:
             loss: its values add up over all micro-batches and ranks to the step's loss.
+            forward: what the loss sees of the model; None: the role's own.
 
         Returns:
             The norm of the whole gradient before clipping.
@@ -68,7 +68,7 @@ class Role(Generic[Model]):
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
         for batch in self.shard.micro_batches(sequences, indices, self.parameters):
-            loss(batch, self.forward(batch)).backward()
+            loss(batch, (forward or self.forward)(batch)).backward()
         self.optimizer.set_lr(lr)
         return self.optimizer.step()
 

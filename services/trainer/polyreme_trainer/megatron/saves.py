@@ -17,7 +17,7 @@ from polyreme.errors import ConfigError
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic, checkpoint
-from polyreme_trainer.megatron.export import export_hf
+from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.roles import Role
 
 WARM_START = "warm-start"
@@ -68,18 +68,26 @@ class Saves:
         checkpoint.load(found, roles)
         return self.newest, found.facts
 
-    def save(self, version: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Saved:
+    def save(
+        self,
+        version: int,
+        roles: Sequence[Role[Any]],
+        facts: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        critic: Export | None = None,
+    ) -> Saved:
         """Writes both, and removes what is past `keep_checkpoints`. Collective.
 
         Args:
             roles: those that are trained.
             facts: rank 0's go into the checkpoint.
             tensors: the version by Hugging Face name, without aliases; used on rank 0.
+            critic: exported within the version's directory; used on rank 0.
         """
         path = checkpoint.iteration_path(self._root, version)
 
         async def export() -> None:
-            await asyncio.to_thread(export_hf, self.hf_path(version), tensors, self._files)
+            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), critic)
 
         async def prune() -> None:
             await asyncio.to_thread(self._prune, version)

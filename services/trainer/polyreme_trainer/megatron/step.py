@@ -17,22 +17,31 @@ from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
-from polyreme_trainer.megatron.roles import Loss, Role
+from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
+from polyreme_trainer.megatron.roles import Forward, Loss, Role
 from polyreme_trainer.megatron.shard import DataShard
 
 PROBE = 16
 """Sequences that measure the mismatch when none has a gradient."""
 
-
+_SERIES = {"score": "score", "reward": "rewards", "advantage": "advantages", "return": "returns", "value": "values"}
 RECORDED_AS = {
-    "policy_loss": "loss/policy",
-    "kl": "loss/kl",
+    "policy_loss": "actor/pg_loss",
+    "clip_fraction": "actor/pg_clipfrac",
+    "ppo_kl": "actor/ppo_kl",
+    "kl": "actor/kl_loss",
+    "entropy": "actor/entropy",
+    "value_loss": "critic/vf_loss",
+    "value_clip_fraction": "critic/vf_clipfrac",
+    "explained_variance": "critic/explained_variance",
     "importance_weight": "importance/weight_mean",
     "importance_weight_max": "importance/weight_max",
     "truncated_fraction": "importance/truncated_fraction",
+    **{name: f"critic/{series}/mean" for name, series in _SERIES.items()},
+    **{f"{name}_max": f"critic/{series}/max" for name, series in _SERIES.items()},
+    **{f"{name}_min": f"critic/{series}/min" for name, series in _SERIES.items()},
 }
-"""Names in the run's metrics, where they differ from the algorithm's."""
+"""Names in the run's metrics, where they differ from the algorithm's. Those of actor and critic are MindSpeed RL's."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,10 @@ class Models(Protocol):
     @property
     def shard(self) -> DataShard: ...
 
+    def logprobs_and_entropies(self, batch: MicroBatch) -> Tensor:
+        """Of the actor, fp32 [2, k]."""
+        ...
+
 
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
     """Every optimizer step of one iteration.
@@ -96,17 +109,18 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     if models.reference is not None and tokens.reference is None:
         tokens = replace(tokens, reference=models.reference.infer(sequences, needed))
     losses = Losses(batch, algorithm, tokens, advantages, models.shard)
+    forward = models.logprobs_and_entropies if losses.with_entropy else models.actor.forward
     if not len(needed):
-        probe(models.actor, losses)
+        probe(models.actor, forward, losses)
     norms, critic_norms = [], []
     for step, part in zip(batch.steps, parts, strict=True):
         if batch.trains_actor:
-            norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr))
+            norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward))
         if models.critic is not None:
             trained = step[sequences.trained[step] > 0]
             critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
     measured: dict[str, float | None] = {"mismatch_kl": None, **finish(advantages.metrics), **losses.reduced()}
-    measured |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "lr": batch.lr if batch.trains_actor else 0.0}
+    measured |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "actor/lr": batch.lr if batch.trains_actor else 0.0}
     if models.critic is not None:
         measured |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": batch.critic_lr}
     measured["trained_samples"] = int((moving & has_advantage(tokens, advantages)).sum())
@@ -120,10 +134,21 @@ def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models) ->
     if needs.critic:
         assert models.critic is not None
         tokens = replace(tokens, values=models.critic.infer(sequences, every))
+    if needs.final_values:
+        assert models.critic is not None
+        tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, every[tokens.truncated[every]]))
     if needs.old:
         assert models.reference is not None
         tokens = replace(tokens, old=models.actor.infer(sequences, every), reference=models.reference.infer(sequences, every))
     return tokens
+
+
+def values_after_end(critic: Role[Any], sequences: Sequences, indices: IntArray) -> FloatArray:
+    """float32 [n], the critic's value after the last token of the sequences `indices`; 0 for all others."""
+    extended = with_end(sequences)
+    values = np.zeros(len(sequences), dtype=np.float32)
+    values[indices] = critic.infer(extended, indices)[extended.offsets[indices + 1] - 1]
+    return values
 
 
 def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
@@ -132,12 +157,12 @@ def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
 
 
 @torch.no_grad()
-def probe(actor: Role[Any], losses: "Losses") -> None:
+def probe(actor: Role[Any], forward: Forward, losses: "Losses") -> None:
     """Measures the mismatch on a few sequences that the policy sampled itself."""
     fresh = losses.fresh_sequences()[:PROBE]
     loss = losses.of_policy(fresh)
     for batch in actor.shard.micro_batches(losses.sequences, fresh, actor.parameters):
-        loss(batch, actor.forward(batch))
+        loss(batch, forward(batch))
 
 
 class Losses:
@@ -148,6 +173,7 @@ class Losses:
     ) -> None:
         self.sequences, self._algorithm, self._tokens, self._advantages = batch.sequences, algorithm, tokens, advantages
         self._shard = shard
+        self.with_entropy = algorithm.needs.entropy
         self._fresh = tokens.version == batch.number - 1
         self._policy: list[Metrics] = []
         self._critic: list[Metrics] = []
@@ -164,8 +190,9 @@ class Losses:
         weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
         self._coefficients += float(weight.sum())
 
-        def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
-            value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight))
+        def loss(batch: MicroBatch, output: Tensor) -> Tensor:
+            logprobs, entropy = output if self.with_entropy else (output, None)
+            value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight, entropy))
             self._policy.append(metrics)
             return value
 
@@ -182,7 +209,7 @@ class Losses:
 
         return loss
 
-    def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray) -> LossInputs:
+    def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray, entropy: Tensor | None = None) -> LossInputs:
         """What the policy's loss sees of a micro-batch."""
         tokens = self._tokens
         return LossInputs(
@@ -194,6 +221,7 @@ class Losses:
             sequence=batch.sequence,
             sequences=len(batch.indices),
             reference=None if tokens.reference is None else batch.take(tokens.reference),
+            entropy=entropy,
             fresh=batch.take(self._fresh),
         )
 
@@ -220,7 +248,7 @@ class Losses:
         policy, critic = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic))
         if "policy_loss" in policy:  # the coefficients of sequences that were not run count too: their loss is 0
             policy["policy_loss"] = (policy["policy_loss"][0], self._coefficients)
-        return finish(policy) | {f"critic/{name}": value for name, value in finish(critic).items()}
+        return finish(policy) | finish(critic)
 
 
 def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:

@@ -103,7 +103,7 @@ class SimulatedEngine:
         self._weights = self._weights.trained_on(batch)
         samples = sum(len(group.samples) for group in batch.groups)
         weights = (self._weights.plans + self._weights.payloads).hex()
-        return {"weights": weights, "trained_samples": samples, "lr": self._config.trainer.optimizer.lr}
+        return {"weights": weights, "trained_samples": samples, "actor/lr": self._config.trainer.optimizer.lr}
 
     def write(self, slot: int, version: int, term: int) -> Written:
         self._arena.begin(slot)

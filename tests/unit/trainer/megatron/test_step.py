@@ -12,10 +12,10 @@ from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import collect
+from polyreme_trainer.megatron.batch import IGNORE, Sequences, collect
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import DataShard
-from polyreme_trainer.megatron.step import Iteration, Models, Trained, train_iteration
+from polyreme_trainer.megatron.step import Iteration, Models, Trained, train_iteration, values_after_end
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
 
@@ -40,6 +40,22 @@ class Drifting:
         if torch.is_grad_enabled():
             self.rows.append(len(batch.indices))
         return torch.full((len(batch.tokens),), -1.0 - self.steps, requires_grad=torch.is_grad_enabled())
+
+
+@dataclass
+class PositionValues(Drifting):
+    """A critic whose value of a prefix is its number of tokens."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        columns = (batch.targets != IGNORE).nonzero()[:, 1]
+        return columns.float() + 1
+
+
+def test_a_truncated_response_goes_on_with_the_value_after_its_last_token() -> None:
+    sequences = Sequences([np.arange(4), np.arange(7), np.arange(5)], np.ones(3 + 6 + 4, np.float32))
+    stand_in: Any = PositionValues()
+    critic = Role("critic", stand_in, stand_in.forward, DataShard(torch.device("cpu"), 64))
+    assert values_after_end(critic, sequences, np.array([1, 2])).tolist() == [0, 7, 5]
 
 
 def trained(model: Drifting, scores: list[list[float]], version: int = 0) -> Trained:
@@ -76,6 +92,4 @@ def test_samples_without_advantage_are_not_run_and_still_count() -> None:
     result = trained(model, [[1.0, 1.0], [0.0, 1.0]])
     assert sum(model.rows) == 2
     assert result.metrics["trained_samples"] == 2
-    assert result.metrics["loss/policy"] == pytest.approx(
-        0.0, abs=1e-6
-    )  # advantages of a group add up to 0, and all ratios are 1
+    assert result.metrics["actor/pg_loss"] == pytest.approx(0.0, abs=1e-7)  # a group's advantages add up to 0, all ratios are 1

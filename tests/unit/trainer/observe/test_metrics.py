@@ -13,7 +13,7 @@ from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.learner.leader import join, split
 from polyreme_trainer.observe.metrics import iteration_record, observe
 
-TRAINED = {"off_policy_kl": 1e-3, "mismatch_kl": 1e-9, "trained_samples": 2, "lr": 1e-4}
+TRAINED = {"off_policy_kl": 1e-3, "mismatch_kl": 1e-9, "trained_samples": 2, "actor/lr": 1e-4}
 SECONDS = {"iteration": 2.0, "learner_wait": 1.0, "train": 0.5, "write": 0.1}
 
 
@@ -47,7 +47,7 @@ def test_the_record() -> None:
     assert record["entropy"] == pytest.approx(0.5)
     assert (record["staleness/mean"], record["staleness/max"], record["staleness/samples"]) == (0.25, 1, [3, 1])
     assert record["staleness/mixed_fraction"] == 0.0
-    assert (record["off_policy_kl"], record["lr"]) == (1e-3, 1e-4)
+    assert (record["off_policy_kl"], record["actor/lr"]) == (1e-3, 1e-4)
     assert (record["time/generate"], record["time/score"], record["time/train"]) == (0.7, 0.1, 0.5)
     assert (record["tokens/generated"], record["tokens_per_second"], record["samples_per_second"]) == (40, 20.0, 2.0)
 

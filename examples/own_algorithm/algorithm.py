@@ -1,0 +1,34 @@
+"""An algorithm of one's own: the group's median as baseline, and a policy gradient whose weights are truncated.
+
+One outlier moves a group's mean and hardly its median. The ratio to the policy before the step is a weight without gradient, at most
+CAP, so no token loses its gradient.
+"""
+
+import numpy as np
+import torch
+
+CAP = 2.0
+
+
+def advantages(batch):
+    """Score minus the median of the group, float64 [t]: one number for each prediction of the batch.
+
+    `batch` is a `polyreme_trainer.algorithms.batch.TokenBatch`: numpy arrays of a whole iteration, [n] per sequence and [t] per token.
+    """
+    median = np.zeros(len(batch))
+    for group in np.unique(batch.group):
+        members = batch.group == group
+        median[members] = np.median(batch.score[members])
+    return (batch.score - median)[batch.sequence_of]
+
+
+def loss(inputs):
+    """`-min(r, CAP) A log p`, and what is recorded: name -> (sum, weight).
+
+    `inputs` is a `polyreme_trainer.algorithms.inputs.LossInputs`: torch tensors [t] of the trained tokens of one micro-batch. A loss is
+    a sum over tokens with `inputs.weight`, so that micro-batches and ranks add up to the loss of the whole step.
+    """
+    ratio = torch.exp(inputs.logprobs.detach() - inputs.old)
+    token_loss = -ratio.clamp(max=CAP) * inputs.advantages * inputs.logprobs
+    metrics = {"own/capped_fraction": ((ratio > CAP).float().sum(), torch.tensor(float(len(ratio))))}
+    return (inputs.weight * token_loss).sum(), metrics

@@ -1,0 +1,109 @@
+"""A user's Python source, named by file or module: found, read, parsed, and loaded where it runs.
+
+Invariant: `load_module` alone runs the user's code; everything else reads text.
+"""
+
+import ast
+import hashlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from polyreme.errors import ConfigError
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def find_source(module: str) -> Path | None:
+    """The file of an importable module; None for one that is no Python source. Its packages are not imported.
+
+    Raises:
+        ConfigError: there is no such module.
+    """
+    first, *inside = module.split(".")
+    spec = find_spec(first)
+    for depth in range(1, len(inside) + 1):
+        if spec is None:
+            break
+        spec = PathFinder.find_spec(".".join([first, *inside[:depth]]), spec.submodule_search_locations)
+    if spec is None:
+        raise ConfigError(f"an importable module {module}", "none of that name", "Install it, or fix `module`.")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def digest_of(code: bytes) -> str:
+    """SHA-256 of a source, its first 16 hexadecimal digits."""
+    return hashlib.sha256(code).hexdigest()[:16]
+
+
+def load_module(path: str, code: str) -> types.ModuleType:
+    """Runs a file's text as a module of its own name; its folder is importable, so that it can import its neighbours."""
+    name = os.path.splitext(os.path.basename(path))[0]
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.path.insert(0, os.path.dirname(path))
+    sys.modules[name] = module
+    exec(compile(code, path, "exec"), module.__dict__)
+    return module
+
+
+def parse(code: str, where: str) -> dict[str, ast.stmt]:
+    """The names that a module's text binds, each with its statement, also under `if`, `try` and `with`.
+
+    Raises:
+        ConfigError: the text is no Python. `where` names it.
+    """
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(f"Python in {where}", f"{error.args[0]}{line}", "Fix the file.") from None
+    return dict(_bindings(tree.body))
+
+
+def stand_in_for(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
+    """A function of the same name and parameters, which cannot be called."""
+
+    def function(*_: Any, **__: Any) -> None:
+        raise AssertionError("a stand-in is not for calling")
+
+    function.__name__ = node.name
+    function.__signature__ = inspect.Signature(list(_parameters(node.args)))  # type: ignore[attr-defined]
+    return function
+
+
+def _bindings(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node
+            case ast.Import() | ast.ImportFrom():
+                yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
+            case ast.Assign(targets=targets):
+                yield from ((leaf.id, node) for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name, node
+            case _:
+                for part in ("body", "orelse", "finalbody", "handlers"):
+                    yield from _bindings(getattr(node, part, ()))
+
+
+def _parameters(arguments: ast.arguments) -> Iterator[inspect.Parameter]:
+    kinds = inspect.Parameter
+    placed: list[tuple[ast.arg, Any]] = [(each, kinds.POSITIONAL_ONLY) for each in arguments.posonlyargs]
+    placed += [(each, kinds.POSITIONAL_OR_KEYWORD) for each in arguments.args]
+    first_default = len(placed) - len(arguments.defaults)
+    for place, (each, kind) in enumerate(placed):
+        yield inspect.Parameter(each.arg, kind, default=None if place >= first_default else kinds.empty)
+    if arguments.vararg:
+        yield inspect.Parameter(arguments.vararg.arg, kinds.VAR_POSITIONAL)
+    for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        yield inspect.Parameter(each.arg, kinds.KEYWORD_ONLY, default=kinds.empty if default is None else None)
+    if arguments.kwarg:
+        yield inspect.Parameter(arguments.kwarg.arg, kinds.VAR_KEYWORD)
