@@ -67,8 +67,8 @@ def leftovers() -> tuple[set[int], set[str]]:
 
 async def test_programs_are_judged_and_leave_nothing() -> None:
     before = leftovers()
-    reward = {"name": "code", "options": {"timeout": 1.0, "memory_mib": 128}}
-    async with scoring(reward, item_timeout=10.0, workers=2) as scorer:
+    reward = {"name": "code", "options": {"timeout": 3.0, "memory_mib": 128}}
+    async with scoring(reward, item_timeout=100.0, workers=2) as scorer:
         answers = await scorer.score([*GOOD, *BAD, *GOOD])
         assert summary(answers) == [("OK", 1.0)] * len(GOOD) + [("OK", 0.0)] * len(BAD) + [("OK", 1.0)] * len(GOOD)
     children, folders = leftovers()

