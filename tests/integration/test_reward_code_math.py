@@ -31,7 +31,7 @@ GOOD = [
     program("def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]),
     program("print('x' * 1000, end='  \\n\\n')", {"inputs": [""], "outputs": ["x" * 1000]}),
     program("if __name__ == '__main__':\n    print(3)", {"inputs": [""], "outputs": ["3"]}),
-    program("import os, sys\nprint(len(os.environ) <= 2, os.listdir())", {"inputs": [""], "outputs": ["True ['program.py']"]}),
+    program("import os, sys\nprint(len(os.environ) <= 4, os.listdir())", {"inputs": [""], "outputs": ["True ['program.py']"]}),
     Item("", "p", "print(input())", metadata_json=json.dumps({"tests": {"inputs": ["3"], "outputs": ["3"]}})),
 ]
 BAD = [

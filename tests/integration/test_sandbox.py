@@ -37,8 +37,9 @@ def script(mode: Mode, program: str, stdin: str = "", limits: Limits = LIMITS) -
 
 def test_a_program_has_its_input_a_directory_threads_and_packages(mode: Mode) -> None:
     program = """
-import asyncio, os, tempfile, threading
-import pydantic
+import asyncio, os, tempfile
+import numpy, threading
+assert numpy.ones(1000).dot(numpy.ones(1000)) == 1000 and len(os.environ) <= 4
 with tempfile.TemporaryFile() as file:
     file.write(b"x")
 open("own", "w").write("x")

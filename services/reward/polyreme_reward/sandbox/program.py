@@ -31,6 +31,7 @@ from polyreme_reward.sandbox import bubblewrap, landlock, seccomp
 _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'rb')); exec(code)"
 _INSIDE = str(Path(__file__).with_name("inside"))
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts a thread for each core
 _FILES = 256
 _MIB = 1 << 20
 
@@ -99,7 +100,7 @@ class Program:
                 stdout=stdout_end,
                 stderr=self._errors,
                 cwd=self._folder or "/",
-                env={},
+                env=_ENVIRONMENT,
                 start_new_session=True,
                 pass_fds=kept,
                 preexec_fn=preexec,
