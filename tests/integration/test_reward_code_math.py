@@ -65,12 +65,12 @@ def leftovers() -> tuple[set[int], set[str]]:
     }
 
 
-async def test_programs_are_judged_and_leave_nothing() -> None:
+@pytest.mark.parametrize(("programs", "score", "timeout"), [(GOOD, 1.0, 60.0), (BAD, 0.0, 1.0)])
+async def test_programs_are_judged_and_leave_nothing(programs: list[Item], score: float, timeout: float) -> None:
     before = leftovers()
-    reward = {"name": "code", "options": {"timeout": 3.0, "memory_mib": 128}}
-    async with scoring(reward, item_timeout=100.0, workers=2) as scorer:
-        answers = await scorer.score([*GOOD, *BAD, *GOOD])
-        assert summary(answers) == [("OK", 1.0)] * len(GOOD) + [("OK", 0.0)] * len(BAD) + [("OK", 1.0)] * len(GOOD)
+    reward = {"name": "code", "options": {"timeout": timeout, "memory_mib": 128}}
+    async with scoring(reward, item_timeout=200.0, workers=2) as scorer:
+        assert summary(await scorer.score(programs * 2)) == [("OK", score)] * len(programs) * 2
     children, folders = leftovers()
     assert (children - before[0], folders - before[1]) == (set(), set())
 

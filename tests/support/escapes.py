@@ -209,6 +209,7 @@ if at != ctypes.c_void_p(-1).value: ctypes.memset(at, 1, 300 << 20); escaped()""
     Attempt("a POSIX message queue", "call('mq_open', b'x', 0o102, 0o600, 0) >= 0 and escaped()"),
     Attempt("one large file", "open('large', 'wb').write(bytes(64 << 20)); escaped()"),
     Attempt("many files", "[open(f'{k}', 'wb').write(bytes(1 << 20)) for k in range(200)]; escaped()"),
+    Attempt("a flood of empty files", "libc.prctl(4, 0, 0, 0, 0); [open(str(k), 'w').close() for k in range(100_000)]; escaped()"),
     Attempt("a flood of output", "while True: os.write(1, b'x' * 65536)"),
     Attempt("no end, and no signal heard", "[signal.signal(n, signal.SIG_IGN) for n in range(1, 65) if n not in (9, 19, 32, 33)]\nsignal.pthread_sigmask(0, range(1, 65))\nwhile True: pass", endless=True),
     Attempt("no end of the end", "import atexit, time; atexit.register(time.sleep, 1000)", endless=True),

@@ -32,7 +32,7 @@ _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'r
 _INSIDE = str(Path(__file__).with_name("inside"))
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts a thread for each core
-_FILES = 256
+_FILES = 1024
 _MIB = 1 << 20
 
 
@@ -140,6 +140,11 @@ class Program:
         """The limit that the program is found beyond, of those that the kernel does not enforce."""
         if self._folder is not None and self.mode is not Mode.NONE and _usage(self._folder) > self.limits.disk_mib * _MIB:
             return "disk"
+        if self.mode is Mode.BUBBLEWRAP:  # bytes have a limit there, files do not
+            with contextlib.suppress(OSError):  # it has ended
+                files = os.statvfs(f"/proc/{self._pid()}/root/tmp")
+                if files.f_files - files.f_ffree > _FILES:
+                    return "disk"
         with contextlib.suppress(OSError):  # it has ended
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid()}/status").read_text().splitlines())
             if int(fields["Threads"]) > self.limits.threads:
