@@ -65,10 +65,10 @@ def leftovers() -> tuple[set[int], set[str]]:
     }
 
 
-@pytest.mark.parametrize(("programs", "score", "timeout"), [(GOOD, 1.0, 60.0), (BAD, 0.0, 1.0)])
-async def test_programs_are_judged_and_leave_nothing(programs: list[Item], score: float, timeout: float) -> None:
+@pytest.mark.parametrize(("programs", "score", "limit"), [(GOOD, 1.0, 60.0), (BAD, 0.0, 1.0)])
+async def test_programs_are_judged_and_leave_nothing(programs: list[Item], score: float, limit: float) -> None:
     before = leftovers()
-    reward = {"name": "code", "options": {"timeout": timeout, "memory_mib": 128}}
+    reward = {"name": "code", "options": {"timeout": limit, "memory_mib": 128}}
     async with scoring(reward, item_timeout=200.0, workers=2) as scorer:
         assert summary(await scorer.score(programs * 2)) == [("OK", score)] * len(programs) * 2
     children, folders = leftovers()

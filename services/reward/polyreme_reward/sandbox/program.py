@@ -214,7 +214,7 @@ def _resources(limits: Limits) -> dict[str, int]:
         "RLIMIT_DATA": limits.memory_mib * _MIB,
         "RLIMIT_FSIZE": limits.disk_mib * _MIB,
         "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 0,
+        "RLIMIT_CORE": 1,  # no core file, and unlike 0 no program that the kernel would give it to
     }
 
 
