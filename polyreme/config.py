@@ -139,7 +139,8 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1, description="Worker processes for rewards that run in this service.")
     worker_memory_mib: int = Field(4096, ge=64, description="Data memory of each worker process.")
     worker_environment: list[str] = Field(
-        [], description="Variables that worker processes get beside the usual ones, such as an API key that a Python reward reads."
+        [],
+        description="Variables that worker processes get beside the usual ones, such as an API key that a Python reward reads.",
     )
     queue: int = Field(16384, ge=1, description="Items a reward server takes in at once; it refuses more.")
     special_tokens: list[str] = Field([], description="Taken out of responses on foreign HTTP wires, which carry them as text.")
