@@ -1,6 +1,5 @@
 """The built-in rewards that need worker processes: programs on tests, and mathematics."""
 
-import asyncio
 import json
 import os
 import tempfile
@@ -32,7 +31,7 @@ GOOD = [
     program("def f(x):\n    return x + 1", ["assert f(1) == 2", "assert f(2) == 3"]),
     program("print('x' * 1000, end='  \\n\\n')", {"inputs": [""], "outputs": ["x" * 1000]}),
     program("if __name__ == '__main__':\n    print(3)", {"inputs": [""], "outputs": ["3"]}),
-    program("import os, sys\nprint(len(os.environ) <= 2, os.listdir())", {"inputs": [""], "outputs": ["True ['program.py']"]}),
+    program("import os, sys\nprint(len(os.environ) <= 4, os.listdir())", {"inputs": [""], "outputs": ["True ['program.py']"]}),
     Item("", "p", "print(input())", metadata_json=json.dumps({"tests": {"inputs": ["3"], "outputs": ["3"]}})),
 ]
 BAD = [
@@ -66,13 +65,12 @@ def leftovers() -> tuple[set[int], set[str]]:
     }
 
 
-async def test_programs_are_judged_and_leave_nothing() -> None:
+@pytest.mark.parametrize(("programs", "score", "limit"), [(GOOD, 1.0, 60.0), (BAD, 0.0, 1.0)])
+async def test_programs_are_judged_and_leave_nothing(programs: list[Item], score: float, limit: float) -> None:
     before = leftovers()
-    patient, hasty = ({"name": "code", "options": {"timeout": timeout, "memory_mib": 128}} for timeout in (60, 1.0))
-    async with scoring(patient, item_timeout=600.0) as good, scoring(hasty, item_timeout=600.0, workers=2) as bad:
-        right, wrong = await asyncio.gather(good.score(GOOD), bad.score(BAD))
-        assert summary(right) == [("OK", 1.0)] * len(GOOD)
-        assert summary(wrong) == [("OK", 0.0)] * len(BAD)
+    reward = {"name": "code", "options": {"timeout": limit, "memory_mib": 128}}
+    async with scoring(reward, item_timeout=200.0, workers=2) as scorer:
+        assert summary(await scorer.score(programs * 2)) == [("OK", score)] * len(programs) * 2
     children, folders = leftovers()
     assert (children - before[0], folders - before[1]) == (set(), set())
 

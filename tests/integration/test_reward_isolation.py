@@ -188,11 +188,11 @@ async def test_a_keeper_whose_words_are_unheard_ends_all_the_same(
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def test_a_hang_has_its_whole_deadline(plugin: dict[str, str]) -> None:
-    async with scoring(plugin, item_timeout=2.0) as scorer:
+async def test_a_hang_lasts_until_its_deadline_and_holds_up_no_other(plugin: dict[str, str]) -> None:
+    async with scoring(plugin, item_timeout=5.0) as scorer:
         begin = time.monotonic()
         answers = await scorer.score([item("loop"), item("a", "a")])
-        assert time.monotonic() - begin >= 2.0
+        assert time.monotonic() - begin >= 5.0
         assert summary(answers) == [("TIMEOUT", 0.0), ("OK", 1.0)]
 
 

@@ -14,6 +14,7 @@ from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules import make_rule
 from polyreme_reward.sandbox import modes
 from polyreme_reward.sandbox import program as starting
+from polyreme_reward.sandbox import run as running
 from polyreme_reward.sandbox.modes import choose, why_not
 from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
 from polyreme_reward.sandbox.run import Ended, check, run
@@ -37,8 +38,9 @@ def script(mode: Mode, program: str, stdin: str = "", limits: Limits = LIMITS) -
 
 def test_a_program_has_its_input_a_directory_threads_and_packages(mode: Mode) -> None:
     program = """
-import asyncio, os, tempfile, threading
-import pydantic
+import asyncio, os, tempfile
+import numpy, threading
+assert numpy.ones(1000).dot(numpy.ones(1000)) == 1000 and len(os.environ) <= 4
 with tempfile.TemporaryFile() as file:
     file.write(b"x")
 open("own", "w").write("x")
@@ -68,6 +70,12 @@ def test_a_program_that_fails_is_no_error_of_the_sandbox(mode: Mode, program: st
     ended = script(mode, program, limits=SHORT if over == "time" else LIMITS)
     assert (ended.well, ended.over) == (False, over)
     assert not [process for process in descendants() if "-X" in process.cmdline()]
+
+
+def test_a_sandbox_that_takes_its_time_breaks_no_limit(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at before the program runs is not the program's."""
+    monkeypatch.setattr(running, "_LOOK_SECONDS", 1e-6)
+    assert all(script(mode, "pass").well for _ in range(10))
 
 
 VALUES = "def f(x):\n    return x + 1\n"

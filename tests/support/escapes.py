@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from polyreme_reward.sandbox.program import Limits, Mode
 from polyreme_reward.sandbox.run import run
 
 SECRET = "correct-horse-battery-staple"
-LIMITS = Limits(seconds=0.7, memory_mib=96, disk_mib=8, threads=32)
+LIMITS = Limits(seconds=30.0, memory_mib=96, disk_mib=8, threads=32)
 
 PRELUDE = """
 import ctypes, json, os, signal, socket, sys
@@ -47,11 +48,12 @@ def files(*paths):
 
 @dataclass(frozen=True)
 class Attempt:
-    """One program. `harmless`: it may run without a sandbox, where it must succeed."""
+    """One program. `harmless`: it may run without a sandbox, where it must succeed. `endless`: only its time limit ends it."""
 
     name: str
     program: str
     harmless: bool = False
+    endless: bool = False
 
 
 ATTEMPTS = [
@@ -147,6 +149,12 @@ if os.fork() == 0:
 import threading, time
 for count in range(100_000): threading.Thread(target=time.sleep, args=(100,), daemon=True).start(); count > 200 and escaped(count)
 """),
+    Attempt("threads with small stacks", """
+import threading, time
+threading.stack_size(65536)
+for count in range(5_000): threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+escaped()
+"""),
     Attempt("a call in 32 bits", """
 import mmap, platform
 if platform.machine() == "x86_64":  # mov eax, 2 (fork); int 0x80; ret
@@ -201,9 +209,10 @@ if at != ctypes.c_void_p(-1).value: ctypes.memset(at, 1, 300 << 20); escaped()""
     Attempt("a POSIX message queue", "call('mq_open', b'x', 0o102, 0o600, 0) >= 0 and escaped()"),
     Attempt("one large file", "open('large', 'wb').write(bytes(64 << 20)); escaped()"),
     Attempt("many files", "[open(f'{k}', 'wb').write(bytes(1 << 20)) for k in range(200)]; escaped()"),
+    Attempt("a flood of empty files", "libc.prctl(4, 0, 0, 0, 0); [open(str(k), 'w').close() for k in range(100_000)]; escaped()"),
     Attempt("a flood of output", "while True: os.write(1, b'x' * 65536)"),
-    Attempt("no end, and no signal heard", "[signal.signal(n, signal.SIG_IGN) for n in range(1, 65) if n not in (9, 19, 32, 33)]\nsignal.pthread_sigmask(0, range(1, 65))\nwhile True: pass"),
-    Attempt("no end of the end", "import atexit, time; atexit.register(time.sleep, 1000)"),
+    Attempt("no end, and no signal heard", "[signal.signal(n, signal.SIG_IGN) for n in range(1, 65) if n not in (9, 19, 32, 33)]\nsignal.pthread_sigmask(0, range(1, 65))\nwhile True: pass", endless=True),
+    Attempt("no end of the end", "import atexit, time; atexit.register(time.sleep, 1000)", endless=True),
 ]  # fmt: skip
 
 
@@ -331,8 +340,14 @@ def main(mode: Mode, names: list[str]) -> bool:
         for attempt in chosen:
             facts["victim"] = here.victim.pid
             before = here.snapshot()
-            ended = run(mode, {"kind": "script", "program": PRELUDE + attempt.program}, json.dumps(facts), LIMITS)
+            limits = replace(LIMITS, seconds=0.5) if attempt.endless else LIMITS
+            ended = run(mode, {"kind": "script", "program": PRELUDE + attempt.program}, json.dumps(facts), limits)
             after = here.snapshot()
+            for _ in range(100 if mode is Mode.NONE and b"ESCAPED" not in ended.stdout else 0):
+                if after != before:
+                    break
+                time.sleep(0.05)  # signals and datagrams that must arrive take their time
+                after = here.snapshot()
             changed = {name: after[name] for name in after if after[name] != before[name]}
             said = ended.stdout[:200].decode(errors="replace") if b"ESCAPED" in ended.stdout else ""
             achieved[attempt.name] = said + (f" changed {changed}" if changed else "")

@@ -111,7 +111,7 @@ def test_every_image_installs_a_part_of_the_lock() -> None:
 def test_the_reward_service_may_make_sandboxes_and_little_else() -> None:
     """Its filter lacks what bubblewrap needs, and has what Docker's refuses besides."""
     reward = SERVICES["reward"]
-    assert {"seccomp:deploy/reward-seccomp.json", "no-new-privileges:true"} <= set(reward["security_opt"])
+    assert {"seccomp=deploy/reward-seccomp.json", "no-new-privileges=true"} <= set(reward["security_opt"])
     assert reward["cap_drop"] == ["ALL"]
     assert [name for name, service in SERVICES.items() if "security_opt" in service] == ["reward"]
     profile = json.loads((ROOT / "deploy" / "reward-seccomp.json").read_text())

@@ -1,1 +1,1 @@
-"""Code that may hang, crash or lie runs in processes of its own: `pool` asks, `keeper` forks and ends, `worker` runs the code."""
+"""Processes for code that may hang, crash or lie: `pool` schedules items, `keeper` forks and ends, `worker` runs the code."""

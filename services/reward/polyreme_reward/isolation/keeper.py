@@ -1,11 +1,11 @@
-"""The process that owns the workers: it forks them, ends them, and sweeps up whatever they leave behind.
+"""The process that owns the workers: it forks them, ends them, and removes whatever they leave behind.
 
-Invariant: when it ends, nothing that a worker started still runs, and none of its temporary files is left. It is single-threaded, runs no plugin code, adopts orphans
-(PR_SET_CHILD_SUBREAPER), and ends with the other end of its control socket.
+Invariant: when it ends, nothing that a worker started still runs, and none of its temporary files is left. It is single-threaded, runs no plugin
+code, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends when its control socket closes.
 
 Control socket (SOCK_SEQPACKET, JSON): in {"spawn": id} with the worker's socket, {"kill": id}; out {"forked": id}, {"exited": id, "reason":
-text}. Run as `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`: FOLDER, removed at the end, holds a folder for each worker's
-temporary files, removed with it; the modules are imported before the first fork.
+text}. Run as `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`. FOLDER holds a folder for each worker's temporary files and is
+removed at the end; the modules are imported before the first fork.
 """
 
 import ctypes
@@ -68,10 +68,10 @@ class Keeper:
             self._end()
 
     def _command(self) -> bool:
-        """Obeys one message. False when the socket is closed."""
+        """Handles one message. Returns False when the socket is closed."""
         try:
             data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
-        except ConnectionError:  # closed, with words of ours unread
+        except ConnectionError:  # closed, with messages of ours unread
             return False
         if not data:
             return False
@@ -134,7 +134,7 @@ class Keeper:
             shutil.rmtree(f"{self._folder}/{name}", ignore_errors=True)
 
     def _sweep(self) -> bool:
-        """KILL to adopted orphans: their worker is gone. Their own children come to us next. True if there were any."""
+        """Sends SIGKILL to adopted orphans, whose worker is gone; their children are adopted next. Returns whether there were any."""
         orphans = [child.pid for child in self._me.children() if child.pid not in self._workers]
         for pid in orphans:
             _kill(pid)
@@ -152,7 +152,7 @@ class Keeper:
 
 
 def _kill(pid: int) -> None:
-    """KILL to a child that is not reaped yet, so that its pid is its own, and to its group."""
+    """Sends SIGKILL to a child that is not reaped yet, so that its pid is still its own, and to its group."""
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
@@ -175,11 +175,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would start threads, which no fork has
     for module in sys.argv[3:]:
-        with suppress(ImportError):  # the worker that needs it says so
+        with suppress(ImportError):  # the worker that needs it reports this
             importlib.import_module(module)
     gc.freeze()  # the forks share these pages
     Keeper(control, sys.argv[2]).run()
-    os._exit(0)  # preloaded libraries would take their time to say what they leak
+    os._exit(0)  # skips the slow clean-up of preloaded libraries
 
 
 if __name__ == "__main__":

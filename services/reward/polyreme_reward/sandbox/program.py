@@ -31,7 +31,8 @@ from polyreme_reward.sandbox import bubblewrap, landlock, seccomp
 _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'rb')); exec(code)"
 _INSIDE = str(Path(__file__).with_name("inside"))
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-_FILES = 256
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts a thread for each core
+_FILES = 1024
 _MIB = 1 << 20
 
 
@@ -99,7 +100,7 @@ class Program:
                 stdout=stdout_end,
                 stderr=self._errors,
                 cwd=self._folder or "/",
-                env={},
+                env=_ENVIRONMENT,
                 start_new_session=True,
                 pass_fds=kept,
                 preexec_fn=preexec,
@@ -139,6 +140,11 @@ class Program:
         """The limit that the program is found beyond, of those that the kernel does not enforce."""
         if self._folder is not None and self.mode is not Mode.NONE and _usage(self._folder) > self.limits.disk_mib * _MIB:
             return "disk"
+        if self.mode is Mode.BUBBLEWRAP:  # bytes have a limit there, files do not
+            with contextlib.suppress(OSError):  # it has ended
+                files = os.statvfs(f"/proc/{self._pid()}/root/tmp")
+                if files.f_files - files.f_ffree > _FILES:
+                    return "disk"
         with contextlib.suppress(OSError):  # it has ended
             fields = dict(line.split(":", 1) for line in Path(f"/proc/{self._pid()}/status").read_text().splitlines())
             if int(fields["Threads"]) > self.limits.threads:
@@ -208,7 +214,7 @@ def _resources(limits: Limits) -> dict[str, int]:
         "RLIMIT_DATA": limits.memory_mib * _MIB,
         "RLIMIT_FSIZE": limits.disk_mib * _MIB,
         "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 0,
+        "RLIMIT_CORE": 1,  # no core file, and unlike 0 no program that the kernel would give it to
     }
 
 

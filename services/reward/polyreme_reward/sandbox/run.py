@@ -92,7 +92,7 @@ def _watch(programs: Sequence[Program], limits: Limits) -> Ended:
                 end_by = now + limits.seconds
             if now > (end_by or start_by):
                 over = "time"
-            if over is None and now >= look_at:
+            if over is None and end_by is not None and now >= look_at:  # before, a look would find the sandbox's own set-up
                 look_at = now + _LOOK_SECONDS
                 over = next(filter(None, (program.broken_limit() for program in programs)), None)
     status = first.end()
