@@ -65,7 +65,8 @@ def train(
     for where, number in ((host, http_port), (_ANY, learner_port)):
         if number:
             check_free(where, number)
-    with prepared(config, overrides or [], resume, fork) if run is None else _joined(config, overrides or []) as chosen:
+    opened = prepared(config, overrides or [], resume, fork, only="trainer")
+    with opened if run is None else _joined(config, overrides or []) as chosen:
         logs_to = log_dir or next_attempt(chosen.config.run_dir)
         place = MeetingPlace(advertise, learner_port)
         asyncio.run(_train(chosen, redis, run, logs_to, (host, http_port), place, owner, start))
