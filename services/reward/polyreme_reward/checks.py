@@ -19,13 +19,14 @@ from polyreme.config.python_source import find_source
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme.net import tls
 from polyreme_reward.build import is_builtin, read_file
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.plugins.signatures import LABEL_NAMES, adapt
 from polyreme_reward.plugins.source import stand_in
-from polyreme_reward.rules import BUILTINS, make_rule
+from polyreme_reward.rules import BUILTINS, check_rule
 
 _ROWS = 20_000
 
@@ -42,6 +43,11 @@ class Need:
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     """Notices and errors of a run's rewards."""
     needs: dict[str, Need] = {}
+    if config.reward.security not in (None, config.security):  # the core checks the run's own
+        try:
+            tls.check_files(config.reward.security)
+        except ConfigError as error:
+            yield error
     for spec in config.reward.rewards:
         try:
             needs[spec.label] = _check_source(spec, config.reward)
@@ -63,8 +69,7 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
         ModelReward(spec.label, spec.weight, spec.model, spec.options, 1.0, 1.0, config.worker_memory_mib, Metrics())
     elif is_builtin(spec):
         if spec.name in BUILTINS or not entry_points(group=ENTRY_POINTS, name=str(spec.name)):
-            make_rule(str(spec.name), spec.options)
-            return Need(BUILTINS[str(spec.name)].needs)
+            return Need(check_rule(str(spec.name), spec.options).needs)
     else:
         path = spec.file or find_source(str(spec.module))
         function = stand_in(read_file(path), str(spec.file or spec.module), spec.function) if path else None

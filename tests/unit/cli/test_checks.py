@@ -113,6 +113,15 @@ def test_a_reward_of_the_users_is_read_and_not_run(config_file: Path, monkeypatc
     assert "0 of 1 rows" in notice
 
 
+@pytest.mark.parametrize("section", ["security", "reward.security"])
+def test_files_and_tokens_of_the_services_security(config_file: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    monkeypatch.delenv("TOKEN_OF_THE_TEST", raising=False)
+    assert "TOKEN_OF_THE_TEST" in errors(config_file, f"{section}.token_env=TOKEN_OF_THE_TEST")
+    monkeypatch.setenv("TOKEN_OF_THE_TEST", "t")
+    assert found(config_file, f"{section}.token_env=TOKEN_OF_THE_TEST") == Findings((), ())
+    assert "nowhere.pem" in errors(config_file, f"{section}={{certificate: nowhere.pem, key: nowhere.pem}}")
+
+
 def test_a_tokenizer_larger_than_the_embeddings(config_file: Path) -> None:
     edit(config_file.parent / "model" / "config.json", vocab_size=47)
     text = errors(config_file)
@@ -150,6 +159,16 @@ def test_prompts_that_are_too_long(config_file: Path) -> None:
     assert "1 of 2 prompts" in notice
     rows(config_file, {"prompt": "1" * 40, "answer": 1})
     assert "1, all longer" in errors(config_file)
+
+
+def test_what_another_service_lacks_here_is_a_notice(config_file: Path) -> None:
+    """Its files may be on the machine that it runs on."""
+    config = load_config(config_file, ["reward.rewards=[{file: elsewhere.py}]"])
+    assert findings(config).errors
+    [notice] = check_run(config, only="trainer")
+    assert "reward" in notice and "elsewhere.py" in notice
+    with pytest.raises(ConfigError):
+        check_run(config, only="reward")
 
 
 def test_a_check_may_raise_or_yield(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
