@@ -36,7 +36,7 @@ from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StoreErr
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer, connect
 from polyreme.net.redis_url import redis_option, without_password
-from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, backoff
+from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, restart_backoff
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 
 _GRACE_SECONDS = 15.0
@@ -179,7 +179,7 @@ class _Session:
                     f"See {self._config.run_dir / 'redis' / 'redis.log'}, then go on with --resume.",
                 )
             self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")
-            await asyncio.sleep(backoff(deaths, first=0.2))
+            await asyncio.sleep(restart_backoff(first=0.2).draw(deaths))
             try:
                 await self._own_store.restart()
             except StoreError:

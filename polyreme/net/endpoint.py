@@ -1,6 +1,6 @@
-"""Where a server listens and where others reach it: the same options and the same rule for every service.
+"""The address that a server binds and the address that others use: the same options and rule for every service.
 
-Kept here: nobody is told an address that only this machine understands, a wildcard's or its loopback's, unless they are on it too.
+Invariant: a wildcard or loopback address is never advertised to another machine.
 """
 
 import socket

@@ -1,7 +1,7 @@
-"""Ports for processes that bind them a moment later.
+"""Chooses free ports for processes that bind them later.
 
-Kept here: they lie below those that the kernel gives to outgoing connections, so that none of these takes one in between; not even a
-client of ours that goes on trying to reach it, which would be connected to itself.
+Invariant: the ports lie below the kernel's range for outgoing connections, so that no connection takes one before its process binds it;
+not even a client that retries on the port, which would otherwise connect to itself.
 """
 
 import random
