@@ -36,8 +36,8 @@ NOT_CONVERTED = (
     f"{TRAINER}/testing",
     f"{TRAINER}/weight_sync/version_writer.py",
 )
-SAME_NAME = frozenset({"Limits", "Metrics", "Row", "Snapshot", "SimulatedEngine"})
-"""Public class names that areas of NOT_CONVERTED still use twice."""
+SAME_NAME = frozenset({"Metrics", "Program", "Refused", "Role", "Row", "SimulatedEngine", "Snapshot", "Unit"})
+"""Public class names that are still used twice."""
 
 BANNED_MODULES = frozenset(
     {"desk", "drafts", "fleet", "hold", "intake", "pace", "place", "rows", "scratch", "servers", "slots", "snapshots", "usage"}
