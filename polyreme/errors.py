@@ -1,7 +1,7 @@
-"""Every error a user can meet, with what was expected, what was found and what to do.
+"""Errors that a user can act on: what was expected, what was found, what to do.
 
-The command line prints these as one message without a traceback and exits with their `exit_code`; any other exception is a bug
-and keeps its traceback.
+Invariant: the command line prints such an error as one message without a traceback and exits with its `exit_code`. Any other exception is
+a bug and keeps its traceback.
 """
 
 
@@ -21,7 +21,7 @@ class PolyremeError(Exception):
         self.expected, self.found, self.do = expected, found, do
 
     def __str__(self) -> str:
-        if self.found.startswith("expected "):  # an error passed on: its own message is the whole of it
+        if self.found.startswith("expected "):  # a forwarded error: its own message is complete
             return self.found
         return f"expected {self.expected}; found {self.found}. {self.do}"
 
@@ -39,19 +39,19 @@ class DataError(PolyremeError, ValueError):
 
 
 class StoreError(PolyremeError, ConnectionError):
-    """Redis cannot be reached or is not set up to keep what it is told."""
+    """Redis cannot be reached, or its settings could lose data."""
 
     exit_code = 3
 
 
 class UnavailableError(PolyremeError, TimeoutError):
-    """Something that had to be there did not come before its deadline."""
+    """Something required did not appear before its deadline."""
 
     exit_code = 4
 
 
 class StaleTermError(PolyremeError, RuntimeError):
-    """Another process has taken this role over; this one must stop and change nothing more."""
+    """Another process has taken over this role. This process must stop."""
 
     exit_code = 5
 

@@ -21,7 +21,7 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer
 from polyreme.net.redis_url import without_password
-from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, backoff
+from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, restart_backoff
 
 _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
@@ -162,7 +162,7 @@ class Session:
                     f"See {self._config.run_dir / 'redis' / 'redis.log'}, then go on with --resume.",
                 )
             self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")
-            await asyncio.sleep(backoff(deaths, first=0.2))
+            await asyncio.sleep(restart_backoff(first=0.2).draw(deaths))
             try:
                 await self._own_store.restart()
             except StoreError:

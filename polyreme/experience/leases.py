@@ -1,6 +1,7 @@
-"""Which servers are there: a lease lives while its owner renews it, so a dead server is gone after at most one ttl.
+"""Leases: the registrations of live servers.
 
-Renewal and registration are the same write, so a lease that expired while Redis or its owner stood still comes back by itself.
+Invariant: a lease exists while its owner renews it, so a dead server disappears after at most one ttl. Renewal and registration are the
+same write, so a lease that expired during a pause of Redis or of its owner is restored by the next renewal.
 """
 
 import asyncio
@@ -14,10 +15,10 @@ from typing import Any, Literal
 from polyreme.errors import PolyremeError, StoreError, UnavailableError
 from polyreme.experience.run import Run
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Kind = Literal["rollout", "reward", "learner"]
-_LEAVE = 2.0  # seconds for taking the lease away at exit; it expires by itself anyhow
+_REMOVE_TIMEOUT = 2.0  # to remove the lease at exit; it expires anyway
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Lease:
     """A server's registration.
 
     Attributes:
-        kind: what it serves; learner: a machine of a learner that is on several.
-        id: unique among all processes of the run, also over restarts.
-        address: host:port of its gRPC server; of a learner's machine: where its ranks meet, or its host alone.
-        http_address: host:port of its HTTP server; empty: it has none.
-        api: schema number of its protos.
-        facts: whatever else others should know, as JSON.
+        kind: the service; learner: one machine of a learner on several.
+        id: unique among all processes of the run, restarts included.
+        address: host:port of its gRPC server; of a learner's machine: its ranks' rendezvous, or its host.
+        http_address: host:port of its HTTP server; empty: none.
+        api: API version of its protos.
+        facts: further properties, as JSON.
     """
 
     kind: Kind
@@ -52,18 +53,18 @@ class Registry:
 
         Args:
             lease: the registration.
-            ttl: seconds after which it is gone when its owner has died.
+            ttl: seconds after its owner's death at which it expires.
         """
         keeper = LeaseKeeper(self.run, lease, ttl)
         await keeper.renew()
         return keeper
 
     async def leases(self, kind: Kind) -> list[Lease]:
-        """The living leases of a kind, by id."""
+        """The live leases of a kind, sorted by id."""
         ids = sorted(name.decode() for name in await self.run.redis.smembers(self.run.key(f"leases:{kind}")))
         texts = await self.run.redis.mget([self.run.key(f"lease:{kind}:{name}") for name in ids]) if ids else []
         for name in (name for name, text in zip(ids, texts, strict=True) if text is None):
-            await _unlease(self.run, kind, name, alive_too=False)
+            await _unlease(self.run, kind, name, even_if_alive=False)
         return [_read(text) for text in texts if text is not None]
 
     async def wait_for(
@@ -73,44 +74,44 @@ class Registry:
         timeout: float,  # noqa: ASYNC109
         alive: Callable[[], object] | None = None,
     ) -> list[Lease]:
-        """Waits until at least `count` leases of a kind live.
+        """Waits for at least `count` leases of a kind.
 
         Args:
-            kind, count: what to wait for.
+            kind, count: of the leases.
             timeout: seconds.
-            alive: asked at every look; it raises, or returns False, when waiting has become pointless.
+            alive: called at every check; it raises, or returns False, when waiting is pointless.
 
         Raises:
-            UnavailableError: not enough came; the message says which did.
+            UnavailableError: there are fewer; the message lists them.
             RunFailedError: the run failed meanwhile.
         """
-        there: list[Lease] = []
+        live: list[Lease] = []
         stopped = False
 
-        async def look() -> bool | None:
-            nonlocal there, stopped
+        async def enough() -> bool | None:
+            nonlocal live, stopped
             await self.run.check()
-            there = await self.leases(kind)
+            live = await self.leases(kind)
             stopped = alive is not None and alive() is False
-            return True if stopped or len(there) >= count else None
+            return True if stopped or len(live) >= count else None
 
-        await self.run.until(look, within=timeout)
-        if len(there) < count:
+        await self.run.until(enough, within=timeout)
+        if len(live) < count:
             raise UnavailableError(
                 f"{count} {kind} server{'s' if count > 1 else ''}" + ("" if stopped else f" within {timeout:g} s"),
-                f"{len(there)} ({', '.join(f'{lease.id} at {lease.address}' for lease in there) or 'none'})"
-                + (", and what was to bring more has ended" if stopped else ""),
-                f"Look at the logs of the {kind} servers, or start one with `polyreme {kind} --redis URL`.",
+                f"{len(live)} ({', '.join(f'{lease.id} at {lease.address}' for lease in live) or 'none'})"
+                + (", and their source has ended" if stopped else ""),
+                f"See the logs of the {kind} servers, or start one with `polyreme {kind} --redis URL`.",
             )
-        return there
+        return live
 
 
 class LeaseKeeper:
-    """Keeps one lease alive: `async with await registry.register(lease) as keeper`. It leaves at the block's end.
+    """Renews one lease: `async with await registry.register(lease) as keeper`. Removes it at the end of the block.
 
     Attributes:
-        lease: as registered now.
-        learner_term: the learner's term at the last renewal; 0 before the first. Calls of a lower one are a zombie's.
+        lease: as currently registered.
+        learner_term: the learner's term at the last renewal; 0 before the first. A call of a lower term comes from a replaced learner.
     """
 
     def __init__(self, run: Run, lease: Lease, ttl: float) -> None:
@@ -120,8 +121,8 @@ class LeaseKeeper:
         self._task: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
-        """Writes the lease now, for another ttl. Raises StoreError."""
-        async with self._writing:  # a write that takes long must not put old facts in the place of new ones
+        """Writes the lease for another ttl. Raises StoreError."""
+        async with self._writing:  # a slow write must not replace newer facts
             lease = self.lease
             text = json.dumps(asdict(lease), sort_keys=True)
             keys = [self._run.key(f"lease:{lease.kind}:{lease.id}"), self._run.key(f"leases:{lease.kind}")]
@@ -130,7 +131,7 @@ class LeaseKeeper:
         self.learner_term = max(self.learner_term, int(term))
 
     async def update(self, facts: Mapping[str, Any]) -> None:
-        """Merges `facts` into the lease's, and writes it."""
+        """Merges `facts` into the lease and writes it."""
         self.lease = replace(self.lease, facts={**self.lease.facts, **facts})
         await self.renew()
 
@@ -144,10 +145,10 @@ class LeaseKeeper:
             with suppress(asyncio.CancelledError):
                 await self._task
         try:
-            async with asyncio.timeout(_LEAVE):
-                await _unlease(self._run, self.lease.kind, self.lease.id, alive_too=True)
+            async with asyncio.timeout(_REMOVE_TIMEOUT):
+                await _unlease(self._run, self.lease.kind, self.lease.id, even_if_alive=True)
         except (PolyremeError, TimeoutError) as error:
-            log.warning("lease %s is left to expire: %s", self.lease.id, error)
+            logger.warning("lease %s was not removed and will expire: %s", self.lease.id, error)
 
     async def _keep(self) -> None:
         while True:
@@ -155,15 +156,15 @@ class LeaseKeeper:
             try:
                 await self.renew()
             except StoreError as error:
-                log.warning("lease %s could not be renewed: %s", self.lease.id, error)
+                logger.warning("lease %s could not be renewed: %s", self.lease.id, error)
 
 
 def _read(text: bytes) -> Lease:
-    """A lease as it was written, perhaps by another release: what that has beyond ours is left out."""
+    """Decodes a lease, without the fields of other releases."""
     known = {field.name for field in fields(Lease)}
     return Lease(**{name: value for name, value in json.loads(text).items() if name in known})
 
 
-async def _unlease(run: Run, kind: Kind, name: str, alive_too: bool) -> None:
+async def _unlease(run: Run, kind: Kind, name: str, even_if_alive: bool) -> None:
     keys = [run.key(f"lease:{kind}:{name}"), run.key(f"leases:{kind}")]
-    await run.scripts.call("unlease", name, f"{kind} {name}", int(alive_too), keys=keys)
+    await run.scripts.call("unlease", name, f"{kind} {name}", int(even_if_alive), keys=keys)

@@ -1,9 +1,9 @@
-"""The experience log: which group is in which state, and what it holds.
+"""The experience log: the state and the payload of every group.
 
     (none) -> admitted -> appended -> planned -> released        admitted -> dropped        admitted -> failed
 
-Every change is one script that checks the caller's term, so that a process which has been replaced can change nothing. Every
-count (in flight, appended, planned) is read off the log itself. The full table is in docs/log.md.
+Invariant: every change is one script that checks the caller's term, so a replaced process can change nothing. Every count (in flight,
+appended, planned) is derived from the log itself. docs/log.md has the full table.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from polyreme.experience.scripts import StaleAttemptError, TransitionError
 __all__ = ["Admission", "ExperienceLog", "PartialRolloutPart", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
 
 COMMITS_BOUND = 4_000  # a new orchestrator reads the newest commit of each replica here
-_READ_AT_ONCE = 64  # payloads per command: a long reply would hold up every other client
+_READ_AT_ONCE = 64  # payloads per command; a long reply would delay every other client
 
 
 class Role(StrEnum):
-    """The two that write: the orchestrator admits and appends; the learner plans, releases and pushes weights."""
+    """The two writing roles: the orchestrator admits and appends; the learner plans, releases and pushes weights."""
 
     ORCHESTRATOR = "orchestrator"
     LEARNER = "learner"
@@ -35,7 +35,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Term:
-    """A role's tenure: the holder with the highest counter is the only one whose changes count."""
+    """A term of a role. Only the holder of the highest counter can change the log."""
 
     role: Role
     counter: int
@@ -47,7 +47,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Admission:
-    """The right to generate group `index`; its append must name the same attempt."""
+    """The right to generate group `index`. Its append must name the same attempt."""
 
     index: int
     attempt: int
@@ -56,7 +56,7 @@ class Admission:
 
 @dataclass(frozen=True)
 class PartialRolloutPart:
-    """What attempt `attempt` at group `index` has generated since its part `number` - 1."""
+    """The tokens that attempt `attempt` of group `index` has generated since its part `number` - 1."""
 
     index: int
     attempt: int
@@ -77,15 +77,14 @@ class ExperienceLog:
 
     Args:
         run: its run.
-        term: of a role that another object of the same process took (the learner's publisher has its own connection);
-            None until `take`.
+        term: a term that another object of the same process took (the learner's publisher has its own connection). None until `take`.
     """
 
     def __init__(self, run: Run, term: Term | None = None) -> None:
         self.run, self.term = run, term
 
     async def take(self, role: Role) -> Term:
-        """Takes over `role`: from now on every change by its former holder raises StaleTermError there."""
+        """Takes over `role`. Every later change by its former holder raises StaleTermError."""
         token = uuid.uuid4().hex
         counter = await self.run.scripts.call("take", role.value, token)
         self.term = Term(role, int(counter), token)
@@ -94,26 +93,26 @@ class ExperienceLog:
     # -- the orchestrator's changes
 
     async def admit(self, most: int = 1) -> list[Admission]:
-        """The next groups, `most` of them at most; none when more would not fit max_staleness, or the learner has not begun."""
+        """Admits the next groups, at most `most`. None when more would exceed max_staleness, or before the learner has begun."""
         return [_admission(row) for row in await self._change("admit", most, keys=[self.run.once()])]
 
     async def readmit(self, index: int, attempt: int, reason: str, max_attempts: int) -> Admission | None:
-        """The attempt after `attempt`, which failed for `reason` or expired.
+        """Admits the next attempt after `attempt`, which failed for `reason` or expired.
 
         Returns:
-            The admission, at the current version or (while a resumed learner catches up) the one it had; None: that was the last
+            The admission, at the current version or (while a resumed learner catches up) at its previous one. None when that was the last
             attempt, and the group has failed.
 
         Raises:
-            StaleAttemptError: the group is in another state, or even further on.
+            StaleAttemptError: the group is in another state.
         """
         reply = await self._change("readmit", index, attempt, _one_line(reason), max_attempts)
         return None if reply is None else _admission(reply)
 
     async def save_partial_rollouts(self, parts: Sequence[PartialRolloutPart]) -> None:
-        """Keeps what attempts in flight have so far, until they are appended, dropped or over. A part replaces those from its number on.
+        """Saves partial rollouts of attempts in flight, until these end. A part replaces all parts from its number on.
 
-        Attempts that are over meanwhile are passed over.
+        Skips attempts that have ended.
 
         Raises:
             TransitionError: a part's number is beyond the next one.
@@ -122,19 +121,19 @@ class ExperienceLog:
         await self._change("draft", *words)
 
     async def append(self, index: int, attempt: int, payload: bytes, oldest_version: int, mean_reward: float) -> bool:
-        """Adds a scored group, for good.
+        """Appends a scored group.
 
         Args:
             index, attempt: of its admission.
             payload: the serialised group (`experience.encode_group`).
-            oldest_version: the oldest policy version among its tokens, which is not below the admission's.
+            oldest_version: the oldest policy version among its tokens; not below the admission's.
             mean_reward: of its samples; finite.
 
         Returns:
-            False when this attempt is in the log already, be it that the answer to this very append was lost and it was repeated.
+            False when this attempt is in the log already, for example after a repeated append.
 
         Raises:
-            StaleAttemptError: the group has moved on; discard the payload.
+            StaleAttemptError: the attempt is not current; discard the payload.
             TransitionError: the group was never admitted, or its tokens are older than its admission allows.
         """
         if not math.isfinite(mean_reward):
@@ -142,7 +141,7 @@ class ExperienceLog:
         return bool(await self._change("append", index, attempt, oldest_version, repr(float(mean_reward)), payload))
 
     async def drop(self, index: int, attempt: int, reason: str, mean_reward: float) -> bool:
-        """Closes a scored group that training has no use for. Its payload is not kept. Returns False when it was dropped before.
+        """Drops a scored group that is not used for training, without its payload. Returns False when it was dropped before.
 
         Raises:
             StaleAttemptError: as in `append`.
@@ -152,13 +151,13 @@ class ExperienceLog:
         return bool(await self._change("drop", index, attempt, repr(float(mean_reward)), _one_line(reason)))
 
     async def set_evaluated(self, version: int) -> None:
-        """Nobody waits for the evaluation of `version`, or of an older one, any more."""
+        """Records that evaluations up to `version` have ended or were skipped."""
         await self._change("evaluated", version)
 
     # -- the learner's changes
 
     async def begin(self, version: int) -> None:
-        """The learner stands at checkpoint `version` (0: before the first iteration). Later plans stay and are replayed.
+        """Sets the learner's checkpoint to `version` (0: before the first iteration). Later plans stay and are replayed.
 
         An empty log may begin at any version (a fork).
 
@@ -168,11 +167,11 @@ class ExperienceLog:
         await self._change("begin", version)
 
     async def set_version(self, version: int) -> None:
-        """Iteration `version` is trained and its weights are complete. Raises TransitionError unless it is the next one."""
+        """Records that iteration `version` is trained. Raises TransitionError unless it is the next one."""
         await self._change("version", version)
 
     async def plan(self, iteration: int, straggler_timeout: float) -> Plan | None:
-        """The plan of `iteration`, made now unless it exists; None when it cannot be made yet.
+        """The plan of `iteration`, created if it does not exist; None when it cannot be created yet.
 
         Waits for groups in flight whose tokens would otherwise grow older than max_staleness. An attempt that has been in
         flight for `straggler_timeout` seconds while a plan waits for it expires: its next attempt begins.
@@ -184,7 +183,7 @@ class ExperienceLog:
         return None if text is None else Plan(iteration, _indices(text))
 
     async def wait_plan(self, iteration: int, straggler_timeout: float) -> Plan | None:
-        """`plan`, as soon as it can be made; None when the run drains or has ended."""
+        """Waits for `plan`. None when the run drains or has ended."""
 
         async def look() -> Plan | RunState | None:
             if plan := await self.plan(iteration, straggler_timeout):
@@ -196,7 +195,7 @@ class ExperienceLog:
         return found if isinstance(found, Plan) else None
 
     async def release(self, iteration: int) -> int:
-        """Deletes the payloads of plans <= `iteration`, which no retained checkpoint needs. Returns the new low water.
+        """Deletes the payloads of plans <= `iteration`, which no retained checkpoint needs. Returns the new low water mark.
 
         Raises:
             TransitionError: `iteration` is not trained yet.
@@ -204,21 +203,21 @@ class ExperienceLog:
         return int(await self._change("release", iteration))
 
     async def ack_commit(self, replica_id: str, version: int, term: int, stall_s: float, reload_s: float) -> None:
-        """Tells that a replica serves `version`, which it committed under the learner's `term`."""
+        """Records that a replica serves `version`, committed under the learner's `term`."""
         text = json.dumps(
             {"replica": replica_id, "version": version, "term": term, "stall_seconds": stall_s, "reload_seconds": reload_s}
         )
         keys = [self.run.key("commits"), self.run.once()]
         await self._change("commit", COMMITS_BOUND, replica_id, text, keys=keys)
 
-    # -- reading, by anybody
+    # -- reading, by any process
 
     async def version(self) -> int:
         """The newest trained version; -1 before the learner has begun."""
         return int(await self.run.redis.hget(self.run.key("meta"), "version") or -1)
 
     async def evaluated(self) -> int:
-        """The newest version whose evaluation nobody waits for any more; -1 at first."""
+        """The newest version whose evaluation has ended or was skipped; -1 at first."""
         return int(await self.run.redis.hget(self.run.key("meta"), "evaluated") or -1)
 
     async def planned(self) -> int:
@@ -240,7 +239,7 @@ class ExperienceLog:
         return [Admission(index, int(row[1]), int(row[2])) for index, row in words if row[0] == b"admitted"]
 
     async def partial_rollouts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:
-        """The parts of what these attempts have generated, by index, for those that have any. For the orchestrator alone."""
+        """The saved parts of these attempts, by index, for those that have any. Only the orchestrator calls it."""
         redis, key = self.run.redis, self.run.key("drafts")
         heads = await redis.hmget(key, [admission.index for admission in admissions]) if admissions else []
         found: dict[int, list[bytes]] = {}
@@ -248,7 +247,7 @@ class ExperienceLog:
             attempt, count = (int(word) for word in (head or b"0 0").split())
             if count and attempt == admission.attempt:
                 parts = await redis.hmget(key, [f"{admission.index}:{number}" for number in range(count)])
-                if None not in parts:  # it expired between the two commands
+                if None not in parts:  # the attempt ended between the two commands
                     found[admission.index] = parts
         return found
 
@@ -261,23 +260,23 @@ class ExperienceLog:
         """The payloads of a plan's groups, in its order.
 
         Raises:
-            StoreError: one is not there (it was released).
+            StoreError: one is missing, because it was released.
         """
         payloads: list[bytes | None] = []
         for start in range(0, len(plan.indices), _READ_AT_ONCE):
             payloads += await self.run.redis.hmget(self.run.key("payloads"), list(plan.indices[start : start + _READ_AT_ONCE]))
-        there = [payload for payload in payloads if payload is not None]
-        if len(there) < len(payloads):
+        found = [payload for payload in payloads if payload is not None]
+        if len(found) < len(payloads):
             gone = [index for index, payload in zip(plan.indices, payloads, strict=True) if payload is None]
             raise StoreError(
                 f"the groups of iteration {plan.iteration} in the log",
                 f"no payload of {gone}",
                 "They are released: resume from a newer checkpoint. Otherwise run `polyreme audit`.",
             )
-        return there
+        return found
 
     async def commits(self, after_id: str, block_ms: int) -> list[tuple[str, dict[str, Any]]]:
-        """Commits behind `after_id` ("0": from the first retained), waiting up to `block_ms` for one.
+        """Commits after `after_id` ("0": from the first retained one), waiting up to `block_ms` for one.
 
         Fields: replica, version, term, stall_seconds, reload_seconds.
         """
@@ -298,7 +297,7 @@ class ExperienceLog:
         return sum(bool(row.startswith(b"failed")) for row in settled) / window
 
     async def audit(self) -> Audit:
-        """Counts every state and finds what is missing or double."""
+        """Counts every state and finds missing or duplicate groups."""
         return (await Snapshot.take(self.run)).audit()
 
     async def _change(self, script: str, *args: bytes | str | int, keys: list[str] | None = None) -> Any:
@@ -316,5 +315,5 @@ def _indices(text: bytes) -> tuple[int, ...]:
 
 
 def _one_line(text: str) -> str:
-    """A reason as it fits a ledger row."""
+    """A reason in the form of a ledger row."""
     return " ".join(text.split())[:500] or "unknown"

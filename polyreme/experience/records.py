@@ -1,7 +1,7 @@
-"""Experience as arrays, and its codec: what decodes is consistent, and decoding what was encoded gives the same bits.
+"""Experience as arrays, and its codec.
 
-Number arrays are raw little-endian bytes inside protobuf, so that reading one is a view. Both directions validate: what training
-would choke on never enters the log, and what was damaged never leaves it.
+Invariant: every decoded group is consistent, and encoding followed by decoding preserves every bit. Number arrays are raw little-endian
+bytes inside protobuf, so reading one is a view. Both directions validate, so no invalid group enters or leaves the log.
 """
 
 import math
@@ -95,7 +95,7 @@ class GroupRecord:
 
 
 def encode_group(group: GroupRecord) -> bytes:
-    """The serialised protobuf Group, the same bytes for the same group. Raises DataError naming what is inconsistent."""
+    """The serialized protobuf Group, the same bytes for the same group. Raises DataError naming what is inconsistent."""
     _check(group)
     message = pb.Group(
         index=group.index,
@@ -127,7 +127,7 @@ def decode_group(payload: bytes) -> GroupRecord:
     try:
         message = pb.Group.FromString(payload)
     except DecodeError as error:
-        raise DataError("a serialised Group", f"{len(payload)} bytes that are none ({error})", "Run `polyreme audit`.") from None
+        raise DataError("a serialized Group", f"{len(payload)} bytes that are none ({error})", "Run `polyreme audit`.") from None
     group = GroupRecord(
         index=message.index,
         attempt=message.attempt,

@@ -1,7 +1,7 @@
-"""Runs the Lua scripts of a run: each is atomic, so that a crash of any process falls between two of them and never inside one.
+"""Runs the Lua scripts of a run.
 
-Every script gets the run's common keys (named in common.lua) and answers the same when it is sent again, so that a command whose
-answer was lost on the way can simply be repeated.
+Invariant: each script is atomic, so a crash of any process happens between two of them. Every script gets the run's common keys (named in
+common.lua) and is idempotent, so a command whose answer was lost can be repeated.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ _RELOADS = 10
 
 
 class StaleAttemptError(PolyremeError, RuntimeError):
-    """The group has moved on: another attempt is current, or it has reached another state. What was made of it is void."""
+    """The group has another current attempt, or another state. Discard the work on this attempt."""
 
 
 class TransitionError(PolyremeError, RuntimeError):
-    """A step that the transition table does not have: a defect in the caller."""
+    """A transition that the table does not allow: a bug in the caller."""
 
 
 def key(run_id: str, name: str) -> str:
@@ -56,7 +56,7 @@ class Scripts:
             script = self._registered[name] = self._redis.register_script(_text(name))
         try:
             for _ in range(_RELOADS):
-                with suppress(NoScriptError):  # it loads the script itself, but a Redis that restarts again has forgotten it
+                with suppress(NoScriptError):  # the call loads the script; a restarted Redis has lost it
                     return await script(keys=[*self._common, *keys], args=list(args))
             return await script(keys=[*self._common, *keys], args=list(args))
         except RefusedError as error:
@@ -65,11 +65,11 @@ class Scripts:
             raise RefusedError(error) from error
 
     def _explain(self, name: str, error: RefusedError) -> PolyremeError:
-        """What a script's own error means; any other is Redis', and stays what it is."""
+        """Translates a script's own error. Other errors of Redis stay as they are."""
         code, detail = error.code, error.detail
         if code == "STALETERM":
             return StaleTermError(
-                f"to hold the role for `{name}`", detail, "Another process has taken over; this one must end and change nothing."
+                f"to hold the role for `{name}`", detail, "Let the process that has taken over continue; this one must exit."
             )
         if code == "STALEATTEMPT":
             return StaleAttemptError(f"the attempt that `{name}` names to be the current one", f"`{detail}`", "Discard its work.")
@@ -88,7 +88,7 @@ class Scripts:
 
 @cache
 def _text(name: str) -> str:
-    """A script with the common part behind its first line, which must stay first."""
+    """A script, with common.lua inserted after its first line, which must stay first."""
     folder = files("polyreme.experience") / "lua"
     flags, _, body = (folder / f"{name}.lua").read_text().partition("\n")
     return f"{flags}\n{(folder / 'common.lua').read_text()}\n{body}"

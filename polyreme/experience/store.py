@@ -41,7 +41,7 @@ _SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in _NEEDED.items())
 
 # All in seconds.
 SOCKET_TIMEOUT = 5.0
-"""Silence of a socket. Blocking reads use less."""
+"""Longest wait for data of a socket. Blocking reads use less."""
 RECONNECT_TIMEOUT = 60.0
 """Reconnect budget after a lost connection."""
 FIRST_CONNECT_TIMEOUT = 5.0

@@ -1,7 +1,6 @@
-"""Where a server listens and where others reach it: the same options and the same rule for every service.
+"""The address that a server binds and the address that others use: the same options and rule for every service.
 
-Invariant: an address that only this machine understands, a wildcard's or a loopback's, is never announced to another machine; an IPv6
-address before a port is in brackets.
+Invariant: a wildcard or loopback address is never advertised to another machine; an IPv6 address before a port is in brackets.
 """
 
 import socket

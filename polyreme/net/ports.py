@@ -1,7 +1,7 @@
-"""Ports, in addresses and for processes that bind them a moment later.
+"""Ports, in addresses and for processes that bind them later.
 
-Invariant: free ports are below the kernel's range for outgoing connections, so that no connection takes one in between; not even a client of
-ours that retries to reach the port, which would be connected to itself.
+Invariant: free ports lie below the kernel's range for outgoing connections, so that no connection takes one before its process binds it;
+not even a client that retries on the port, which would otherwise connect to itself.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""gRPC in one place: every server has health and reflection, every channel the same limits and keepalive.
+"""gRPC servers and channels. Every server has health and reflection, every channel the same limits and keepalive.
 
-A server is not ready until its owner says so, and a call never waits without a deadline: the callers pass `timeout` on each.
-With a SecurityConfig, nothing but health is answered without the token.
+Invariant: a server is not ready until its owner sets it ready. Callers pass a `timeout` with every call. With a SecurityConfig, only health
+checks are answered without the token.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to stderr what our errors already say
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core repeats our errors on stderr
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
@@ -27,7 +27,7 @@ _MAX_MESSAGE_BYTES = 32 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-    ("grpc.http2.max_frame_size", 1 << 20),  # a large message in few pieces, which halves the work on a stream of weights
+    ("grpc.http2.max_frame_size", 1 << 20),  # fewer frames halve the work of a weight stream
     ("grpc.http2.write_buffer_size", 4 << 20),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -36,7 +36,7 @@ _CHANNEL_OPTIONS = (
 )
 _SERVER_OPTIONS = (
     *_CHANNEL_OPTIONS,
-    ("grpc.so_reuseport", 0),  # else a taken port is silently shared
+    ("grpc.so_reuseport", 0),  # otherwise two servers share a port silently
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
 )
 
@@ -50,7 +50,7 @@ class Server:
         self._services = services
 
     async def set_ready(self, ready: bool) -> None:
-        """Answers SERVING, or NOT_SERVING, to health checks of the whole and of each service."""
+        """Sets the health of the server and of each service to SERVING or NOT_SERVING."""
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in (health.OVERALL_HEALTH, *self._services):
             await self._health.set(name, status)
@@ -65,14 +65,14 @@ async def serve(
     grace: float = 5.0,
     security: SecurityConfig | None = None,
 ) -> AsyncIterator[Server]:
-    """Serves until the block ends, then refuses new calls and gives running ones `grace` seconds.
+    """Serves until the block ends, then refuses new calls and lets running ones finish for `grace` seconds.
 
     Args:
         host: the address to bind.
-        port: 0 takes a free one; the result's `port` tells which.
+        port: 0 takes a free one; see the result's `port`.
         add: registers the servicers.
         service_names: full names, for health and reflection.
-        grace: seconds for calls under way at the end.
+        grace: seconds for running calls at the end.
         security: TLS and token; None: plain.
 
     Raises:
@@ -114,13 +114,13 @@ def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Ch
 
 
 def channel_closed() -> bool:
-    """Whether the CancelledError at hand is gRPC's word for a channel that was closed under a call: nobody has cancelled this task."""
+    """Whether the current CancelledError means that a channel was closed under its call, rather than a cancelled task."""
     task = asyncio.current_task()
     return task is not None and not task.cancelling()
 
 
 class _Bearing(grpc.aio.Channel):
-    """A channel whose calls carry the token without TLS, where gRPC itself would not send one."""
+    """A channel whose calls carry the token without TLS, where gRPC itself sends none."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel, self._header = channel, (("authorization", f"Bearer {token}"),)
@@ -163,7 +163,7 @@ class _Bearing(grpc.aio.Channel):
 
 
 class _Bearer(grpc.aio.ServerInterceptor):
-    """UNAUTHENTICATED for calls without the token. Health is for everybody: probes have none."""
+    """Answers UNAUTHENTICATED to calls without the token, except health checks."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -185,7 +185,7 @@ class _Bearer(grpc.aio.ServerInterceptor):
 
 
 class _Decoding(grpc.aio.ServerInterceptor):
-    """INVALID_ARGUMENT for a request that is no message, where gRPC would log a traceback and answer UNKNOWN."""
+    """Answers INVALID_ARGUMENT to undecodable requests, where gRPC would log a traceback and answer UNKNOWN."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, Any] = {}

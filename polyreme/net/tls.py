@@ -1,4 +1,4 @@
-"""TLS, mutual TLS and bearer tokens: what a SecurityConfig or an EndpointSecurity names, read and checked.
+"""TLS, mutual TLS and bearer tokens: reads and checks what a SecurityConfig or an EndpointSecurity names.
 
 Invariant: a secret is read where it is used. Configurations, and with them run records, hold paths and names of environment
 variables only. A file that cannot be used is an error when its server or client starts, not at the first handshake.
@@ -34,7 +34,7 @@ def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
     """TLS of a gRPC server; None: the configuration has no certificate. Raises ConfigError."""
     if config.certificate is None or config.key is None:
         return None
-    server_context(config)  # gRPC itself takes any bytes, and then fails every handshake
+    server_context(config)  # gRPC accepts any bytes, then fails every handshake
     pair = (config.key.read_bytes(), config.certificate.read_bytes())
     roots = config.ca.read_bytes() if config.mutual and config.ca else None
     return grpc.ssl_server_credentials([pair], roots, require_client_auth=config.mutual)
@@ -69,13 +69,13 @@ def token(config: SecurityConfig | EndpointSecurity) -> str | None:
         raise ConfigError(
             f"a token of printable ASCII in the environment variable {config.token_env}",
             "other characters" if value else "none",
-            "Set it for the service and for the process that calls it, or take token_env away.",
+            "Set it for the service and for its callers, or remove token_env.",
         )
     return value
 
 
 def authorized(header: bytes, expected: str) -> bool:
-    """Whether an `authorization` header has the token. Takes the same time wherever they differ."""
+    """Whether an `authorization` header has the token. Its duration does not depend on where they differ."""
     scheme, _, given = header.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), expected.encode())
 
@@ -84,16 +84,16 @@ def _context(purpose: ssl.Purpose, trusted: Path | None, shown: tuple[Path | Non
     certificate, key = shown
     used = [path for path in (certificate, key, trusted) if path is not None]
     if missing := [str(path) for path in used if not path.is_file()]:
-        raise ConfigError("the files that `security` names", f"no file {', '.join(missing)}", "Mend `security`.")
+        raise ConfigError("the files that `security` names", f"no file {', '.join(missing)}", "Fix `security`.")
     try:
         context = ssl.create_default_context(purpose, cafile=trusted)
         if certificate is not None:
             context.load_cert_chain(certificate, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(f"PEM that fits together in {', '.join(map(str, used))}", str(error), "Mend `security`.") from None
+        raise ConfigError(f"PEM that fits together in {', '.join(map(str, used))}", str(error), "Fix `security`.") from None
     return context
 
 
 def _no_password() -> str:
-    """Else OpenSSL would ask for one on the terminal."""
-    raise ValueError("an encrypted key where one without a password belongs")
+    """Without this callback OpenSSL would ask for a password on the terminal."""
+    raise ValueError("expected a key without a password; found an encrypted one")

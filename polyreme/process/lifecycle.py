@@ -1,7 +1,8 @@
-"""Processes and how they end: every process that Polyreme starts has an owner that ends it, together with its whole group.
+"""Child processes and their end.
 
-A child leads a session of its own, so a terminal's Ctrl-C reaches only the command in the foreground, which then drains its
-children in order. The kernel signals a child whose owner died, so that a kill -9 leaves nothing behind.
+Invariant: every process that Polyreme starts has an owner that ends it and its whole process group. A child leads its own session, so a
+terminal's Ctrl-C reaches only the foreground command, which drains its children in order. The kernel signals a child whose owner dies,
+so a kill -9 leaves nothing behind.
 """
 
 import asyncio
@@ -21,13 +22,13 @@ from pathlib import Path
 
 from polyreme.errors import PolyremeError
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-REAP_SECONDS = 30.0
-"""How long a killed process may take to be gone; the kernel can hold one in a driver or a lost file system."""
+REAP_TIMEOUT = 30.0
+"""Seconds for a killed process to disappear. A driver or a lost file system can hold it."""
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 64 << 10
-_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,22 +36,22 @@ def die_with_parent(parent_pid: int, death_signal: int = signal.SIGKILL) -> None
     """Asks the kernel to send this process `death_signal` when its parent dies. Linux only; elsewhere it does nothing."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, death_signal, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the request was in place
+        if os.getppid() != parent_pid:  # the parent died before the request took effect
             os.kill(os.getpid(), death_signal)
 
 
 def settle() -> None:
-    """Call it when start-up is over: the garbage collector leaves what there is alone from now on.
+    """Call once start-up is complete: the garbage collector then ignores all existing objects.
 
-    A process that has imported torch or vLLM holds a million objects for good; looking at them all takes a third of a second each time.
+    A process that has imported torch or vLLM keeps a million objects; each collection of them takes a third of a second.
     """
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # at the very end libraries look for what was never let go
+    atexit.register(gc.unfreeze)  # libraries check for leaks at exit
 
 
 class Child:
-    """A process of ours with its own session and process group."""
+    """A process with its own session and process group."""
 
     def __init__(self, name: str, popen: "subprocess.Popen[bytes]", log_path: Path | None) -> None:
         self.name, self.log_path, self._popen = name, log_path, popen
@@ -66,14 +67,14 @@ class Child:
         log_path: Path | None = None,
         death_signal: int = signal.SIGKILL,
     ) -> "Child":
-        """Starts `argv`. Call it from the main thread: the kernel ties `death_signal` to the thread that forks.
+        """Starts `argv`. Call it in the main thread, because the kernel ties `death_signal` to the forking thread.
 
         Args:
             name: for messages.
             argv: program and arguments.
             env: added to this process's environment.
             log_path: stdout and stderr are appended there; None: inherited.
-            death_signal: what the child gets when this process dies.
+            death_signal: the signal that the child gets when this process dies.
         """
         parent = os.getpid()
         with open(log_path, "ab") if log_path else nullcontext() as log:
@@ -97,7 +98,7 @@ class Child:
         return self._popen.poll()
 
     async def wait(self) -> int:
-        """Waits, without a thread, for the process's end. Returns its exit status."""
+        """Waits for the process's exit without a thread. Returns its status."""
         if self._popen.poll() is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
             pidfd = os.pidfd_open(self.pid)
@@ -110,31 +111,31 @@ class Child:
         return self._popen.wait()
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process alone, when it still runs."""
+        """Sends a signal to the process, not its group, if it still runs."""
         if self._popen.poll() is None:
             self._popen.send_signal(number)
 
     async def gone(self, within: float) -> bool:
-        """Whether the process has ended within so many seconds."""
+        """Whether the process ends within so many seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 await self.wait()
         return self._popen.poll() is not None
 
     async def stop(self, grace: float) -> None:
-        """TERM to the process, `grace` seconds, then KILL to all that is left of its group."""
+        """Sends TERM to the process, and after `grace` seconds KILL to its group."""
         self.signal(signal.SIGTERM)
         await self.gone(grace)
         self.kill()
         await self.reap()
 
     async def reap(self) -> None:
-        """Waits until the killed process is gone, or says that it stays."""
-        if not await self.gone(REAP_SECONDS):
-            _log.error("%s (pid %d) was killed and does not end", self.name, self.pid)
+        """Waits until the killed process has disappeared. Logs an error after REAP_TIMEOUT."""
+        if not await self.gone(REAP_TIMEOUT):
+            logger.error("%s (pid %d) was killed but still exists", self.name, self.pid)
 
     def kill(self) -> None:
-        """KILL to the whole group, also when its leader has ended; after that its number may be another's."""
+        """Sends KILL to the group, once after its leader has exited, since the group's number may be reused later."""
         if self._group_ended:
             return
         self._group_ended = self._popen.poll() is not None
@@ -151,8 +152,8 @@ class Child:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that the first SIGTERM, SIGINT or SIGHUP sets; a second SIGTERM or SIGINT is a KeyboardInterrupt, also when both came at
-    once. Later SIGHUPs do nothing: a shell and the kernel may both send one. Where SIGHUP is ignored (`nohup`), it stays ignored.
+    """An event that the first SIGTERM, SIGINT or SIGHUP sets. A second SIGTERM or SIGINT raises KeyboardInterrupt, even when both arrive
+    together. Later SIGHUPs do nothing: a shell and the kernel may both send one. An ignored SIGHUP (`nohup`) stays ignored.
     """
     event, loop = asyncio.Event(), asyncio.get_running_loop()
     numbers = [signal.SIGTERM, signal.SIGINT]
@@ -173,24 +174,22 @@ def stop_event() -> asyncio.Event:
     return event
 
 
-def _no_room(error: OSError) -> PolyremeError:
-    return PolyremeError(
-        "files that can be written", str(error), "Make room where output_dir and TMPDIR are, then go on with --resume."
-    )
+def _disk_full(error: OSError) -> PolyremeError:
+    return PolyremeError("writable files", str(error), "Free disk space for output_dir and TMPDIR, then continue with --resume.")
 
 
 @contextmanager
 def exit_on_error(program: str) -> Iterator[None]:
-    """Ends a command on an error that its user can act on: one message, no traceback, the error's exit code."""
+    """Turns an error that the user can act on into one message without a traceback, and the error's exit code."""
     try:
         yield
     except PolyremeError as error:
         print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno not in _NO_WRITING:
+        if error.errno not in _UNWRITABLE:
             raise
-        print(f"{program}: error: {_no_room(error)}", file=sys.stderr, flush=True)
+        print(f"{program}: error: {_disk_full(error)}", file=sys.stderr, flush=True)
         sys.exit(PolyremeError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

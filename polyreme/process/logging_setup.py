@@ -1,6 +1,6 @@
-"""One log format for all processes: lines on stderr, readable by people and by line-wise tools.
+"""The log format of all processes: one line per record on stderr.
 
-`POLYREME_LOG=debug|info|warning` sets the level.
+Invariant: only the process's entry point configures logging. `POLYREME_LOG=debug|info|warning` sets the level.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""What a service uses of its host, for its /metrics: this process and all below it, and NVIDIA devices where their library is installed.
+"""Resource metrics of a service: its process tree, and NVIDIA devices where their library is installed.
 
-Invariant: looking costs nothing between two scrapes. Other devices have exporters of their own (docs/deploy.md).
+Invariant: nothing is measured between two scrapes. Other devices have their own exporters (docs/deploy.md).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 
 class Usage(Collector):
-    """Processor time and memory of this process and its children; use and memory of the devices that it sees."""
+    """Processor time and memory of this process and its children; utilization and memory of its devices."""
 
     def __init__(self) -> None:
         self._nvml = _nvml()
@@ -28,12 +28,12 @@ class Usage(Collector):
 
 
 def process_tree() -> tuple[float, float]:
-    """(processor seconds, resident bytes) of this process and its living children, and of those that it has reaped."""
+    """(processor seconds, resident bytes) of this process and its live children; seconds also of reaped children."""
     this = psutil.Process()
     times = this.cpu_times()
     seconds, memory = times.user + times.system + times.children_user + times.children_system, float(this.memory_info().rss)
     for child in this.children(recursive=True):
-        with suppress(psutil.Error):  # gone meanwhile
+        with suppress(psutil.Error):  # it has exited
             times = child.cpu_times()
             seconds += times.user + times.system
             memory += child.memory_info().rss
@@ -57,7 +57,7 @@ def _devices(nvml: ModuleType) -> Iterator[Metric]:
     used = GaugeMetricFamily("polyreme_device_memory_bytes", "Device memory in use.", labels=["device"])
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        with suppress(nvml.NVMLError):  # not every device tells everything
+        with suppress(nvml.NVMLError):  # not every device supports every query
             busy.add_metric([str(index)], nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
             used.add_metric([str(index)], nvml.nvmlDeviceGetMemoryInfo(handle).used)
     yield busy

@@ -1,13 +1,12 @@
-"""Keeps processes running, and ends them.
+"""Starts, restarts and ends processes.
 
-Processes of one unit live and die together: when one dies, all are ended and started again. A child that says why it cannot go on
-(an exit code of a PolyremeError that a restart would meet again) is not restarted, and each unit has so many restarts and no more.
-However supervision ends, nothing that it started is left running.
+Invariant: the processes of a unit live and die together: when one dies, all are ended and restarted. A child whose exit code stands for an
+error that a restart would meet again is not restarted, and each unit has a limited number of restarts. When supervision ends, none of its
+processes runs any more.
 """
 
 import asyncio
 import logging
-import random
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from polyreme.errors import ConfigError, GateError, RunFailedError, StaleTermError, UnavailableError
+from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import Child
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FINAL_CODES = frozenset(kind.exit_code for kind in (ConfigError, UnavailableError, StaleTermError, GateError, RunFailedError))
 """Exit codes after which a restart would end the same way."""
-_TOGETHER_SECONDS = 600.0
-"""How long a unit's other processes may take to end after the first has ended well: one of them still saves."""
+_UNIT_END_TIMEOUT = 600.0
+"""Seconds for the other processes of a unit after the first has ended well; one of them may still save."""
 WELL_SECONDS = 300.0
-"""A unit that has run for so long was in order: its earlier restarts are forgotten, so that a long run bears any number of kills."""
+"""The restart counter resets after this much healthy uptime."""
 _ERROR_LINE = re.compile(r"error: |^[\w.]*(Error|Exception)\b")
 
 
@@ -36,11 +36,11 @@ class Program:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     death_signal: int = signal.SIGKILL
-    """What it gets when this process dies: TERM for a process that has children or shared memory of its own to end."""
+    """The signal it gets when this process dies: TERM when it must end children or shared memory of its own."""
 
 
 class ChildFailedError(RunFailedError):
-    """A child that could not be kept running; `child` is the one."""
+    """A child could not be kept running."""
 
     def __init__(self, child: Child, found: str) -> None:
         super().__init__(f"{child.name} to keep running", found, f"See {child.log_path}.")
@@ -52,9 +52,9 @@ class Unit:
 
     Args:
         name: for messages.
-        programs: makes them anew for every start (a port, say, is chosen per start).
-        log_dir: stdout and stderr go to NAME.log there, appended.
-        serves: has no end of its own: one with status 0 that nobody asked for is a death like any other.
+        programs: called for every start, since ports, for example, are chosen per start.
+        log_dir: stdout and stderr are appended to NAME.log there.
+        serves: the processes never end by themselves, so an unrequested exit with status 0 counts as a failure.
     """
 
     def __init__(self, name: str, programs: Callable[[], Sequence[Program]], log_dir: Path, serves: bool = False) -> None:
@@ -62,7 +62,7 @@ class Unit:
         self._children: list[Child] = []
 
     def start(self) -> None:
-        """Starts every process. Raises RunFailedError when the system lets one not start; those before it run."""
+        """Starts every process. Raises RunFailedError when the system cannot start one; earlier ones keep running."""
         self._children = []
         for program in self.programs():
             log_path = self._log_dir / f"{program.name}.log"
@@ -70,11 +70,11 @@ class Unit:
                 self._children.append(Child.spawn(program.name, program.argv, program.env, log_path, program.death_signal))
             except OSError as error:
                 raise RunFailedError(
-                    f"{program.name} to start, its log in {log_path}", str(error), "Mend that, then go on with --resume."
+                    f"{program.name} to start, its log in {log_path}", str(error), "Fix that, then continue with --resume."
                 ) from None
 
     async def ended(self) -> Child | None:
-        """Waits for the unit's end. Returns the child that ended badly first, or None when all ended well."""
+        """Waits for the end of the unit. Returns the first child that failed, or None."""
         waiting = {asyncio.ensure_future(child.wait()): child for child in self._children}
         deadline: float | None = None
         try:
@@ -86,7 +86,7 @@ class Unit:
                 ended = [(waiting.pop(task), task.result()) for task in done]
                 if bad := [child for child, status in ended if status != 0 or self._serves]:
                     return min(bad, key=lambda child: (child.poll() not in FINAL_CODES, child.pid))
-                deadline = deadline or asyncio.get_running_loop().time() + _TOGETHER_SECONDS
+                deadline = deadline or asyncio.get_running_loop().time() + _UNIT_END_TIMEOUT
             return None
         finally:
             for task in waiting:
@@ -114,9 +114,9 @@ class Supervisor:
     """Runs units to their end.
 
     Args:
-        units: started at once, supervised apart.
+        units: started together, supervised independently.
         max_restarts: of each unit.
-        first_backoff: seconds before a unit's first restart; see `backoff`.
+        first_backoff: seconds before a unit's first restart.
         on_restart: called before each restart with the unit's name and how its process ended; must not block.
     """
 
@@ -127,17 +127,17 @@ class Supervisor:
         first_backoff: float = 1.0,
         on_restart: Callable[[str, str], None] = lambda name, found: None,
     ) -> None:
-        self._units, self._max_restarts, self._first_backoff = units, max_restarts, first_backoff
+        self._units, self._max_restarts, self._backoff = units, max_restarts, restart_backoff(first_backoff)
         self._on_restart = on_restart
         self.draining = False
-        """Set it when the run shall end: a child that dies now is not restarted."""
+        """Set when the run should end: a child that dies then is not restarted."""
 
     async def run(self) -> None:
         """Returns when every unit has ended well.
 
         Raises:
-            ChildFailedError: a unit could not be kept running. Everything has been ended.
-            StaleTermError: a child's role has been taken over by another process. Everything has been ended.
+            ChildFailedError: a unit could not be kept running. Every process has been ended.
+            StaleTermError: another process has taken over a child's role. Every process has been ended.
         """
         tasks = [asyncio.create_task(self._keep(unit)) for unit in self._units]
         try:
@@ -151,7 +151,7 @@ class Supervisor:
             await asyncio.gather(*(unit.reap() for unit in self._units))
 
     async def stop(self, grace: float) -> None:
-        """Asks every process to end, and ends those that have not within `grace` seconds."""
+        """Ends every process: TERM, then KILL after `grace` seconds."""
         self.draining = True
         await asyncio.gather(*(unit.stop(grace) for unit in self._units))
 
@@ -169,35 +169,35 @@ class Supervisor:
                 restart = 0
             self._judge(child, restart)
             restart += 1
-            pause = backoff(restart, self._first_backoff)
-            _log.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
+            pause = self._backoff.draw(restart)
+            logger.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
             self._on_restart(unit.name, describe_end(child))
             await asyncio.sleep(pause)
             if self.draining:
-                self._judge(child, restart - 1)  # raises: the end was asked for meanwhile
+                self._judge(child, restart - 1)  # raises, because a stop was requested meanwhile
 
     def _judge(self, child: Child, restarts: int) -> None:
-        """Raises when the child's end is the run's end."""
+        """Raises when the child's exit ends the run."""
         status = child.poll()
-        said = last_error(child.log_tail(60))
-        why = said or "its log says nothing"
+        message = last_error(child.log_tail(60))
+        why = message or "its log is empty"
         if status == StaleTermError.exit_code:
-            raise StaleTermError(f"{child.name} to keep its role", why, "Let the other process go on, or stop it.")
+            raise StaleTermError(f"{child.name} to keep its role", why, "Let the other process continue, or stop it.")
         if status not in FINAL_CODES and not self.draining and restarts < self._max_restarts:
             return
-        if status in FINAL_CODES and said:
-            raise ChildFailedError(child, said)
+        if status in FINAL_CODES and message:
+            raise ChildFailedError(child, message)
         spent = "" if status in FINAL_CODES or self.draining else f" after {restarts} restarts"
         raise ChildFailedError(child, f"{describe_end(child)}{spent}: {why}")
 
 
-def backoff(restart: int, first: float = 1.0) -> float:
-    """Seconds before the n-th restart (n from 1): doubling from `first`, at most 30, give or take a quarter."""
-    return min(30.0, first * 2.0 ** (restart - 1)) * random.uniform(0.75, 1.25)
+def restart_backoff(first: float = 1.0) -> Backoff:
+    """Delays before restarts of a process: from `first` seconds up to 30."""
+    return Backoff(first, longest=30.0)
 
 
 def describe_end(child: Child) -> str:
-    """How a child ended, in words."""
+    """How a child ended, for messages."""
     status = child.poll()
     if status is None:
         return f"{child.name} did not end with the others"
@@ -207,7 +207,7 @@ def describe_end(child: Child) -> str:
 
 
 def last_error(log: str) -> str:
-    """The line of a log that most likely tells why its process ended."""
+    """The line of a log that most likely gives the reason of its process's exit."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    telling = [line for line in lines if _ERROR_LINE.search(line)]
-    return (telling or lines or [""])[-1].partition("error: ")[2] or (telling or lines or [""])[-1]
+    errors = [line for line in lines if _ERROR_LINE.search(line)]
+    return (errors or lines or [""])[-1].partition("error: ")[2] or (errors or lines or [""])[-1]

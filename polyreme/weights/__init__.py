@@ -1,1 +1,1 @@
-"""How a policy version is described, kept in shared memory and checked: numpy views, no copies, no torch."""
+"""Policy versions: their manifest, shared memory, digests and wire format. Numpy views, no copies, no torch."""

@@ -1,12 +1,12 @@
-"""The arena: a file in shared memory with a few slots, each holding one part of one policy version.
+"""The arena: a file in shared memory with a few slots. Each slot holds one part of one policy version.
 
-Kept here:
-- A slot's generation word is odd while the slot is being written, and grows with every write: a reader that finds the same
-  even word before and after its reading has read one version. (The words detect; digests decide.)
-- All pages exist from the start, so that a write can neither fail for want of memory nor wait for it.
-- The creator holds a lock on the file for as long as it lives. A file without that lock belongs to a dead process: it is
-  removed by the next arena of the run, and by `remove_stale`. A lock, unlike a process id, means the same in every container.
-- An arena that only its owner's own processes read has no name, so that nothing of it can outlive them.
+Invariant:
+- A slot's generation word is odd during a write and grows with every write. A reader that finds the same even word before and after
+  reading has read one version. (The word detects overwriting; digests verify the bytes.)
+- All pages are allocated at creation, so a write can neither run out of memory nor wait for it.
+- The creator locks the file while it lives. A file without the lock belongs to a dead process; the run's next arena and `remove_stale`
+  remove it. Unlike a process id, a lock means the same in every container.
+- A private arena, which only its owner's processes read, has no name, so it cannot outlive them.
 """
 
 import errno
@@ -38,13 +38,13 @@ _MOST_SLOTS = _PAGE // _SLOT.itemsize - 1
 
 
 class ArenaError(Exception):
-    """A file is not the arena that was meant, or a slot no longer holds what was asked for."""
+    """A file is not the expected arena, or a slot was overwritten."""
 
 
 class Arena:
-    """Shared slots of equal size. Make one with `create` (its owner) or `open` (ranks that write into it, replicas that read).
+    """Shared slots of equal size. `create` makes an arena; `open` maps one, for ranks that write and replicas that read.
 
-    Views of a slot stay valid after `close`, also when the file is gone: the memory lives as long as anything maps it.
+    Views of a slot stay valid after `close` and after the file's removal, because the mapping keeps the memory.
     """
 
     def __init__(self, path: Path, descriptor: int, mapping: mmap.mmap, owner: bool) -> None:
@@ -59,13 +59,13 @@ class Arena:
 
     @classmethod
     def create(cls, run_id: str, slot_nbytes: int, slots: int = 3, part: int = 0) -> "Arena":
-        """Makes the run's arena for this host's part, and removes what dead processes of the run left behind.
+        """Creates the run's arena for this host's part, and removes arenas of the run's dead processes.
 
-        An arena of the same name is replaced, alive or not: the newer learner has the higher term, and whoever still maps
-        the old file keeps its memory.
+        An arena of the same name is replaced even if its owner lives, because the newer learner has the higher term. Mappings of the
+        old file stay valid.
 
         Raises:
-            ConfigError: shared memory has no room for it.
+            ConfigError: shared memory is too small.
         """
         remove_stale(run_id)
         path = SHARED_MEMORY / f"polyreme-{run_id}-weights-{part}"
@@ -82,10 +82,10 @@ class Arena:
 
     @classmethod
     def private(cls, slot_nbytes: int, slots: int = 1) -> "Arena":
-        """Makes an arena without a name, for this process and those it starts: `path` leads them to it while it is open here.
+        """Creates an arena without a name, for this process and its children. They open it by `path` while it is open here.
 
         Raises:
-            ConfigError: shared memory has no room for it.
+            ConfigError: shared memory is too small.
         """
         descriptor = os.open(SHARED_MEMORY, os.O_RDWR | os.O_TMPFILE, 0o600)
         try:
@@ -97,10 +97,10 @@ class Arena:
 
     @classmethod
     def open(cls, path: str | Path, writable: bool = False) -> "Arena":
-        """Maps an arena that another process owns; `writable` is for the other ranks of the trainer's host.
+        """Maps another process's arena. `writable` is for the other ranks of the trainer's host.
 
         Raises:
-            ArenaError: there is no such file, it may not be read, or it is not a complete arena.
+            ArenaError: the file is missing, unreadable, or not a complete arena.
         """
         path = Path(path)
         try:
@@ -119,7 +119,7 @@ class Arena:
 
     @property
     def nonce(self) -> bytes:
-        """16 random bytes that tell this arena from every other, on whatever host and path."""
+        """16 random bytes that identify this arena across hosts and paths."""
         return bytes(self._header["nonce"][0].tobytes())
 
     def slot_view(self, slot: int) -> memoryview:
@@ -137,45 +137,45 @@ class Arena:
         return int(record["term"]), int(record["version"])
 
     def begin(self, slot: int) -> None:
-        """Marks the slot as being written, before any rank touches it. A write that was left unfinished is begun anew."""
+        """Marks the slot as being written, before any rank writes. Restarts an unfinished write."""
         generation = self.generation(slot)
         self._slots["generation"][slot] = generation + (1 if generation % 2 == 0 else 2)
 
     def complete(self, slot: int, version: int, term: int) -> int:
-        """Marks the slot as complete, after every rank has written; returns its generation word."""
+        """Marks the slot as complete, after every rank has written. Returns its generation word."""
         generation = self.generation(slot)
         if generation % 2 == 0:
-            raise ValueError(f"slot {slot} is not being written")
+            raise ValueError(f"expected slot {slot} to be in a write; call begin() first")
         self._slots["version"][slot], self._slots["term"][slot] = version, term
         self._slots["generation"][slot] = generation + 1
         return generation + 1
 
     def check(self, slot: int, generation: int) -> None:
-        """For readers, before and after they read.
+        """Checks a slot. Readers call it before and after reading.
 
         Raises:
             ArenaError: the slot's generation word is not (or no longer) `generation`.
         """
         found = self.generation(slot)
         if found != generation or found % 2:
-            raise ArenaError(f"slot {slot} of {self.path} is at generation {found}, not {generation}: it was written anew")
+            raise ArenaError(f"expected generation {generation} in slot {slot} of {self.path}; found {found}: it was overwritten")
 
     def close(self) -> None:
-        """Gives the file up; its owner also removes it. Idempotent; also happens when the process exits or the arena is dropped."""
+        """Closes the file; its owner also removes it. Idempotent. Also runs at process exit and garbage collection."""
         self._finish()
 
     def unlink(self) -> None:
-        """Removes the name. Processes that have the arena mapped keep its memory; nobody new can map it."""
+        """Removes the file's name. Existing mappings stay valid; new ones are impossible."""
         _remove(self.path, self._file)
 
     def _index(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
-            raise ArenaError(f"slot {slot}: the arena {self.path} has {self.slots}")
+            raise ArenaError(f"expected a slot below {self.slots} of {self.path}; found {slot}")
         return slot
 
 
 def identity(path: str | Path) -> tuple[int, int]:
-    """Device and inode of the file that `path` leads to now. Raises ArenaError: there is none."""
+    """Device and inode of the file at `path`. Raises ArenaError when there is none."""
     try:
         return _identity(os.stat(path, follow_symlinks=_private(Path(path))))
     except OSError as error:
@@ -183,7 +183,7 @@ def identity(path: str | Path) -> tuple[int, int]:
 
 
 def remove_stale(run_id: str | None = None) -> list[Path]:
-    """Removes the run's (None: any run's) arenas whose owner is dead; returns their paths. Safe at any time, from any process."""
+    """Removes the arenas of the run (None: of any run) whose owner is dead. Returns their paths. Safe at any time."""
     ours = re.compile(rf"polyreme-{re.escape(run_id) if run_id else '.+'}-weights-\d+")
     removed = []
     for path in sorted(SHARED_MEMORY.glob("polyreme-*")):
@@ -196,10 +196,10 @@ def remove_stale(run_id: str | None = None) -> list[Path]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(descriptor)
-            if (run_id or found.st_size) and _remove(path, _identity(found)):  # an empty one is just being made
+            if (run_id or found.st_size) and _remove(path, _identity(found)):  # an empty one is being created
                 removed.append(path)
         except BlockingIOError:
-            pass  # its owner lives
+            pass  # its owner is alive
         finally:
             os.close(descriptor)
     return removed
@@ -210,16 +210,16 @@ def _stride(slot_nbytes: int) -> int:
 
 
 def _lay_out(descriptor: int, slot_nbytes: int, slots: int, populate: int) -> mmap.mmap:
-    """Makes an empty file an arena."""
+    """Turns an empty file into an arena."""
     if not 0 < slots <= _MOST_SLOTS or slot_nbytes <= 0:
-        raise ValueError(f"an arena of {slots} slots of {slot_nbytes} bytes")
+        raise ValueError(f"expected 1 to {_MOST_SLOTS} slots of at least 1 byte; found {slots} of {slot_nbytes} bytes")
     size = _PAGE + slots * _stride(slot_nbytes)
     _allocate(descriptor, size)
     mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED | populate)
     header = np.frombuffer(mapping, _HEADER, count=1)
     header["layout"], header["nonce"] = LAYOUT, np.void(secrets.token_bytes(16))
     header["owner_pid"], header["slots"], header["slot_nbytes"] = os.getpid(), slots, slot_nbytes
-    header["magic"] = MAGIC  # last: who sees it sees the rest
+    header["magic"] = MAGIC  # written last, so that a visible header is complete
     return mapping
 
 
@@ -233,25 +233,25 @@ def _allocate(descriptor: int, size: int) -> None:
         raise ConfigError(
             f"{size / 2**20:.0f} MiB of shared memory for the weights in {SHARED_MEMORY}",
             f"{room.f_bavail * room.f_frsize / 2**20:.0f} MiB free of {room.f_blocks * room.f_frsize / 2**20:.0f}",
-            "Enlarge it (docker: shm_size; kubernetes: an emptyDir with medium Memory), or remove what fills it.",
+            "Enlarge it (docker: shm_size; kubernetes: an emptyDir with medium Memory), or remove files from it.",
         ) from None
 
 
 def _check(path: Path, page: bytes, size: int) -> None:
     """Raises ArenaError when the first page is not that of a complete arena of `size` bytes."""
     if len(page) < _PAGE or page[:8] != MAGIC:
-        raise ArenaError(f"{path} is no arena, or not a complete one yet")
+        raise ArenaError(f"expected a complete arena at {path}; found another file")
     header = np.frombuffer(page, _HEADER, count=1)[0]
     if header["layout"] != LAYOUT:
         raise ArenaError(
-            f"{path} has arena layout {header['layout']}, this process knows {LAYOUT}: run the same release on both sides"
+            f"expected arena layout {LAYOUT} at {path}; found {header['layout']}. Run the same release on both sides."
         )
     if header["slots"] > _MOST_SLOTS or size != _PAGE + int(header["slots"]) * _stride(int(header["slot_nbytes"])):
-        raise ArenaError(f"{path} has {size} bytes, which is not what its header says")
+        raise ArenaError(f"expected the size in the header of {path}; found {size} bytes")
 
 
 def _private(path: Path) -> bool:
-    """Whether the path is that of an arena without a name. Links are followed there alone: only the kernel makes them."""
+    """Whether the path is that of a private arena. Only there links are followed, because the kernel makes them."""
     return path.parts[:2] == ("/", "proc") and path.parts[3:4] == ("fd",)
 
 
@@ -260,7 +260,7 @@ def _identity(stat: os.stat_result) -> tuple[int, int]:
 
 
 def _remove(path: Path, file: tuple[int, int]) -> bool:
-    """Unlinks the name if it still leads to this file, and not to one that has taken its place."""
+    """Unlinks the name if it still refers to this file rather than to its replacement."""
     try:
         if _identity(os.stat(path, follow_symlinks=False)) == file:
             path.unlink()
@@ -272,7 +272,7 @@ def _remove(path: Path, file: tuple[int, int]) -> bool:
 
 def _finish(path: Path, descriptor: int, owned: tuple[int, int] | None, pid: int) -> None:
     if os.getpid() != pid:
-        return  # a forked child ends, not the process that opened it
+        return  # in a forked child of the process that opened it
     if owned:
         _remove(path, owned)
     os.close(descriptor)

@@ -1,7 +1,7 @@
-"""A part of a version as its bytes arrive in order: each tensor is hashed on the way, and checked when its last byte is there.
+"""Assembles a part of a version from bytes that arrive in order. Each tensor is hashed on arrival and verified at its last byte.
 
-Kept here: the bytes before `position` are in the buffer, and every tensor that ends there is the one that the manifest was sealed
-with. No byte goes beyond the part.
+Invariant: the bytes before `position` are in the buffer, and every tensor that ends before it matches its digest. No byte is written beyond
+the part.
 """
 
 import numpy as np
@@ -12,46 +12,46 @@ from polyreme.weights.manifest import Manifest, ManifestError
 
 
 class RangeError(ValueError):
-    """Bytes that are not the next ones of the part."""
+    """The bytes are not the next bytes of the part."""
 
 
 class Assembly:
-    """One part, from its first byte to its last. `broken`: it has turned out wrong, and takes no further bytes.
+    """One part, from its first byte to its last. `broken`: a digest did not match, and no further bytes are accepted.
 
     Args:
         manifest: sealed.
-        buffer: writable, where the part goes; at least as long as it.
+        buffer: writable destination, at least as long as the part.
 
     Raises:
-        ManifestError: the manifest is not sealed, or the buffer too short.
+        ManifestError: the manifest is not sealed, or the buffer is too short.
     """
 
     def __init__(self, manifest: Manifest, buffer: memoryview) -> None:
         if not manifest.sealed:
-            raise ManifestError("there are no digests to verify against")
+            raise ManifestError("expected a sealed manifest; found one without digests")
         if manifest.nbytes > buffer.nbytes:
-            raise ManifestError(f"the part has {manifest.nbytes} bytes, the slot {buffer.nbytes}")
+            raise ManifestError(f"expected a slot of {manifest.nbytes} bytes; found {buffer.nbytes}")
         self.manifest, self.position = manifest, 0
         self._target = np.frombuffer(buffer, np.uint8)
-        self._coming = sorted(
+        self._pending = sorted(
             (tensor for tensor in manifest.tensors if not tensor.alias_of), key=lambda tensor: (tensor.offset, tensor.nbytes)
         )
-        self._coming.reverse()
+        self._pending.reverse()
         self._hash = xxhash.xxh3_64()
         self.broken = False
         self._check_empty()
 
     @property
     def complete(self) -> bool:
-        """Whether every byte is there, and right."""
-        return self.position == self.manifest.nbytes and not self._coming and not self.broken
+        """Whether every byte has arrived and every digest matches."""
+        return self.position == self.manifest.nbytes and not self._pending and not self.broken
 
     def add(self, offset: int, data: memoryview) -> None:
-        """Takes the next bytes. Another thread may do it, one call at a time: the interpreter's lock is let go for the most part.
+        """Adds the next bytes. Another thread may call it, one call at a time; it releases the GIL for most of the work.
 
         Raises:
-            RangeError: they are not the next ones, or go beyond the part. Nothing has changed.
-            DigestError: a tensor is not the one that was sealed.
+            RangeError: they are not the next bytes, or exceed the part. Nothing has changed.
+            DigestError: a tensor does not match its digest.
         """
         end = offset + len(data)
         if self.broken or offset != self.position or end > self.manifest.nbytes:
@@ -60,8 +60,8 @@ class Assembly:
             )
         np.copyto(self._target[offset:end], np.frombuffer(data, np.uint8))
         self.position = end
-        while self._coming and self._coming[-1].offset < end:
-            tensor = self._coming[-1]
+        while self._pending and self._pending[-1].offset < end:
+            tensor = self._pending[-1]
             stop = tensor.offset + tensor.nbytes
             self._hash.update(data[max(tensor.offset - offset, 0) : min(stop, end) - offset])
             if stop > end:
@@ -70,11 +70,11 @@ class Assembly:
         self._check_empty()
 
     def _check_empty(self) -> None:
-        while self._coming and self._coming[-1].nbytes == 0 and self._coming[-1].offset <= self.position:
+        while self._pending and self._pending[-1].nbytes == 0 and self._pending[-1].offset <= self.position:
             self._check()
 
     def _check(self) -> None:
-        tensor = self._coming.pop()
+        tensor = self._pending.pop()
         if self._hash.intdigest() != tensor.digest:
             self.broken = True
             raise DigestError(f"version {self.manifest.version}: {tensor.name} differs")

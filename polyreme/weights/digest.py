@@ -1,6 +1,6 @@
-"""Digests: whether the bytes in a slot are the bytes the trainer wrote.
+"""Digests: prove that the bytes in a slot are the bytes that the trainer wrote.
 
-xxh3_64 reads memory faster than one core can copy it, so one thread does.
+Invariant: a verified slot matches the digest of every tensor. One thread is enough: xxh3_64 reads memory faster than a core copies it.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from polyreme.weights.manifest import Manifest, ManifestError
 
 
 class DigestError(ValueError):
-    """A tensor's bytes are not those its manifest was sealed with."""
+    """The bytes of a tensor do not match the digest in its manifest."""
 
 
 def seal(manifest: Manifest, buffer: memoryview) -> Manifest:
@@ -32,12 +32,12 @@ def verify(manifest: Manifest, buffer: memoryview) -> None:
     """Reads every tensor's bytes once.
 
     Raises:
-        DigestError: a tensor differs; all that do are named.
+        DigestError: tensors differ; the message names the first and their number.
         ManifestError: the manifest is not sealed, or the buffer is shorter than the part.
     """
     _fits(manifest, buffer)
     if not manifest.sealed:
-        raise ManifestError("there are no digests to verify against")
+        raise ManifestError("expected a sealed manifest; found one without digests")
     wrong = [
         tensor.name
         for tensor in manifest.tensors
@@ -53,4 +53,4 @@ def _digest(buffer: memoryview, offset: int, nbytes: int) -> int:
 
 def _fits(manifest: Manifest, buffer: memoryview) -> None:
     if manifest.nbytes > buffer.nbytes:
-        raise ManifestError(f"the part has {manifest.nbytes} bytes, the slot {buffer.nbytes}")
+        raise ManifestError(f"expected a slot of {manifest.nbytes} bytes; found {buffer.nbytes}")

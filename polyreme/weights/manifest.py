@@ -1,7 +1,7 @@
-"""What a version's bytes mean: names, shapes and places. Pure.
+"""The manifest of a version's bytes: names, dtypes, shapes and offsets. Pure.
 
-Kept here: a manifest that exists is consistent. Names are unique, every tensor lies inside the part and on an aligned
-offset, no two overlap, an alias names a tensor of the same dtype and shape that has bytes of its own.
+Invariant: every manifest is consistent. Names are unique, every tensor lies inside the part at an aligned offset, tensors do not overlap,
+and an alias refers to a tensor of the same dtype and shape with bytes of its own.
 """
 
 import math
@@ -14,7 +14,7 @@ from polyreme.api.v1 import weights_pb2 as pb
 
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 
-# safetensors dtype names, and the numpy dtype of their views. What numpy lacks (BF16, F8) is seen as unsigned words of its size.
+# safetensors dtype names, and the numpy dtype of their views. Types that numpy lacks (BF16, F8) appear as unsigned words of their size.
 NUMPY_DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -25,7 +25,7 @@ NUMPY_DTYPES: Mapping[str, np.dtype] = {
 
 
 class ManifestError(ValueError):
-    """A manifest contradicts itself, or what it is used on."""
+    """A manifest is inconsistent, or does not fit its use."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's place in a slot: `nbytes` bytes from `offset` on, or, with `alias_of`, the bytes of that other tensor.
+    """The location of a tensor in a slot: `nbytes` bytes from `offset` on, or, with `alias_of`, the bytes of that tensor.
 
-    `digest` is the xxh3_64 of the bytes, or None while they are still being written. An alias has offset, nbytes and digest 0.
+    `digest` is the xxh3_64 of the bytes, or None before they are written. An alias has offset, nbytes and digest 0.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Tensor:
 class Manifest:
     """One part (of one trainer host) of one policy version.
 
-    `nbytes` is the part's size: where its last tensor ends. Raises ManifestError when the tensors contradict each other.
+    `nbytes` is the part's size: the end of its last tensor. Raises ManifestError when it is inconsistent.
     """
 
     run_id: str
@@ -74,28 +74,32 @@ class Manifest:
 
     def __post_init__(self) -> None:
         if not 0 <= self.part < self.parts:
-            raise ManifestError(f"part {self.part} of {self.parts}")
+            raise ManifestError(f"expected a part below {self.parts}; found part {self.part}")
         own = {tensor.name: tensor for tensor in self.tensors if not tensor.alias_of}
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
-            raise ManifestError("a tensor name occurs twice")
+            raise ManifestError("expected distinct tensor names; found a name twice")
         end = 0
         for tensor in sorted(own.values(), key=lambda tensor: tensor.offset):
             if tensor.nbytes != TensorSpec(tensor.name, tensor.dtype, tensor.shape).nbytes:
-                raise ManifestError(f"{tensor.name}: {tensor.nbytes} bytes do not hold {tensor.dtype} {list(tensor.shape)}")
+                raise ManifestError(
+                    f"{tensor.name}: expected the size of {tensor.dtype} {list(tensor.shape)}; found {tensor.nbytes} bytes"
+                )
             if tensor.offset < end or tensor.offset % ALIGNMENT:
-                raise ManifestError(f"{tensor.name}: offset {tensor.offset} overlaps another tensor or is not aligned")
+                raise ManifestError(f"{tensor.name}: expected an aligned offset from {end} on; found {tensor.offset}")
             end = tensor.offset + tensor.nbytes
         if end != self.nbytes:
-            raise ManifestError(f"tensors end at {end}, the part at {self.nbytes}")
+            raise ManifestError(f"expected a part of {end} bytes, where its tensors end; found {self.nbytes}")
         for tensor in self.tensors:
             if tensor.alias_of:
                 target = own.get(tensor.alias_of)
                 if target is None or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
-                    raise ManifestError(f"{tensor.name}: no tensor {tensor.alias_of} of the same dtype and shape to stand for it")
+                    raise ManifestError(
+                        f"{tensor.name}: expected a tensor {tensor.alias_of} of the same dtype and shape; found none"
+                    )
 
     @property
     def sealed(self) -> bool:
-        """Whether every tensor's digest is known."""
+        """Whether every tensor has a digest."""
         return all(tensor.digest is not None for tensor in self.tensors)
 
     def stamped(self, run_id: str, term: int, version: int) -> "Manifest":
@@ -106,7 +110,7 @@ class Manifest:
     def to_proto(self) -> pb.Manifest:
         """Raises ManifestError when the manifest is not sealed."""
         if not self.sealed:
-            raise ManifestError("a manifest travels only with its digests")
+            raise ManifestError("expected a sealed manifest; found one without digests")
         tensors = [
             pb.TensorEntry(
                 name=t.name, dtype=t.dtype, shape=t.shape, offset=t.offset, nbytes=t.nbytes, digest=t.digest, alias_of=t.alias_of
@@ -118,7 +122,7 @@ class Manifest:
 
     @classmethod
     def from_proto(cls, message: pb.Manifest) -> "Manifest":
-        """Raises ManifestError when the message contradicts itself."""
+        """Raises ManifestError when the message is inconsistent."""
         tensors = tuple(
             Tensor(t.name, t.dtype, tuple(t.shape), t.offset, t.nbytes, t.digest, t.alias_of) for t in message.tensors
         )
@@ -129,46 +133,46 @@ class Manifest:
 def plan_manifest(
     specs: Iterable[TensorSpec], aliases: Mapping[str, str] | None = None, part: int = 0, parts: int = 1
 ) -> Manifest:
-    """Places tensors one after the other, in the order given, each on a multiple of ALIGNMENT bytes.
+    """Lays out tensors in the given order, each at a multiple of ALIGNMENT bytes.
 
     Args:
-        specs: every tensor of the part that has bytes of its own.
-        aliases: further name -> the spec whose bytes it shares (tied embeddings).
+        specs: every tensor of the part with its own bytes.
+        aliases: another name -> the tensor whose bytes it shares (tied embeddings).
 
     Returns:
-        The layout; `stamped` gives it a run, a term and a version.
+        The layout, without run, term and version: see `stamped`.
 
     Raises:
-        ManifestError: a name occurs twice, a dtype is not known, an alias has no target.
+        ManifestError: a duplicate name, an unknown dtype, or an alias without a target.
     """
     tensors: dict[str, Tensor] = {}
     end = 0
     for spec in specs:
         if spec.name in tensors:
-            raise ManifestError(f"tensor {spec.name} is listed twice")
+            raise ManifestError(f"expected distinct tensor names; found {spec.name} twice")
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         tensors[spec.name] = Tensor(spec.name, spec.dtype, spec.shape, offset, spec.nbytes)
         end = offset + spec.nbytes
     own = dict(tensors)
     for name, target in (aliases or {}).items():
         if target not in own:
-            raise ManifestError(f"alias {name}: there is no tensor {target}")
+            raise ManifestError(f"alias {name}: expected a tensor {target}; found none")
         if name in tensors:
-            raise ManifestError(f"alias {name} is listed as a tensor too")
+            raise ManifestError(f"alias {name}: expected no tensor of that name; found one")
         tensors[name] = Tensor(name, own[target].dtype, own[target].shape, 0, 0, 0, alias_of=target)
     return Manifest("", 0, 0, part, parts, tuple(tensors.values()), end)
 
 
 def tensor_views(manifest: Manifest, buffer: memoryview) -> dict[str, np.ndarray]:
-    """Every tensor of the manifest as a numpy view of the slot's data, aliases resolved; nothing is copied.
+    """Every tensor of the manifest as a numpy view of the slot's data, aliases resolved, without copies.
 
-    The views are writable when the buffer is. A dtype that numpy lacks shows as its words: see NUMPY_DTYPES.
+    The views are writable when the buffer is. See NUMPY_DTYPES for dtypes that numpy lacks.
 
     Raises:
         ManifestError: the buffer is shorter than the part.
     """
     if manifest.nbytes > buffer.nbytes:
-        raise ManifestError(f"the part has {manifest.nbytes} bytes, the slot {buffer.nbytes}")
+        raise ManifestError(f"expected a slot of {manifest.nbytes} bytes; found {buffer.nbytes}")
     views = {
         tensor.name: np.frombuffer(
             buffer, NUMPY_DTYPES[tensor.dtype], count=math.prod(tensor.shape), offset=tensor.offset
@@ -183,7 +187,7 @@ def _numpy_dtype(spec: TensorSpec) -> np.dtype:
     try:
         return NUMPY_DTYPES[spec.dtype]
     except KeyError:
-        raise ManifestError(f"{spec.name}: unknown dtype {spec.dtype!r}; known are {', '.join(NUMPY_DTYPES)}") from None
+        raise ManifestError(f"{spec.name}: expected one of the dtypes {', '.join(NUMPY_DTYPES)}; found {spec.dtype!r}") from None
 
 
 def changed_tensors(before: Manifest | None, after: Manifest) -> int:

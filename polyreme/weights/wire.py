@@ -1,7 +1,7 @@
-"""A version's bytes on the wire: StageStreamRequest messages that hold nothing but bytes, written and read without protobuf.
+"""A version's bytes on the wire: StageStreamRequest messages that are encoded and decoded without protobuf.
 
-Kept here: every message is the protobuf message of that schema, whoever wrote it; only what this module writes is read without a
-copy. (Protobuf's own reading and writing of a mebibyte costs several times its way through the network stack.)
+Invariant: every message is a valid protobuf message of that schema. Only messages of this module's own encoding are read without a copy.
+(Protobuf takes several times as long for a mebibyte as the network stack.)
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from polyreme.api.v1 import weights_pb2 as pb
 
 STAGE_STREAM = "/polyreme.api.v1.WeightsService/StageStream"
-CHUNK_BYTES = 1 << 20  # larger ones leave the processor's cache before they are hashed
+CHUNK_BYTES = 1 << 20  # larger chunks leave the processor's cache before they are hashed
 LONGEST_CHUNK_BYTES = 8 << 20
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -24,14 +24,14 @@ _HEAD = 10
 
 
 class WireError(ValueError):
-    """A message is not what it should be."""
+    """An unexpected message."""
 
 
 @cache
 def keep_memory() -> None:
-    """Before a process's first stream: the C library keeps the memory of messages for those that follow.
+    """Makes the C library keep the memory of messages for later ones. Call it before a process's first stream.
 
-    It would give each one's back, and have the kernel clear other pages for the next: more work than all the rest of a stream.
+    Without it, the library returns each message's pages and the kernel clears new ones, which costs more than the rest of a stream.
     """
     with suppress(AttributeError):  # a C library that is not glibc
         tune = ctypes.CDLL(None).mallopt
@@ -45,12 +45,12 @@ def encode_manifest(manifest: pb.Manifest) -> bytes:
 
 
 def encode_chunk(offset: int, data: memoryview) -> bytes:
-    """A further message. `data` is copied once, into it."""
+    """A message with bytes. Copies `data` once."""
     return b"".join((bytes([_OFFSET]), offset.to_bytes(8, "little"), bytes([_DATA]), _varint(len(data)), data))
 
 
 def decode_manifest(message: bytes) -> pb.Manifest:
-    """Raises WireError: the message has no manifest."""
+    """Raises WireError when the message has no manifest."""
     request = _parse(message)
     if not request.HasField("manifest"):
         raise WireError("expected the manifest first; found bytes")
@@ -58,7 +58,7 @@ def decode_manifest(message: bytes) -> pb.Manifest:
 
 
 def decode_chunk(message: bytes) -> tuple[int, memoryview]:
-    """Offset and bytes, which share the message's memory. Raises WireError: the message has no bytes, or too many."""
+    """Offset and bytes, which share the message's memory. Raises WireError when the message has no bytes, or too many."""
     view = memoryview(message)
     if len(view) > _HEAD and view[0] == _OFFSET and view[_HEAD - 1] == _DATA:
         size, start = 0, _HEAD

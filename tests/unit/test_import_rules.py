@@ -157,3 +157,82 @@ def test_nothing_is_pickled() -> None:
     """A program's sandbox gets its code compiled, which is marshal's form; nothing is ever read from it in that form."""
     written = ("polyreme_reward.sandbox.program",)
     assert not offenders(tuple(PACKAGES), ("pickle", "cloudpickle", "dill", "marshal", "shelve"), allowed=written)
+
+
+CORE_ARROWS = {
+    "cli": {"experience", "net", "config", "weights", "process", "errors"},
+    "experience": {"net", "config", "process", "errors", "api"},
+    "net": {"config", "process", "errors"},
+    "weights": {"errors", "api"},
+    "config": {"errors"},
+    "process": {"errors"},
+    "errors": set(),
+    "api": set(),
+}
+"""The core's rooms and their imports, from the top down. `errors` is a module, `api` the generated contracts."""
+
+TRAINER_ARROWS = {
+    "orchestrator": {"data"},
+    "observe": set(),
+    "stages": {"learner", "data"},
+    "megatron": {"algorithms", "learner"},
+    "algorithms": set(),
+    "data": set(),
+}
+"""Trainer rooms that import no other room than these."""
+
+
+def room(module: str, package: str) -> str:
+    """The part of a dotted name directly below `package`; empty for the package itself."""
+    return module.removeprefix(package).lstrip(".").partition(".")[0]
+
+
+def arrows(package: str) -> dict[str, set[str]]:
+    """The imports between the rooms of a package: room -> imported rooms."""
+    found: dict[str, set[str]] = {}
+    for each in IMPORTS:
+        if under(each.importer, package) and under(each.imported, package):
+            source, target = room(each.importer, package), room(each.imported, package)
+            if source != target and target in ROOMS[package]:
+                found.setdefault(source, set()).add(target)
+    return found
+
+
+ROOMS = {package: {room(module, package) for module, _ in modules() if under(module, package)} - {""} for package in PACKAGES}
+
+
+def test_the_core_is_drawn_as_it_is() -> None:
+    """Every import between rooms of the core is an arrow of the drawing, and the drawing has no arrow up and no circle."""
+    actual = {source: targets for source, targets in arrows("polyreme").items() if source != "__main__"}
+    extra = {source: targets - CORE_ARROWS.get(source, set()) for source, targets in actual.items()}
+    assert not {source: targets for source, targets in extra.items() if targets}
+    order = list(CORE_ARROWS)
+    assert all(order.index(target) > order.index(source) for source, targets in CORE_ARROWS.items() for target in targets)
+
+
+def test_the_trainers_lower_rooms_import_nothing_above_them() -> None:
+    actual = arrows("polyreme_trainer")
+    extra = {source: actual.get(source, set()) - allowed for source, allowed in TRAINER_ARROWS.items()}
+    assert not {source: targets for source, targets in extra.items() if targets}
+
+
+def test_weight_sync_and_stages_use_only_the_learners_protocol_and_leader() -> None:
+    above = tuple(f"polyreme_trainer.learner.{name}" for name in ("loop", "run_client", "__main__"))
+    assert not offenders(("polyreme_trainer.weight_sync", "polyreme_trainer.stages", "polyreme_trainer.megatron"), above)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circle_of_imports(package: str) -> None:
+    """No module imports itself through others, not even inside functions."""
+    names = {module for module, _ in modules() if under(module, package)}
+    imported: dict[str, set[str]] = {name: set() for name in names}
+    for each in IMPORTS:
+        if each.importer in names:
+            target = each.imported if each.imported in names else each.imported.rpartition(".")[0]
+            if target in names and target != each.importer:
+                imported[each.importer].add(target)
+    while leaves := {name for name, targets in imported.items() if not targets}:
+        imported = {name: targets - leaves for name, targets in imported.items() if name not in leaves}
+    while tops := imported.keys() - {target for targets in imported.values() for target in targets}:
+        imported = {name: targets for name, targets in imported.items() if name not in tops}
+    assert not imported

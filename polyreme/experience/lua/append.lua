@@ -19,6 +19,6 @@ cut_draft(index, 0)
 redis.call('ZADD', APPENDED, tonumber(ARGV[4]), member(index))
 redis.call('HSET', PAYLOADS, int(index), ARGV[6])
 write(index, 'appended', int(attempt), ARGV[4], ARGV[5])
--- Nobody waits for a group alone, only for a plan: fewer groups than one needs wake nobody up.
+-- Signals only once a full batch is available.
 if redis.call('ZCARD', APPENDED) >= meta('groups_per_iteration') then signal('append', int(index)) end
 return 1

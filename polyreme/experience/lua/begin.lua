@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- begin: the learner stands at checkpoint `version`; plans beyond it stay and will be asked for again.
+-- begin: sets the learner to checkpoint `version`; later plans are kept and replayed.
 -- KEYS: common. Reads plans; writes meta.version, and meta.base of a log without plans.
 -- ARGV: learner's term, version.
 local stale = refused('learner', ARGV[1])

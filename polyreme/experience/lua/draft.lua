@@ -1,8 +1,8 @@
 #!lua
--- draft: further parts of what attempts in flight have generated. A part takes the place of those with its number and above, so that
--- one that is sent again changes nothing. What is no attempt in flight (any more) is passed over.
+-- draft: saves parts of the partial rollouts of attempts in flight. A part replaces all parts from its number on, so a repeated part
+-- changes nothing. Attempts that are not in flight are ignored.
 -- KEYS: common. Writes drafts.
--- ARGV: orchestrator's term, then (index, attempt, number, bytes) of each part. Returns how many were kept.
+-- ARGV: orchestrator's term, then (index, attempt, number, bytes) of each part. Returns the number of saved parts.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end
 local kept = 0

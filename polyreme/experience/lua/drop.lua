@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- drop: admitted(attempt) -> dropped(mean reward, reason): scored, and of no use to training. The same again changes nothing.
+-- drop: admitted(attempt) -> dropped(mean reward, reason): scored, but not used for training. A repetition changes nothing.
 -- KEYS: common. Writes ledger, in_flight, drafts.
 -- ARGV: orchestrator's term, index, attempt, mean reward, reason. Returns 1, or 0 for a duplicate.
 local stale = refused('orchestrator', ARGV[1])

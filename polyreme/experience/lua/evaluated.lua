@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- evaluated: nobody waits for an evaluation of `version`, or of an older one, any more. It never goes back.
+-- evaluated: evaluations up to `version` have ended or were skipped. The value never decreases.
 -- KEYS: common. Writes meta.evaluated.
 -- ARGV: orchestrator's term, version.
 local stale = refused('orchestrator', ARGV[1])

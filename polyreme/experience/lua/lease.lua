@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- lease: a server is there for another `ttl`: registration and renewal are the same.
+-- lease: registers a server, or renews its lease, for another `ttl`.
 -- KEYS: common, then lease (string that expires), leases (set of ids). Writes both.
 -- ARGV: id, lease json, ttl in ms, event value. Returns the learner's term, 0 before the first.
 local before = redis.call('GET', KEYS[10])

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- plan: appended -> planned(iteration) for groups_per_iteration groups, those with the oldest tokens first, then by index.
--- The plan that exists is answered again. While it waits, attempts in flight beyond the straggler timeout expire.
+-- An existing plan is returned again. While a plan waits, attempts in flight beyond the straggler timeout expire.
 -- KEYS: common. Reads meta; writes ledger, in_flight and drafts (expiry), appended, plans.
--- ARGV: learner's term, iteration, straggler timeout in ms. Returns "INDEX INDEX ...", or false: not yet.
+-- ARGV: learner's term, iteration, straggler timeout in ms. Returns "INDEX INDEX ...", or false when the plan must wait.
 local stale = refused('learner', ARGV[1])
 if stale then return stale end
 local iteration, timeout = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -13,8 +13,8 @@ if iteration ~= planned() + 1 then
 end
 local size, staleness, version = meta('groups_per_iteration'), meta('max_staleness'), meta('version')
 
--- A group of version a is trained at the latest in iteration a + 1 + max_staleness. So after this plan, the unplanned groups
--- of versions <= a must fit the iterations up to that one; where they do not, the plan waits for those in flight.
+-- A group of version a must be trained by iteration a + 1 + max_staleness. After this plan, the unplanned groups
+-- of versions <= a must therefore fit the iterations up to that one; otherwise the plan waits for those in flight.
 local waits_for = redis.call('ZCARD', APPENDED) < size and '+inf' or nil
 for a = version, math.min(version, iteration - 1 - staleness), -1 do
   if waits_for then break end

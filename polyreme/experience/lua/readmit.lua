@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- readmit: admitted(attempt) -> admitted(attempt + 1) at the current version (see next_attempt), or failed(reason) after the last attempt.
--- The attempt that exists already is answered again: a retry, and an attempt that expired, look the same.
+-- An existing next attempt is returned again, since a retry and an expired attempt look the same.
 -- KEYS: common. Writes ledger, in_flight, drafts.
 -- ARGV: orchestrator's term, index, attempt, reason, max_attempts. Returns {index, attempt, version}, or false when failed.
 local stale = refused('orchestrator', ARGV[1])

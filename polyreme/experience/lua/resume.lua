@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- resume: any state -> starting, with the configuration (and its limits) and files that this resume was given. The same nonce again changes nothing.
+-- resume: any state -> starting, with the configuration (and its limits) and files of this resume. A repeated nonce changes nothing.
 -- KEYS: common, then config (string), files (hash). Writes meta, config, files.
 -- ARGV: as in create. Returns the start.
 local nonce, config, n = ARGV[1], ARGV[2], tonumber(ARGV[3])

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom,no-writes
--- snapshot: everything but payloads and drafts themselves, at one instant.
+-- snapshot: everything except the payloads and the parts of partial rollouts, at one instant.
 -- KEYS: common. Returns {meta, ledger, plans, payload indices, in_flight with scores, appended with scores, drafts}, each flat;
 -- of the drafts (index, "ATTEMPT PARTS"), and for each part (INDEX:PART, '').
 local drafts = {}

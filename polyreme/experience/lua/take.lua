@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- take: a role's next term. The same token again gets the same term.
+-- take: a role's next term. A repeated token gets the same term.
 -- KEYS: common. Writes terms; meta.orchestrator_since.
 -- ARGV: role, token. Returns the counter.
 if redis.call('EXISTS', META) == 0 then return redis.error_reply('NORUN ' .. META) end
@@ -7,7 +7,7 @@ local counter, token = string.match(redis.call('HGET', TERMS, ARGV[1]) or '0 non
 if token == ARGV[2] then return tonumber(counter) end
 counter = tonumber(counter) + 1
 redis.call('HSET', TERMS, ARGV[1], int(counter) .. ' ' .. ARGV[2])
--- A group's attempt cannot be older than the process that works on it: stragglers are timed from here.
+-- An attempt cannot be older than the process that works on it, so stragglers are timed from here.
 if ARGV[1] == 'orchestrator' then redis.call('HSET', META, 'orchestrator_since', int(now_ms())) end
 signal('term', ARGV[1])
 return counter

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- version: iteration `version` is trained: one step up. The version it already has changes nothing.
+-- version: iteration `version` is trained: one step up. The current version changes nothing.
 -- KEYS: common. Writes meta.version.
 -- ARGV: learner's term, version.
 local stale = refused('learner', ARGV[1])

@@ -144,7 +144,7 @@ def test_an_existing_run_directory_is_not_reused(config_file: Path, tmp_path: Pa
 def test_a_full_disk_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"), exit_on_error("polyreme"), open("/dev/full", "w", buffering=1) as full:
         full.write("more than fits\n")
-    assert capsys.readouterr().err.startswith("polyreme: error: expected files that can be written; found [Errno 28] No space")
+    assert capsys.readouterr().err.startswith("polyreme: error: expected writable files; found [Errno 28] No space")
 
 
 def test_audit_wants_to_know_what(tmp_path: Path) -> None:

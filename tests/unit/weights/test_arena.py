@@ -51,9 +51,9 @@ def test_the_generation_word_is_odd_while_writing_and_never_returns(arena: Arena
     arena.begin(0)
     arena.begin(0)  # the first of these was never completed
     assert arena.generation(0) == 9
-    with pytest.raises(ArenaError, match="written anew"):
+    with pytest.raises(ArenaError, match="overwritten"):
         arena.check(0, 9)
-    with pytest.raises(ValueError, match="not being written"):
+    with pytest.raises(ValueError, match="slot"):
         arena.complete(1, version=1, term=1)
 
 
@@ -68,7 +68,7 @@ def test_a_reader_may_not_write(arena: Arena) -> None:
 
 def test_slots_that_do_not_exist_are_refused(arena: Arena) -> None:
     for slot in (-1, 3):
-        with pytest.raises(ArenaError, match="has 3"):
+        with pytest.raises(ArenaError, match="below 3"):
             arena.slot_view(slot)
 
 
@@ -162,18 +162,18 @@ def test_what_is_no_arena_is_refused(tmp_path: Path, arena: Arena) -> None:
     with pytest.raises(ArenaError, match="No such file"):
         Arena.open(tmp_path / "none")
     (tmp_path / "other").write_bytes(bytes(10000))
-    with pytest.raises(ArenaError, match="no arena"):
+    with pytest.raises(ArenaError, match="complete arena"):
         Arena.open(tmp_path / "other")
     (tmp_path / "link").symlink_to(arena.path)
     with pytest.raises(ArenaError, match="symbolic links"):
         Arena.open(tmp_path / "link")
     whole = bytearray(arena.path.read_bytes())
     (tmp_path / "short").write_bytes(whole[:-1])
-    with pytest.raises(ArenaError, match="not what its header says"):
+    with pytest.raises(ArenaError, match="header"):
         Arena.open(tmp_path / "short")
     whole[8] = 99
     (tmp_path / "skewed").write_bytes(whole)
-    with pytest.raises(ArenaError, match="layout 99"):
+    with pytest.raises(ArenaError, match="found 99"):
         Arena.open(tmp_path / "skewed")
 
 

@@ -37,7 +37,7 @@ class ReplicaLostError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class GateLimits:
     """What rounding explains, by the dtype of the weights."""
 
     logits: float
@@ -48,7 +48,7 @@ class Limits:
     """Per token, learner against replica; also the running alarm's limit."""
 
 
-LIMITS = {"float32": Limits(1e-3, 1e-3, 1e-4), "bfloat16": Limits(0.5, 0.15, 1e-2)}
+LIMITS = {"float32": GateLimits(1e-3, 1e-3, 1e-4), "bfloat16": GateLimits(0.5, 0.15, 1e-2)}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.algorithms.kl import estimate
-from polyreme_trainer.learner.gates import Answer, Gate, Limits
+from polyreme_trainer.learner.gates import Answer, Gate, GateLimits
 
 
 def probe_ids(vocab: int, length: int, seed: int) -> Tensor:
@@ -42,7 +42,7 @@ def _load(kind: Any, path: Path, dtype: str) -> torch.nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Limits) -> Gate:
+def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: GateLimits) -> Gate:
     """Learner's logits [b, s, vocab] of `ids` [b, s] against the Hugging Face model's."""
     with torch.no_grad():
         difference = (model(input_ids=ids).logits.float() - learner.cpu()).abs().max()
@@ -54,7 +54,7 @@ def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: Li
     )
 
 
-def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: Limits) -> Gate:
+def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: GateLimits) -> Gate:
     """The critic's values [b, s] of `ids` [b, s] against those of the Hugging Face sequence classifier at every position."""
     with torch.no_grad():
         values = model.score(model.base_model(input_ids=ids).last_hidden_state)[..., 0].float()
@@ -67,7 +67,7 @@ def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: Limits) -> Gat
     )
 
 
-def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: Limits) -> Gate:
+def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: GateLimits) -> Gate:
     """A replica's greedy answers under the Hugging Face model of the same weights.
 
     One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. Near ties, which
@@ -90,7 +90,7 @@ def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: Limit
     )
 
 
-def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: Limits) -> Gate:
+def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: GateLimits) -> Gate:
     """Learner's log-probabilities of the sampled tokens, float32 [k], answer by answer, against the replica's own."""
     behaviour = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
     return Gate(

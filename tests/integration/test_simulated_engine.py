@@ -1,0 +1,35 @@
+"""`polyreme rollout` with `rollout.engine: simulated`: the engine is chosen by configuration, all the rest is the real replica."""
+
+import json
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from polyreme.api.v1 import rollout_pb2
+from polyreme.weights.arena import Arena
+from polyreme.weights.manifest import TensorSpec, plan_manifest
+from support.replicas import Learner, generate, replica, request, rollout_config
+from support.tiny_tokenizer import model_files
+
+
+async def test_a_replica_serves_the_engine_of_the_configuration(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    for name, data in model_files().items():
+        (model / name).write_bytes(data)
+    layout = plan_manifest([TensorSpec("weight", "F32", (4,))])
+    learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
+    config = rollout_config(model, engine="simulated")
+    try:
+        async with replica(redis_url, run_id, model, tmp_path / "replica.log", config) as there:
+            await learner.push(there.weights, 1, {"weight": np.arange(4, dtype="<f4")})
+            described = await there.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=60)
+            assert (described.engine, described.version) == ("simulated", 1)
+            answer = (await generate(there.rollout, request(run_id, [5, 6, 7], [(0, [], 20, 0)])))[0]
+            assert answer.spans == [(1, 0, 20)]
+            async with httpx.AsyncClient(trust_env=False, base_url=f"http://{there.lease.http_address}", timeout=60) as client:
+                body = {"model": config.name, "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0}
+                completion = (await client.post("/v1/completions", json=body)).json()
+            assert completion["choices"][0]["text"] == " ".join(map(str, answer.ids)), json.dumps(completion)
+    finally:
+        learner.arena.close()
