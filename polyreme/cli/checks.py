@@ -26,26 +26,37 @@ class Findings:
     notices: tuple[str, ...]
 
 
-def check_run(config: RunConfig) -> tuple[str, ...]:
-    """The notices of all checks. Raises the first error."""
-    found = findings(config)
+def check_run(config: RunConfig, only: str | None = None) -> tuple[str, ...]:
+    """The notices of all checks. Raises the first error.
+
+    Args:
+        only: the one service that this machine is sure to run, by the name of its check; None: all. What another service lacks here
+            is a notice then: it may run on a machine that has it.
+    """
+    found = findings(config, only)
     if found.errors:
         raise found.errors[0]
     return found.notices
 
 
-def findings(config: RunConfig) -> Findings:
-    """What all checks find. The services are asked once the files that they read are there."""
+def findings(config: RunConfig, only: str | None = None) -> Findings:
+    """What all checks find; `only` as in `check_run`. The services are asked once the files that they read are there."""
     try:
         check_inputs(config)
     except PolyremeError as error:
         return Findings((error,), ())
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    results = [result for point in points for result in _results(point.load(), config)]
-    return Findings(
-        tuple(result for result in results if isinstance(result, PolyremeError)),
-        tuple(result for result in results if isinstance(result, str)),
-    )
+    errors: list[PolyremeError] = []
+    notices: list[str] = []
+    for point in points:
+        for result in _results(point.load(), config):
+            if isinstance(result, str):
+                notices.append(result)
+            elif only in (None, point.name):
+                errors.append(result)
+            else:
+                notices.append(f"the {point.name} service could not start here: {result}")
+    return Findings(tuple(errors), tuple(notices))
 
 
 def _results(check: Check, config: RunConfig) -> Iterator[str | PolyremeError]:

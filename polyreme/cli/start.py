@@ -39,8 +39,11 @@ class Start:
 
 
 @contextmanager
-def prepared(path: Path, overrides: list[str], resume: bool, fork: bool) -> Iterator[Start]:
+def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: str | None = None) -> Iterator[Start]:
     """Reads the configuration, owns the run directory for the block, and decides which run is meant.
+
+    Args:
+        only: as `check_run` takes it.
 
     Raises:
         ConfigError: the configuration or its files are wrong, the directory is in use, or it holds a run and no flag says what to do.
@@ -48,7 +51,7 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool) -> Iter
     if resume and fork:
         raise ConfigError("--resume or --fork", "both", "Give one of them.")
     config = load_config(path, overrides)
-    notices = check_run(config)
+    notices = check_run(config, only)
     if not fork:
         with owned(config.run_dir):
             existing = claim(config, resume)

@@ -65,7 +65,8 @@ def train(
     for where, number in ((host, http_port), (_ANY, learner_port)):
         if number:
             check_free(where, number)
-    with prepared(config, overrides or [], resume, fork) if run is None else _joined(config, overrides or []) as chosen:
+    opened = prepared(config, overrides or [], resume, fork, only="trainer")
+    with opened if run is None else _joined(config, overrides or []) as chosen:
         if chosen.finished:
             logger.info("%s", chosen.finished)
             return

@@ -152,6 +152,16 @@ def test_prompts_that_are_too_long(config_file: Path) -> None:
     assert "1, all longer" in errors(config_file)
 
 
+def test_what_another_service_lacks_here_is_a_notice(config_file: Path) -> None:
+    """Its files may be on the machine that it runs on."""
+    config = load_config(config_file, ["reward.rewards=[{file: elsewhere.py}]"])
+    assert findings(config).errors
+    [notice] = check_run(config, only="trainer")
+    assert "reward" in notice and "elsewhere.py" in notice
+    with pytest.raises(ConfigError):
+        check_run(config, only="reward")
+
+
 def test_a_check_may_raise_or_yield(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Point:
         name = "other"
