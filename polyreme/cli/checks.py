@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from polyreme.cli.run_directory import check_inputs
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
+from polyreme.net import tls
 
 GROUP = "polyreme.checks"
 Check = Callable[[RunConfig], Iterator[str | PolyremeError]]
@@ -43,6 +44,8 @@ def findings(config: RunConfig, only: str | None = None) -> Findings:
     """What all checks find; `only` as in `check_run`. The services are asked once the files that they read are there."""
     try:
         check_inputs(config)
+        if config.security is not None:
+            tls.check_files(config.security)
     except PolyremeError as error:
         return Findings((error,), ())
     points = sorted(entry_points(group=GROUP), key=lambda point: point.name)

@@ -96,7 +96,9 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     *parents, last = key.split(".")
     try:
         for parent in parents:
-            node = node.setdefault(parent, {}) if isinstance(node, dict) else node[int(parent)]
+            if isinstance(node, dict) and node.get(parent) is None:  # an absent section, or one that is null
+                node[parent] = {}
+            node = node[parent if isinstance(node, dict) else int(parent)]
         node[last if isinstance(node, dict) else int(last)] = value
     except (IndexError, TypeError, ValueError):  # no such row, no number for one, or a value without parts
         raise ConfigError(

@@ -52,6 +52,14 @@ def channel_credentials(config: SecurityConfig) -> grpc.ChannelCredentials:
     return credentials
 
 
+def check_files(config: SecurityConfig) -> None:
+    """Reads what a server and its clients will read. Raises ConfigError."""
+    server_credentials(config)
+    if config.certificate is not None:
+        channel_credentials(config)
+    token(config)
+
+
 def token(config: SecurityConfig | EndpointSecurity) -> str | None:
     """The bearer token; None when the configuration names none. Raises ConfigError when its variable is empty."""
     if config.token_env is None:

@@ -19,6 +19,7 @@ from polyreme.config.python_source import find_source
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme.net import tls
 from polyreme_reward.build import is_builtin, read_file
 from polyreme_reward.metrics import Metrics
 from polyreme_reward.model.reward import ModelReward
@@ -42,6 +43,11 @@ class Need:
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     """Notices and errors of a run's rewards."""
     needs: dict[str, Need] = {}
+    if config.reward.security not in (None, config.security):  # the core checks the run's own
+        try:
+            tls.check_files(config.reward.security)
+        except ConfigError as error:
+            yield error
     for spec in config.reward.rewards:
         try:
             needs[spec.label] = _check_source(spec, config.reward)

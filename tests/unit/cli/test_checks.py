@@ -113,6 +113,15 @@ def test_a_reward_of_the_users_is_read_and_not_run(config_file: Path, monkeypatc
     assert "0 of 1 rows" in notice
 
 
+@pytest.mark.parametrize("section", ["security", "reward.security"])
+def test_files_and_tokens_of_the_services_security(config_file: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    monkeypatch.delenv("TOKEN_OF_THE_TEST", raising=False)
+    assert "TOKEN_OF_THE_TEST" in errors(config_file, f"{section}.token_env=TOKEN_OF_THE_TEST")
+    monkeypatch.setenv("TOKEN_OF_THE_TEST", "t")
+    assert found(config_file, f"{section}.token_env=TOKEN_OF_THE_TEST") == Findings((), ())
+    assert "nowhere.pem" in errors(config_file, f"{section}={{certificate: nowhere.pem, key: nowhere.pem}}")
+
+
 def test_a_tokenizer_larger_than_the_embeddings(config_file: Path) -> None:
     edit(config_file.parent / "model" / "config.json", vocab_size=47)
     text = errors(config_file)

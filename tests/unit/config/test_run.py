@@ -90,6 +90,7 @@ def test_a_value_that_does_not_fit_is_told(tree: dict[str, Any], tmp_path: Path,
         ("algorithm={preset: ppo, kl: {coef: 0.1}}", lambda c: (c.algorithm.kl.coef, c.algorithm.kl.estimator), (0.1, "k1")),
         ("algorithm.loss.high=0.3", lambda c: (c.algorithm.loss.high, c.algorithm.loss.low), (0.3, 0.2)),
         ("data.system=Add.", lambda c: c.data.system, "Add."),
+        ("security.token_env=T", lambda c: c.security.token_env, "T"),  # where the file has `security: null`
     ],
 )
 def test_overrides_are_yaml_values_at_dotted_keys(
