@@ -5,7 +5,7 @@ configuration, and a later version of Polyreme cannot change it.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,6 +54,8 @@ class AlgorithmSource(Section):
 
 
 class AlgorithmConfig(Recipe):
+    filled_by: ClassVar[str] = "preset"
+
     preset: str = Field("grpo", description="The named recipe that the other keys override.")
     correction: Literal["auto"] | tuple[Correction, ...] = Field(  # type: ignore[assignment]
         "auto",

@@ -5,7 +5,7 @@ Invariant: every word comes from the schema itself, so neither text can say what
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -14,9 +14,11 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from polyreme.config.run import RunConfig
-from polyreme.config.section import Section, holds_path, is_operational, subsections
+from polyreme.config.section import Section, is_operational, subsections
 
 _WIDTH = 120
+_PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
+_SIGNS = {annotated_types.Ge: "≥", annotated_types.Gt: ">", annotated_types.Le: "≤", annotated_types.Lt: "<"}
 _HEAD = """# Configuration
 
 *Generated from the schema by `polyreme config reference`; edit the descriptions in `polyreme/config/`.*
@@ -42,63 +44,69 @@ def reference() -> str:
 
 
 def _section_lines(section: Section, indent: str, described: bool = True) -> Iterator[str]:
+    plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
-        value, inner = getattr(section, name), subsections(field)
+        value = getattr(section, name)
+        rows = value if isinstance(value, list | tuple) and value and isinstance(value[0], Section) else ()
         if described:
-            if not indent and inner:
+            if not indent and subsections(field):
                 yield ""
-            yield from _comment(field, indent)
-        if not inner or not value or isinstance(value, str):
-            yield f"{indent}{name}: {_flow(value)}"
-        elif isinstance(value, list | tuple):
-            yield f"{indent}{name}:"
-            for place, row in enumerate(value):
-                yield from _row_lines(row, f"{indent}  ", described=place == 0)
-        else:
+            yield from _comment(type(section), name, value, indent)
+        if isinstance(value, Section):
             yield f"{indent}{name}:"
             yield from _section_lines(value, f"{indent}  ", described)
+        elif rows:
+            yield f"{indent}{name}:"
+            for place, row in enumerate(rows):  # the comments stand at the first row
+                yield f"{indent}  -"
+                yield from _section_lines(row, f"{indent}    ", described and place == 0)
+        else:
+            yield f"{indent}{name}: {_flow(plain[name])}"
 
 
-def _row_lines(row: Section, indent: str, described: bool) -> Iterator[str]:
-    """A section as a row of a list; the comments of its keys stand at the first row."""
-    yield f"{indent}-"
-    yield from _section_lines(row, f"{indent}  ", described)
-
-
-def _comment(field: FieldInfo, indent: str) -> list[str]:
+def _comment(section: type[Section], name: str, value: Any, indent: str) -> list[str]:
     """What a field is, and for a plain value its type and default."""
-    if inner := subsections(field):
-        text = field.description or _doc(inner[0])
+    field = section.model_fields[name]
+    if isinstance(value, Section):
+        text = field.description or _doc(type(value))
     else:
-        text = f"{field.description} ({_type(field)}; {'required' if field.is_required() else f'default {_default(field)}'})"
+        text = f"{_description(field)} ({_type(field)}; {_default(section, name)})".lstrip()
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _tables(section: type[Section], prefix: str) -> Iterator[str]:
-    variant = section.model_fields.get("kind")
-    chosen = f", kind {variant.default}" if variant else ""
-    yield f"\n## {f'`{prefix}`' if prefix else 'Top level'}{chosen}\n\n"
+def _tables(section: type[Section], place: str, variant: str = "") -> Iterator[str]:
+    yield f"\n## {f'`{place}`' if place else 'Top level'}{variant}\n\n"
     if about := _doc(section):
         yield f"{about}\n\n"
     yield "| key | type | default | description |\n|---|---|---|---|\n"
-    deeper = []
+    for name, field in section.model_fields.items():
+        mark = " ○" if is_operational(field) else ""
+        yield f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
     for name, field in section.model_fields.items():
         inner, listed = subsections(field), get_origin(field.annotation) in (list, tuple)
-        deeper += [(f"{prefix}{'.' if prefix else ''}{name}{'[]' if listed else ''}", each) for each in inner]
-        kind = _type(field) if not inner else "list of sections" if listed else "section"
-        default = "*required*" if field.is_required() else "" if inner and field.default is not None else f"`{_default(field)}`"
-        words = field.description or (_doc(inner[0]) if len(inner) == 1 else "")
-        yield f"| `{name}`{' ○' if is_operational(field) else ''} | {kind} | {default} | {words} |\n"
-    for place, deeper_section in deeper:
-        yield from _tables(deeper_section, place)
+        for kind in inner:
+            deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
+            yield from _tables(kind, deeper, f", {_name(kind)}" if len(inner) > 1 else "")
 
 
 def _doc(section: type[Section]) -> str:
-    return " ".join((section.__doc__ or "").split())
+    return " ".join((section.__doc__ or "").split()) if "__doc__" in vars(section) else ""
 
 
-def _default(field: FieldInfo) -> str:
-    return "none" if field.default is None else _flow(field.default)
+def _description(field: FieldInfo) -> str:
+    inner = subsections(field)
+    return field.description or (_doc(inner[0]) if len(inner) == 1 else "")
+
+
+def _default(section: type[Section], name: str) -> str:
+    """A key's default in words: `default 3`, `required`, `by preset`; empty for a section that has all it needs."""
+    field = section.model_fields[name]
+    if section.filled_by and name not in section.__annotations__:
+        return f"by {section.filled_by}"
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "" if isinstance(value, Section) else "default none" if value is None else f"default {_flow(value)}"
 
 
 def _flow(value: Any) -> str:
@@ -110,31 +118,35 @@ def _flow(value: Any) -> str:
 
 def _type(field: FieldInfo) -> str:
     """The values that a field takes: its kind, choices and bounds."""
-    kind = "path" if holds_path(field) else _kind(field.annotation)
-    return " ".join([kind, *_bounds(field)])
+    return " ".join([_kind(field.annotation), *_bounds(field.metadata)])
 
 
 def _kind(annotation: Any) -> str:
-    if get_origin(annotation) is Annotated:
-        return _kind(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return " or ".join(map(str, get_args(annotation)))
-    if get_origin(annotation) in (list, tuple):
-        return f"list of {_kind(get_args(annotation)[0])}"
-    if get_origin(annotation) is dict:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        marks = [mark for each in arguments[1:] for mark in (each.metadata if isinstance(each, FieldInfo) else [each])]
+        return " ".join([_kind(arguments[0]), *_bounds(marks)])
+    if origin is Literal:
+        return " or ".join(map(str, arguments))
+    if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
+        return f"list of {_kind(arguments[0])}"
+    if origin is tuple:
+        return f"list of {', '.join(map(_kind, arguments))}"
+    if origin is dict:
         return "mapping"
-    if arguments := [kind for kind in get_args(annotation) if kind is not type(None)]:
-        return " or ".join(map(_kind, arguments))
-    return {str: "text", int: "integer", float: "number", bool: "true or false"}[annotation]
+    if arguments:
+        return " or ".join(_kind(each) for each in arguments if each is not type(None))
+    return _name(annotation) if issubclass(annotation, Section) else _PLAIN[annotation]
 
 
-def _bounds(field: FieldInfo) -> Iterator[str]:
-    for mark in field.metadata:
-        for kind, sign in (
-            (annotated_types.Ge, "≥"),
-            (annotated_types.Gt, ">"),
-            (annotated_types.Le, "≤"),
-            (annotated_types.Lt, "<"),
-        ):
+def _name(section: type[Section]) -> str:
+    """A section among others: by its `kind`, where it has one."""
+    kind = section.model_fields.get("kind")
+    return f"kind {kind.default}" if kind else "section"
+
+
+def _bounds(marks: Iterable[Any]) -> Iterator[str]:
+    for mark in marks:
+        for kind, sign in _SIGNS.items():
             if isinstance(mark, kind):
                 yield f"{sign} {getattr(mark, kind.__name__.lower()):g}"

@@ -6,7 +6,7 @@ folder), the mark `Operational` that it leaves the trained weights as they are.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -23,9 +23,14 @@ Operational = Annotated[Value, _OperationalMark()]
 
 
 class Section(BaseModel):
-    """One mapping of the YAML file. Unknown keys are errors."""
+    """One mapping of the YAML file. Unknown keys are errors.
+
+    Attributes:
+        filled_by: the key that gives inherited fields their defaults; none: the schema does.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    filled_by: ClassVar[str | None] = None
 
 
 def subsections(field: FieldInfo) -> list[type[Section]]:
