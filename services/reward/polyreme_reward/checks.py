@@ -26,7 +26,7 @@ from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.plugins.signatures import LABEL_NAMES, adapt
 from polyreme_reward.plugins.source import stand_in
-from polyreme_reward.rules import BUILTINS, make_rule
+from polyreme_reward.rules import BUILTINS, check_rule
 
 _ROWS = 20_000
 
@@ -69,8 +69,7 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
         ModelReward(spec.label, spec.weight, spec.model, spec.options, 1.0, 1.0, config.worker_memory_mib, Metrics())
     elif is_builtin(spec):
         if spec.name in BUILTINS or not entry_points(group=ENTRY_POINTS, name=str(spec.name)):
-            make_rule(str(spec.name), spec.options)
-            return Need(BUILTINS[str(spec.name)].needs)
+            return Need(check_rule(str(spec.name), spec.options).needs)
     else:
         path = spec.file or find_source(str(spec.module))
         function = stand_in(read_file(path), str(spec.file or spec.module), spec.function) if path else None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError, Status
-from polyreme_reward.rules import builtin_version, make_rule
+from polyreme_reward.rules import BUILTINS, Builtin, builtin_version, check_rule, make_rule
 from polyreme_reward.rules.quantity import last_in, plain
 from polyreme_reward.rules.reward import LOOP_CHARS, RuleReward
 
@@ -118,3 +118,25 @@ async def test_a_rule_answers_every_item() -> None:
     await reward.close()
     assert [outcome.status for outcome in outcomes] == [Status.OK, Status.ERROR, Status.OK]
     assert [outcome.value for outcome in outcomes] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("exat", {}), ("exact", {"aftr": "#"}), ("code", {"timeout": 0}), ("code", {"unsafe": "perhaps"}), ("math", {"after": []})],
+)
+def test_a_check_refuses_what_making_the_rule_would(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        check_rule(name, options)
+    with pytest.raises(ConfigError):
+        make_rule(name, options)
+
+
+def test_a_check_makes_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    def code(timeout: float = 4.0) -> object:
+        raise AssertionError("made")
+
+    monkeypatch.setitem(BUILTINS, "code", Builtin(code, in_process=False, preload=("no_such_package",)))
+    with pytest.raises(ConfigError, match="no_such_package"):
+        check_rule("code", {"timeout": 3.0})
+    monkeypatch.setitem(BUILTINS, "code", Builtin(code, in_process=False))
+    assert check_rule("code", {}).factory is code

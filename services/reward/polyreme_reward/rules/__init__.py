@@ -4,12 +4,14 @@ Invariant: a rule that runs in the service's process takes time linear in its te
 """
 
 import difflib
+import functools
 import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version as package_version
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError, validate_call
@@ -61,6 +63,27 @@ BUILTINS: dict[str, Builtin] = {
 
 def make_rule(name: str, options: Mapping[str, Any]) -> Rule:
     """The rule `name` with its options set. Raises ConfigError for an unknown name, option or value."""
+    return _with_options(name, _builtin(name).factory, options)
+
+
+def check_rule(name: str, options: Mapping[str, Any]) -> Builtin:
+    """The built-in `name`, whose options fit and whose packages are there; the rule itself, which may try its sandbox, is not made.
+
+    Raises:
+        ConfigError: an unknown name, option or value, or a missing package.
+    """
+    builtin = _builtin(name)
+
+    @functools.wraps(builtin.factory)
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    _with_options(name, nothing, options)
+    if missing := [module for module in builtin.preload if find_spec(module) is None]:
+        raise ConfigError(f"the packages of the reward {name}", f"no {', '.join(missing)}", "Install polyreme-reward[math].")
+    return builtin
+
+
+def _builtin(name: str) -> Builtin:
     builtin = BUILTINS.get(name)
     if builtin is None:
         near = difflib.get_close_matches(name, BUILTINS, n=1)
@@ -71,10 +94,14 @@ def make_rule(name: str, options: Mapping[str, Any]) -> Rule:
             if near
             else "Name one of these, or give `file`, `module` or `url` for a reward of your own.",
         )
+    return builtin
+
+
+def _with_options(name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     try:
-        return validate_call(builtin.factory)(**options)
+        return validate_call(factory)(**options)
     except ValidationError as error:
-        known = ", ".join(inspect.signature(builtin.factory).parameters) or "none"
+        known = ", ".join(inspect.signature(factory).parameters) or "none"
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"options of the reward {name} ({known})", problems, "Fix reward.rewards.") from None
 
