@@ -55,3 +55,8 @@ def test_the_reference_has_every_key() -> None:
     text = reference()
     for key in known_keys(RunConfig):
         assert f"| `{key.rpartition('.')[2]}`" in text
+
+
+def test_what_a_preset_gives_is_not_called_required() -> None:
+    rows = [line for line in reference().splitlines() if line.startswith(("| `advantage` |", "| `loss` |", "| `minibatches` |"))]
+    assert [row.split(" | ")[2] for row in rows] == ["by preset", "by preset", "1"]
