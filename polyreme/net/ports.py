@@ -38,7 +38,9 @@ def check_free(host: str, port: int) -> None:
             probe.bind(address)
         except OSError as error:
             raise ConfigError(
-                f"a free port {port} on {host}", error.strerror or str(error), "Choose another port, or end its owner."
+                f"a free port {port} on {host}",
+                error.strerror or str(error),
+                "Choose another port, or stop the process that uses it.",
             ) from None
 
 

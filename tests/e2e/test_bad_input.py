@@ -106,7 +106,7 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
     cut = shutil.copytree(task.parent / "model", tmp_path / "cut")
     os.truncate(cut / "model.safetensors", 100_000)
     run, nobody = str(task), "redis://127.0.0.1:1"
-    free = "Choose another port or host, or end its owner."
+    free = "Choose another port or host"
     cases = [
         (("up", run, "trainer.optimizer.lr.x=1"), 2, ["trainer.optimizer.lr.x", "0.001 on the way"]),
         (("up", run, "reward.rewards.7.name=exact"), 2, ["reward.rewards.7.name"]),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError, Status
-from polyreme_reward.rules import BUILTINS, Builtin, Rule, builtin_version, check_rule, make_rule
+from polyreme_reward.rules import BUILTINS, Builtin, builtin_version, check_rule, make_rule
 from polyreme_reward.rules.quantity import last_in, plain
 from polyreme_reward.rules.reward import LOOP_CHARS, RuleReward
 
@@ -132,7 +132,7 @@ def test_a_check_refuses_what_making_the_rule_would(name: str, options: dict[str
 
 
 def test_a_check_makes_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    def code(timeout: float = 4.0) -> Rule:
+    def code(timeout: float = 4.0) -> object:
         raise AssertionError("made")
 
     monkeypatch.setitem(BUILTINS, "code", Builtin(code, in_process=False, preload=("no_such_package",)))
