@@ -16,7 +16,13 @@ PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
 
-.PHONY: secrets certs wheels demo test test-light test-real test-slow bench lint proto env
+.DEFAULT_GOAL := help
+.PHONY: help secrets certs wheels demo test test-light test-real test-slow bench lint types proto docs reference env
+
+## help: this list
+help:
+	@awk -F': ' '/^## [a-z-]+: / { name = substr($$1, 4); sub(/^[^:]*: /, ""); printf "  %-12s %s\n", name, $$0; next } \
+	/^## / { printf "  %-12s %s\n", "", substr($$0, 4) }' Makefile
 
 ## demo: train the example model (about five minutes on two cores)
 demo: env
@@ -48,15 +54,28 @@ bench: $(VENV)/.dev
 	if [ -n "$$failed" ]; then echo "targets missed:$$failed"; exit 1; fi
 
 ## lint: style and types
-lint: $(VENV)/.dev
+lint: types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+## types: the types alone
+types: $(VENV)/.dev
 	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/trainer/polyreme_trainer \
 		tests/conftest.py tests/support tests/unit
 
 ## proto: write the stubs anew from proto/
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+## reference: write the references of docs/ anew: configuration, metrics, command line
+reference: $(VENV)/.run
+	$(BIN)/polyreme config reference > docs/reference/configuration.md
+	$(BIN)/python docs/tools/reference.py commands > docs/reference/commands.md
+	$(BIN)/python docs/tools/reference.py metrics > docs/reference/metrics.md
+
+## docs: the site of these guides, in site/
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --quiet --strict
 
 ## secrets: .env with fresh passwords, for docker compose
 secrets:
@@ -92,4 +111,9 @@ $(VENV)/.run: requirements/cpu.txt requirements/uv.txt $(PROJECTS)
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.run
 	@echo "installing what the tests need"
 	@$(INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.docs: requirements/docs.txt $(VENV)/.run
+	@echo "installing what builds the docs"
+	@$(INSTALL) -r requirements/docs.txt
 	@touch $@
