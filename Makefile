@@ -75,7 +75,7 @@ reference: $(VENV)/.run
 
 ## docs: the site of these guides, in site/
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 ## secrets: .env with fresh passwords, for docker compose
 secrets:
