@@ -21,5 +21,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages, with their links as the site needs them."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text().replace("](docs/", "](")
+        for other, address in PAGES.items():
+            text = text.replace(f"]({other})", f"]({address})")
         files.append(File.generated(config, page, content=text))
     return files

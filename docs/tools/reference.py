@@ -5,6 +5,7 @@ Invariant: the pages follow from the code alone: the command line's own paramete
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import typer.main
 from prometheus_client import CollectorRegistry
@@ -22,7 +23,7 @@ def command_page() -> str:
     """Every subcommand with its arguments and options, and the exit statuses."""
     parts = [f"# Command line\n\n{NOTE}\n`polyreme --version` prints the version.\n\n"]
     for command in commands():
-        app = typer.main.get_command(build_app([command.name]))
+        app: Any = typer.main.get_command(build_app([command.name]))  # typer's public types do not say that it is a group
         context = app.make_context("polyreme", [command.name], resilient_parsing=True)
         found = app.get_command(context, command.name)
         parts.append(get_docs_for_click(obj=found, ctx=context, name=command.name, call_prefix="polyreme", indent=1))
