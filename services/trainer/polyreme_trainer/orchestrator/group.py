@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from polyreme.api.v1 import reward_pb2
+from polyreme.config.recipe import GreedyBaseline
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import Admission
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
@@ -52,6 +54,8 @@ class GroupMaker:
         begin = time.monotonic()
         rollout = self._config.rollout
         drafts = await generate(self._fleet, wanted, silence=rollout.chunk_timeout, patience=rollout.start_timeout, begun=begun)
+        if isinstance(self._config.recipe.advantage, GreedyBaseline):
+            drafts = [*drafts, await self._greedy(wanted)]
         generated = time.monotonic()
         ids = [draft.token_ids().tolist() for draft in drafts]
         texts = self._template.decode(ids, special=False)
@@ -74,12 +78,20 @@ class GroupMaker:
             index=admission.index,
             attempt=admission.attempt,
             prompt_ids=prompt.ids,
-            samples=[_sample(*parts) for parts in zip(drafts, texts, results, strict=True)],
+            samples=[
+                _sample(*parts, trained=parts[0].index < wanted.count) for parts in zip(drafts, texts, results, strict=True)
+            ],
             prompt=prompt.text,
             label=prompt.label,
             generate_seconds=generated - begin,
             score_seconds=time.monotonic() - generated,
         )
+
+    async def _greedy(self, wanted: Generation) -> Draft:
+        """A greedy sample of the same prompt, the baseline of the others; it has the index after theirs."""
+        greedy, rollout = replace(wanted, name=f"{wanted.name}-greedy", count=1, temperature=0.0), self._config.rollout
+        (draft,) = await generate(self._fleet, greedy, silence=rollout.chunk_timeout, patience=rollout.start_timeout)
+        return replace(draft, index=wanted.count)
 
     def _generation(self, admission: Admission, prompt: Prompt) -> Generation:
         config = self._config
@@ -96,11 +108,11 @@ class GroupMaker:
         )
 
 
-def _sample(draft: Draft, text: str, result: reward_pb2.ScoreResult) -> SampleRecord:
+def _sample(draft: Draft, text: str, result: reward_pb2.ScoreResult, trained: bool) -> SampleRecord:
     return SampleRecord(
         token_ids=draft.token_ids(),
         logprobs=draft.token_logprobs(),
-        loss_mask=np.ones(draft.length, dtype=np.uint8),
+        loss_mask=np.full(draft.length, trained, dtype=np.uint8),
         finish_reason=draft.finish_reason,
         spans=draft.spans,
         score=result.score,

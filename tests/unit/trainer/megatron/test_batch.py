@@ -152,6 +152,13 @@ def test_masked_tokens_do_not_count() -> None:
     assert tokens.mask.tolist() == [0, 0, 1, 1, 0, 0, 1]
 
 
+def test_samples_without_a_trained_token_are_greedy_where_the_algorithm_asks_for_one() -> None:
+    made = group(0, [5], [[8, 9], [8]])
+    made = replace(made, samples=[*made.samples, replace(made.samples[0], loss_mask=np.zeros(2, dtype=np.uint8))])
+    assert collect([made], greedy=True)[1].greedy.tolist() == [False, False, True]
+    assert collect([made])[1].greedy.tolist() == [False, False, False]
+
+
 def test_only_the_response_of_a_supervised_row_is_trained_on() -> None:
     ids = [np.array([5, 1], dtype=np.int32), np.array([5, 6, 7, 1], dtype=np.int32)]
     sequences = supervised(ids, [np.array([0, 1], dtype=np.uint8), np.array([0, 0, 1, 1], dtype=np.uint8)])
