@@ -57,7 +57,7 @@ def gradient_of(algorithm: Algorithm, batch: TokenBatch, parts: list[list[int]])
     loss, metrics = 0.0, []
     for part in parts:
         value, measured = algorithm.loss(micro_batch(algorithm, batch, advantages, step, part, logprobs))
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         loss += value.item()
         metrics.append(measured)
     assert logprobs.grad is not None

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_scores_are_shaped_in_order() -> None:
         rewards.append(shaped - 3.0 * (1 - len(set(ids)) / len(ids)))
         assert (found.advantages[where] == float(rewards[-1] > -1.0)).all()
         assert (found.weight[where] == float(i % 4 != 0)).all()
-    assert found.metrics["reward"] == (pytest.approx(sum(rewards)), 12.0)
+    assert found.metrics["reward"] == pytest.approx((sum(rewards), 12.0))
     assert found.metrics["reward_min"][0] == pytest.approx(min(rewards))
     assert found.state.scores.count == 14 and found.state.scores.mean == pytest.approx(mean)
 
@@ -172,7 +173,7 @@ def test_process_rewards_add_to_the_score() -> None:
     [("ppo", {}, "values"), ("ppo", {}, "reference"), ("gdpo", {}, "parts"), ("dr_grpo", {"teacher_coef": 1.0}, "teacher")],
 )
 def test_what_a_recipe_needs_must_be_there(name: str, overrides: dict[str, object], field: str) -> None:
-    absent: dict[str, object] = {field: None} if field != "parts" else {"parts": None, "part_names": (), "part_weights": ()}
+    absent: dict[str, Any] = {field: None} if field != "parts" else {"parts": None, "part_names": (), "part_weights": ()}
     with pytest.raises(ValueError, match=field):
         algorithm_of(name, **overrides).advantages(full_batch(0, **absent))
 
@@ -222,4 +223,4 @@ def test_the_explained_variance_of_returns() -> None:
     returns, values = found.returns[batch.trained].astype(float), batch.values[batch.trained].astype(float)
     mean, error = returns.mean(), returns - values
     expected = 1 - ((error - error.mean()) ** 2).sum() / ((returns - mean) ** 2).sum()
-    assert found.metrics["explained_variance"] == (pytest.approx(expected, rel=1e-5), 1.0)
+    assert found.metrics["explained_variance"] == pytest.approx((expected, 1.0), rel=1e-5)

@@ -119,6 +119,7 @@ def test_padding_puts_every_token_over_its_prediction() -> None:
     assert batch.targets.tolist() == [[IGNORE, IGNORE, 8, 9], [2, 1, IGNORE, IGNORE]]
     assert batch.sequence.tolist() == [0, 0, 1, 1]
     torch.testing.assert_close(batch.take(tokens.behaviour), torch.tensor([-0.1, -0.2, -0.1, -0.2]))
+    assert tokens.ids is not None
     assert batch.take(tokens.ids).tolist() == [8, 9, 2, 1]
 
 

@@ -68,7 +68,7 @@ def trained(model: Drifting, scores: list[list[float]], version: int = 0) -> Tra
     stand_in: Any = model
     actor = Role("actor", stand_in, model.forward, DataShard(torch.device("cpu"), 64))
     actor.optimizer = stand_in
-    models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)  # type: ignore[assignment]
+    models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)
     sequences, tokens = collect(groups)
     steps = [np.arange(len(sequences))]
     return train_iteration(Iteration(1, sequences, tokens, steps, AlgorithmState(), 1e-3), ALGORITHM, models)
