@@ -1,6 +1,7 @@
 """The learner's training over layouts and over a resume: the same numbers whatever the ranks, the same bits after a restart."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
@@ -105,6 +107,24 @@ def save_classifier(model: Path, path: Path) -> None:
 
 def measured(trained: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in trained.items() if value is not None}
+
+
+def test_every_preset_trains(tmp_path: Path) -> None:
+    """As it is named, in one process: the engine gives each what it needs, and each moves the weights."""
+    model = tiny_model("tied", tmp_path / "model")
+    config = config_of(tmp_path, model, 1, 1, CriticConfig())
+    run_ranks(
+        learning.train_every_way, 1, config.model_dump_json(), json.dumps({n: {"preset": n} for n in PRESETS}), str(tmp_path)
+    )
+    before = load_file(model / "model.safetensors")
+    for name in PRESETS:
+        after, trained = (
+            load_file(tmp_path / f"{name}.safetensors"),
+            json.loads((tmp_path / f"{name}.json").read_text())["trained"],
+        )
+        assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"]), name
+        assert all(math.isfinite(value) for each in trained for value in measured(each).values()), name
+        assert all(each["trained_samples"] > 0 for each in trained), name
 
 
 @pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5)])

@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_S
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
-from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
 from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.build import init_parallel
@@ -37,6 +38,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
     for index in range(groups):
         members = []
         for sample in range(samples):
+            score = 0.5 if index % 3 == 2 else float(sample % 2) + 0.1 * sample
             length = int(random.integers(1, 30))
             members.append(
                 SampleRecord(
@@ -45,7 +47,8 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
                     loss_mask=(random.random(length) < 0.9).astype(np.uint8),
                     finish_reason=FINISH_REASON_LENGTH if (index + sample) % 4 == 0 else FINISH_REASON_STOP,
                     spans=[(max(0, iteration - 1 - (index + sample) % 2), 0, length)],
-                    score=0.5 if index % 3 == 2 else float(sample % 2) + 0.1 * sample,
+                    score=score,
+                    parts=[RewardPart("exact", score, score)],
                 )
             )
         prompt = random.integers(1, vocab, int(random.integers(2, 12)), dtype=np.int32)
@@ -53,8 +56,14 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
     return result
 
 
-def planned(iteration: int, vocab: int) -> PlannedBatch:
-    groups = made_up_groups(iteration, vocab)
+def with_greedy(group: GroupRecord) -> GroupRecord:
+    """The group with its first sample once more, as the greedy one: nothing of it is trained on."""
+    first = group.samples[0]
+    return replace(group, samples=[*group.samples, replace(first, loss_mask=np.zeros(len(first), dtype=np.uint8))])
+
+
+def planned(iteration: int, vocab: int, greedy: bool = False) -> PlannedBatch:
+    groups = [with_greedy(group) if greedy else group for group in made_up_groups(iteration, vocab)]
     return PlannedBatch(iteration, tuple(range(len(groups))), tuple(encode_group(group) for group in groups))
 
 
@@ -72,7 +81,8 @@ class Rank:
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
-        return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab)))
+        greedy = self.engine.algorithm.needs.greedy
+        return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy)))
 
     def write(self, path: Path, results: dict[str, object]) -> None:
         """The whole weights, the critic's with the prefix `critic.`, and some results, by the first rank."""

@@ -132,7 +132,7 @@ def test_a_check_refuses_what_making_the_rule_would(name: str, options: dict[str
 
 
 def test_a_check_makes_no_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    def code(timeout: float = 4.0) -> object:
+    def code(timeout: float = 4.0) -> Rule:
         raise AssertionError("made")
 
     monkeypatch.setitem(BUILTINS, "code", Builtin(code, in_process=False, preload=("no_such_package",)))

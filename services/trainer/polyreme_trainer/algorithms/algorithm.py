@@ -26,6 +26,7 @@ from polyreme_trainer.algorithms import correction, estimation, losses, shaping
 from polyreme_trainer.algorithms.aggregation import token_coefficients
 from polyreme_trainer.algorithms.batch import Advantages, Bool, Float32, Float64, Int64, TokenBatch, sequence_sums
 from polyreme_trainer.algorithms.estimation import Rewards
+from polyreme_trainer.algorithms.filters import informative
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.kl import adapt, estimate
 from polyreme_trainer.algorithms.losses import TokenLoss
@@ -114,7 +115,12 @@ class Algorithm:
         return estimation.estimate(self.recipe.advantage, batch, rewards)
 
     def coefficients(self, batch: TokenBatch, advantages: Advantages, step: Int64) -> Float32:
-        """float32 [t], `LossInputs.weight` of every token of an optimizer step on the sequences `step`; 0 for all others."""
+        """float32 [t], `LossInputs.weight` of every token of an optimizer step on the sequences `step`; 0 for all others.
+
+        With dynamic sampling a group of equal scores was to be dropped, so it does not count in the divisor either.
+        """
+        if self.recipe.dynamic_sampling:
+            step = step[informative(batch.score, batch.group)[step]]
         return advantages.weight * token_coefficients(batch.mask, batch.offsets, step, self.recipe.aggregation, self.longest)
 
     def critic_coefficients(self, batch: TokenBatch, step: Int64) -> Float32:
@@ -124,6 +130,8 @@ class Algorithm:
     def has_gradient(self, batch: TokenBatch, advantages: Advantages) -> Bool:
         """bool [n], whether a sequence can move the policy; others may be left out of the backward pass without any change."""
         alive = batch.trained & (advantages.weight > 0)
+        if self.recipe.dynamic_sampling:
+            alive &= informative(batch.score, batch.group)[batch.sequence_of]
         if not (self.recipe.entropy_coef > 0 or (self.recipe.kl is not None and self.recipe.kl.place == "loss")):
             alive &= advantages.advantages != 0
         return sequence_sums(alive, batch.offsets) > 0

@@ -92,11 +92,14 @@ class MicroBatch:
         return torch.from_numpy(values[self.tokens]).to(self.ids.device)
 
 
-def collect(groups: Sequence[GroupRecord], part_weights: Mapping[str, float] | None = None) -> tuple[Sequences, TokenBatch]:
+def collect(
+    groups: Sequence[GroupRecord], part_weights: Mapping[str, float] | None = None, greedy: bool = False
+) -> tuple[Sequences, TokenBatch]:
     """The samples of `groups`, in order, each as prompt + response; and the same as an algorithm sees them.
 
     Args:
         part_weights: of the reward's named parts, for algorithms that normalise each part; none: the parts are left out.
+        greedy: whether samples without a trained token are greedy ones, the baseline of their group.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     ids = [np.concatenate([group.prompt_ids, sample.token_ids]).astype(np.int64) for group, sample in samples]
@@ -121,7 +124,7 @@ def collect(groups: Sequence[GroupRecord], part_weights: Mapping[str, float] | N
         group=np.repeat(np.arange(len(groups), dtype=np.int64), [len(group.samples) for group in groups]),
         score=np.array([sample.score for _, sample in samples], dtype=np.float64),
         truncated=np.array([sample.finish_reason == FINISH_REASON_LENGTH for _, sample in samples]),
-        greedy=np.zeros(len(samples), dtype=np.bool_),
+        greedy=np.array([greedy and not sample.loss_mask.any() for _, sample in samples]),
         ids=np.concatenate([x[1:] for x in ids]),
         parts=np.array(parts, dtype=np.float64) if names else None,
         part_names=names,

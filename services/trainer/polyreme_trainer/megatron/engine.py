@@ -159,7 +159,7 @@ class MegatronEngine:
 
     def train(self, batch: PlannedBatch) -> Metrics:
         config = self.config
-        sequences, tokens = collect(batch.groups, self.part_weights())
+        sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy)
         seed = (config.seed, batch.iteration)
         steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
         iteration = Iteration(

@@ -104,14 +104,15 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     moving = algorithm.has_gradient(tokens, advantages) if batch.trains_actor else np.zeros(len(sequences), dtype=np.bool_)
     parts = [step[moving[step]] for step in batch.steps]
     needed = np.unique(np.concatenate(parts))
+    probed = needed if len(needed) else fresh_sequences(batch)[:PROBE]
     if len(parts) > 1 and tokens.old is None:
-        tokens = replace(tokens, old=models.actor.infer(sequences, needed))
+        tokens = replace(tokens, old=models.actor.infer(sequences, probed))
     if models.reference is not None and tokens.reference is None:
-        tokens = replace(tokens, reference=models.reference.infer(sequences, needed))
+        tokens = replace(tokens, reference=models.reference.infer(sequences, probed))
     losses = Losses(batch, algorithm, tokens, advantages, models.shard)
     forward = models.logprobs_and_entropies if losses.with_entropy else models.actor.forward
     if not len(needed):
-        probe(models.actor, forward, losses)
+        probe(models.actor, forward, losses, probed)
     norms, critic_norms = [], []
     for step, part in zip(batch.steps, parts, strict=True):
         if batch.trains_actor:
@@ -156,12 +157,19 @@ def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
     return np.bincount(tokens.sequence_of, weights=advantages.advantages != 0, minlength=len(tokens)) > 0
 
 
+def fresh_sequences(batch: Iteration) -> IntArray:
+    """Those whose every sampled token the policy before the step wrote."""
+    tokens = batch.tokens
+    other = (tokens.version >= 0) & (tokens.version != batch.number - 1)
+    stale = np.bincount(tokens.sequence_of, weights=other, minlength=len(tokens))
+    return np.flatnonzero((stale == 0) & (batch.sequences.trained > 0))
+
+
 @torch.no_grad()
-def probe(actor: Role[Any], forward: Forward, losses: "Losses") -> None:
+def probe(actor: Role[Any], forward: Forward, losses: "Losses", indices: IntArray) -> None:
     """Measures the mismatch on a few sequences that the policy sampled itself."""
-    fresh = losses.fresh_sequences()[:PROBE]
-    loss = losses.of_policy(fresh)
-    for batch in actor.shard.micro_batches(losses.sequences, fresh, actor.parameters):
+    loss = losses.of_policy(indices)
+    for batch in actor.shard.micro_batches(losses.sequences, indices, actor.parameters):
         loss(batch, forward(batch))
 
 
@@ -178,12 +186,6 @@ class Losses:
         self._policy: list[Metrics] = []
         self._critic: list[Metrics] = []
         self._coefficients = 0.0
-
-    def fresh_sequences(self) -> IntArray:
-        """Those whose every sampled token the policy before the step wrote."""
-        sampled = self._tokens.version >= 0
-        stale = np.bincount(self._tokens.sequence_of, weights=sampled & ~self._fresh, minlength=len(self._tokens))
-        return np.flatnonzero((stale == 0) & (self.sequences.trained > 0))
 
     def of_policy(self, step: IntArray) -> Loss:
         """The policy's loss in an optimizer step on the sequences `step`."""

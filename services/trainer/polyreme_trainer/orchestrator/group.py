@@ -5,11 +5,13 @@ Invariant: prompt and seeds follow from index and attempt alone.
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from polyreme.api.v1 import reward_pb2
+from polyreme.config.recipe import GreedyBaseline
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import Admission
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
@@ -57,6 +59,8 @@ class GroupMaker:
         samples = await generate(
             self._pool, wanted, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout, partial=partial
         )
+        if isinstance(self._config.recipe.advantage, GreedyBaseline):
+            samples = [*samples, await self._greedy(wanted)]
         generated = time.monotonic()
         ids = [sample.token_ids().tolist() for sample in samples]
         texts = self._template.decode(ids, special=False)
@@ -79,12 +83,21 @@ class GroupMaker:
             index=admission.index,
             attempt=admission.attempt,
             prompt_ids=prompt.ids,
-            samples=[_sample(*parts) for parts in zip(samples, texts, results, strict=True)],
+            samples=[
+                _sample(*parts, trained=parts[0].index < wanted.count) for parts in zip(samples, texts, results, strict=True)
+            ],
             prompt=prompt.text,
             label=prompt.label,
             generate_seconds=generated - begin,
             score_seconds=time.monotonic() - generated,
         )
+
+    async def _greedy(self, wanted: Generation) -> PartialRollout:
+        """A greedy sample of the same prompt, the baseline of the others; it has the index after theirs."""
+        greedy, rollout = replace(wanted, name=f"{wanted.name}-greedy", count=1, temperature=0.0), self._config.rollout
+        timeouts = {"chunk_timeout": rollout.chunk_timeout, "progress_timeout": rollout.start_timeout}
+        (sample,) = await generate(self._pool, greedy, **timeouts)
+        return replace(sample, index=wanted.count)
 
     def _generation(self, admission: Admission, prompt: Prompt) -> Generation:
         config = self._config
@@ -101,11 +114,11 @@ class GroupMaker:
         )
 
 
-def _sample(sample: PartialRollout, text: str, result: reward_pb2.ScoreResult) -> SampleRecord:
+def _sample(sample: PartialRollout, text: str, result: reward_pb2.ScoreResult, trained: bool) -> SampleRecord:
     return SampleRecord(
         token_ids=sample.token_ids(),
         logprobs=sample.token_logprobs(),
-        loss_mask=np.ones(sample.length, dtype=np.uint8),
+        loss_mask=np.full(sample.length, trained, dtype=np.uint8),
         finish_reason=sample.finish_reason,
         spans=sample.spans,
         score=result.score,

@@ -18,6 +18,7 @@ from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.orchestrator.dynamic_sampling import DynamicSampling
 from polyreme_trainer.orchestrator.evaluate import Evaluator
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
@@ -110,6 +111,7 @@ class Orchestrator:
         self._unassigned: set[Admission] = set()  # in flight without a task at the last rescan
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._planned = 0
+        self._sampling = DynamicSampling(config.recipe.dynamic_sampling, config.groups_per_iteration)
         self._failed = 0
         self._first = sys.maxsize  # index of the first group that was worked on
         self._verdicts: dict[str, set[int]] = {}  # groups that failed before anything was scored, by the reason
@@ -171,7 +173,8 @@ class Orchestrator:
         planned = await self._experience.planned()
         if planned > self._planned:
             seconds = self._pool.idle_time.take(time.monotonic())
-            await self._run.emit({"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds})
+            waited = {"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds}
+            await self._run.emit({**waited, **self._sampling.take()})
             self._planned = planned
 
     def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:
@@ -201,6 +204,9 @@ class Orchestrator:
         index, number = admission.index, admission.attempt
         try:
             record = await self._maker.make(admission)
+            if self._sampling.drops(record):
+                await self._experience.drop(index, number, "equal scores", record.mean_reward)
+                return None
             await self._experience.append(index, number, encode_group(record), record.oldest_version, record.mean_reward)
             return None
         except (GenerateError, ScoreError, DataError) as error:

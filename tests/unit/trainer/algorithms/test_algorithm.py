@@ -209,3 +209,16 @@ def test_masked_samples_have_no_gradient() -> None:
     batch = full_batch(0, equal_group=False)
     found = VARIANTS["masked"].has_gradient(batch, VARIANTS["masked"].advantages(batch))
     assert found.tolist() == (~batch.truncated).tolist()
+
+
+def test_groups_that_dynamic_sampling_could_not_replace_do_not_count() -> None:
+    batch, algorithm = full_batch(2), Algorithm(resolve("dapo", {}), longest=9)
+    advantages, every = algorithm.advantages(batch), np.arange(len(batch))
+    found = algorithm.coefficients(batch, advantages, every)
+    kept = np.flatnonzero(batch.group != 1)
+    assert found[batch.group[batch.sequence_of] == 1].max() == 0
+    np.testing.assert_array_equal(found, algorithm.coefficients(batch, advantages, kept))
+    assert found.sum() == pytest.approx(1.0)
+    assert not algorithm.has_gradient(batch, advantages)[batch.group == 1].any()
+    alone = algorithm.coefficients(batch, advantages, np.flatnonzero(batch.group == 1))
+    assert not alone.any()

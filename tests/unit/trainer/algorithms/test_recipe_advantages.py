@@ -103,7 +103,7 @@ def test_scores_are_shaped_in_order() -> None:
         rewards.append(shaped - 3.0 * (1 - len(set(ids)) / len(ids)))
         assert (found.advantages[where] == float(rewards[-1] > -1.0)).all()
         assert (found.weight[where] == float(i % 4 != 0)).all()
-    assert list(found.metrics["reward"]) == pytest.approx([sum(rewards), 12.0])
+    assert found.metrics["reward"] == pytest.approx((sum(rewards), 12.0))
     assert found.metrics["reward_min"][0] == pytest.approx(min(rewards))
     assert found.state.scores.count == 14 and found.state.scores.mean == pytest.approx(mean)
 
@@ -223,4 +223,4 @@ def test_the_explained_variance_of_returns() -> None:
     returns, values = found.returns[batch.trained].astype(float), batch.values[batch.trained].astype(float)
     mean, error = returns.mean(), returns - values
     expected = 1 - ((error - error.mean()) ** 2).sum() / ((returns - mean) ** 2).sum()
-    assert list(found.metrics["explained_variance"]) == pytest.approx([expected, 1.0], rel=1e-5)
+    assert found.metrics["explained_variance"] == pytest.approx((expected, 1.0), rel=1e-5)

@@ -119,7 +119,8 @@ def test_padding_puts_every_token_over_its_prediction() -> None:
     assert batch.targets.tolist() == [[IGNORE, IGNORE, 8, 9], [2, 1, IGNORE, IGNORE]]
     assert batch.sequence.tolist() == [0, 0, 1, 1]
     torch.testing.assert_close(batch.take(tokens.behaviour), torch.tensor([-0.1, -0.2, -0.1, -0.2]))
-    assert tokens.ids is not None and batch.take(tokens.ids).tolist() == [8, 9, 2, 1]
+    assert tokens.ids is not None
+    assert batch.take(tokens.ids).tolist() == [8, 9, 2, 1]
 
 
 lengths_and_masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=9)
@@ -150,6 +151,13 @@ def test_masked_tokens_do_not_count() -> None:
     sequences, tokens = collect([group(0, [5, 6], [[8, 9, 1], [8, 1]], first_masked=True)])
     assert sequences.trained.tolist() == [2, 1]
     assert tokens.mask.tolist() == [0, 0, 1, 1, 0, 0, 1]
+
+
+def test_samples_without_a_trained_token_are_greedy_where_the_algorithm_asks_for_one() -> None:
+    made = group(0, [5], [[8, 9], [8]])
+    made = replace(made, samples=[*made.samples, replace(made.samples[0], loss_mask=np.zeros(2, dtype=np.uint8))])
+    assert collect([made], greedy=True)[1].greedy.tolist() == [False, False, True]
+    assert collect([made])[1].greedy.tolist() == [False, False, False]
 
 
 def test_only_the_response_of_a_supervised_row_is_trained_on() -> None:

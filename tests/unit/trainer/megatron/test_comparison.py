@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from polyreme.errors import GateError
 from polyreme_trainer.learner.gates import IGNORE, LIMITS, Answer, stack
@@ -50,9 +51,9 @@ def test_greedy_gate_sees_one_wrong_token(model: torch.nn.Module) -> None:
 def test_greedy_gate_keeps_no_logits_but_those_of_an_answer(model: torch.nn.Module) -> None:
     """Of a real vocabulary they are a megabyte a token."""
     sizes: list[int] = []
-    head = model.lm_head
-    assert isinstance(head, torch.nn.Module)
-    hook = head.register_forward_hook(lambda _, __, logits: sizes.append(logits.numel() // logits.shape[-1]))
+    hook = model.get_submodule("lm_head").register_forward_hook(
+        lambda _, __, logits: sizes.append(logits.numel() // logits.shape[-1])
+    )
     try:
         comparison.greedy_gate(model, [answer([5, 6, 7, 8], 6), answer([9, 10], 3)], LIMIT)
     finally:
@@ -79,3 +80,15 @@ def test_a_model_of_other_weights_fails_the_gate(model: torch.nn.Module, tmp_pat
     other = comparison.load_hf(tiny_model("untied", tmp_path / "other", seed=1), "float32")
     with pytest.raises(GateError):
         comparison.greedy_gate(other, [greedy(model, [5, 6, 7, 8])], LIMIT).check()
+
+
+def test_a_critic_of_another_head_fails_its_gate(tmp_path: Path) -> None:
+    language_model = tiny_model("untied", tmp_path / "model")
+    critic = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1)
+    critic.save_pretrained(tmp_path / "critic")
+    loaded, ids = comparison.load_hf_critic(tmp_path / "critic", "float32"), comparison.probe_ids(50, 8, 0)
+    with torch.no_grad():  # transformers' own logits are those of the last position
+        values = torch.stack([critic(ids[:, : t + 1]).logits[:, 0] for t in range(8)], dim=1)
+    comparison.values_gate(values, loaded, ids, LIMIT).check()
+    with pytest.raises(GateError):
+        comparison.values_gate(values + 1, loaded, ids, LIMIT).check()

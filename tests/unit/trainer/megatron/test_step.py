@@ -58,7 +58,7 @@ def test_a_truncated_response_goes_on_with_the_value_after_its_last_token() -> N
     assert values_after_end(critic, sequences, np.array([1, 2])).tolist() == [0, 7, 5]
 
 
-def trained(model: Drifting, scores: list[list[float]], version: int = 0) -> Trained:
+def trained(model: Drifting, scores: list[list[float]], version: int = 0, steps: int = 1) -> Trained:
     """One iteration on groups of made-up samples with these scores."""
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
     groups = [
@@ -70,8 +70,8 @@ def trained(model: Drifting, scores: list[list[float]], version: int = 0) -> Tra
     actor.optimizer = stand_in
     models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)
     sequences, tokens = collect(groups)
-    steps = [np.arange(len(sequences))]
-    return train_iteration(Iteration(1, sequences, tokens, steps, AlgorithmState(), 1e-3), ALGORITHM, models)
+    parts = np.array_split(np.arange(len(sequences)), steps)
+    return train_iteration(Iteration(1, sequences, tokens, parts, AlgorithmState(), 1e-3), ALGORITHM, models)
 
 
 def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> None:
@@ -80,6 +80,11 @@ def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> N
     result = trained(model, [[1.0, 1.0]])
     assert (model.steps, model.rows) == (1, [])
     assert (result.metrics["mismatch_kl"], result.metrics["trained_samples"]) == (0.0, 0)
+
+
+def test_a_probe_in_an_iteration_of_several_steps_knows_the_old_policy() -> None:
+    result = trained(Drifting(), [[1.0, 1.0], [0.0, 0.0]], steps=2)
+    assert (result.metrics["actor/ppo_kl"], result.metrics["mismatch_kl"]) == (0.0, 0.0)
 
 
 def test_samples_of_another_version_do_not_measure_the_mismatch() -> None:

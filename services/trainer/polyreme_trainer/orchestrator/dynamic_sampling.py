@@ -1,0 +1,45 @@
+"""Dynamic sampling: scored groups whose samples teach nothing are dropped, and the log admits others in their place.
+
+Yu et al. 2025 (arXiv 2503.14476), section 3.2. Invariant: in the time of one iteration at most REFILL times its groups are dropped,
+so an iteration ends also when no prompt has scores that differ. Groups that are kept beyond that train a smaller batch: the algorithm
+leaves them out of the loss and of its divisor.
+"""
+
+import numpy as np
+
+from polyreme.experience.records import GroupRecord
+from polyreme_trainer.algorithms.filters import informative
+
+REFILL = 3
+"""Groups that may be dropped for each group of an iteration."""
+
+
+class DynamicSampling:
+    """Which groups are dropped, and what they scored.
+
+    Args:
+        enabled: whether any is.
+        groups: of an iteration.
+    """
+
+    def __init__(self, enabled: bool, groups: int) -> None:
+        self._limit = REFILL * groups if enabled else 0
+        self._enabled = enabled
+        self._dropped: list[float] = []
+        self._kept: list[float] = []
+
+    def drops(self, record: GroupRecord) -> bool:
+        """Whether a scored group is of no use, and another may take its place. Counts it."""
+        scores = np.array([sample.score for sample in record.samples if sample.loss_mask.any()])
+        useless = len(self._dropped) < self._limit and not informative(scores, np.zeros(len(scores), dtype=np.int64)).any()
+        (self._dropped if useless else self._kept).append(record.mean_reward)
+        return useless
+
+    def take(self) -> dict[str, float]:
+        """Metrics since the last call: dropped groups, and the mean score of all groups, dropped ones included. Counting starts again."""
+        scored = [*self._dropped, *self._kept]
+        metrics = {"rollout/dropped_groups": float(len(self._dropped))}
+        if scored:
+            metrics["rollout/mean_score"] = float(np.mean(scored))
+        self._dropped, self._kept = [], []
+        return metrics if self._enabled else {}

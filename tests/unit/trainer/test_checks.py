@@ -1,0 +1,22 @@
+"""What the trainer's check of a run says of its critic."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.config.model import ModelConfig
+from polyreme.config.rollout import RolloutConfig
+from polyreme_trainer.checks import _check_critic
+from support.configs import run_config
+from support.models import tiny_family_model, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"), [({}, 0), ({"vocab_size": 44}, 1), ({"max_position_embeddings": 63}, 1), ({"vocab_size": 60}, 0)]
+)
+def test_a_critic_reads_every_token_and_position_of_the_actor(sizes: dict[str, Any], found: int, tmp_path: Path) -> None:
+    actor, critic = tiny_model("tied", tmp_path / "actor"), tiny_family_model("qwen2", tmp_path / "critic", **sizes)
+    rollout = RolloutConfig(max_new_tokens=32, max_model_len=64)
+    config = run_config(tmp_path, model=ModelConfig(path=actor), rollout=rollout)
+    assert len(list(_check_critic(critic, config))) == found
