@@ -23,6 +23,9 @@ CELL_SECONDS = 600
 WARM_SECONDS = 900
 
 
+CORRECTIONS = {"token": "[{kind: token_tis, cap: 2}]", "none": "[]"}
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of the table."""
@@ -83,7 +86,7 @@ def measure(cell: Cell, folder: Path, model: Path, overrides: Sequence[str]) -> 
         "trainer.sft=[]",
         "eval_interval=0",
         f"max_staleness={cell.staleness}",
-        f"algorithm.importance_sampling={cell.correction}",
+        f"algorithm.correction={CORRECTIONS[cell.correction]}",
         f"seed={cell.seed}",
         *overrides,
     )
@@ -92,8 +95,9 @@ def measure(cell: Cell, folder: Path, model: Path, overrides: Sequence[str]) -> 
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     iterations = [record for record in records if record["kind"] == "iteration"]
     assert max(record["staleness/max"] for record in iterations) <= cell.staleness
-    weights = [record["importance/weight_mean"] for record in iterations if record["importance/weight_mean"] is not None]
-    truncated = [record["importance/truncated_fraction"] for record in iterations if record["importance/weight_mean"] is not None]
+    corrected = [record for record in iterations if "importance/truncated_fraction" in record]
+    weights = [record["importance/weight_mean"] for record in corrected]
+    truncated = [record["importance/truncated_fraction"] for record in corrected]
     return {
         "before": summary["accuracy_before"],
         "after": summary["accuracy_after"],

@@ -73,7 +73,7 @@ async def test_a_body_beyond_the_limit_is_a_413_and_logged(caplog: pytest.LogCap
 
         assert (await client.post("/v1/score", content=pieces())).status_code == 413
         assert (await client.get("/health")).status_code == 200
-    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_server"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "polyreme.net.http_server"]
     assert len(logged) == 2 and all("/v1/score" in line and str(BODY_LIMIT) in line for line in logged)
 
 

@@ -168,7 +168,7 @@ def _encrypted(ours: Issued) -> None:
         (lambda ours: ours.key.unlink(), {}, "found no file .*key.pem"),
         (lambda ours: ours.certificate.write_text("no PEM"), {}, "certificate.pem.*PEM lib"),
         (lambda ours: ours.key.write_bytes(issue(ours.key.parent / "other").key.read_bytes()), {}, "(?i)values.mismatch"),
-        (_encrypted, {}, "encrypted key"),
+        (_encrypted, {}, "an encrypted one"),
         (lambda ours: ours.ca.write_text(""), {"mutual": True}, "(?i)found .*no.certificate.or.crl"),
         (lambda ours: None, {"token_env": "POLYREME_TEST_UNSET"}, "POLYREME_TEST_UNSET; found none"),
     ],

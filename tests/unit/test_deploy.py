@@ -262,7 +262,9 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     of_the_run = {name for name in asked if name.startswith("polyreme_train_")}
     assert asked - of_the_run - known == {"polyreme_device_busy_ratio", "polyreme_device_memory_bytes"}, "of devices only"
     assert {f"polyreme_train_{key.replace('/', '_')}_seconds" for key in SPLIT.values()} <= asked
-    source = (ROOT / "services" / "trainer" / "polyreme_trainer" / "observe" / "metrics.py").read_text()
+    trainer = ROOT / "services" / "trainer" / "polyreme_trainer"
+    modules = ("observe/metrics.py", "megatron/step.py", "algorithms/correction.py", "algorithms/algorithm.py")
+    source = "".join((trainer / module).read_text() for module in modules)
     derived = {"accuracy", "alarms", "iteration", "learner_wait_ratio", "state", "time_rollout_wait_seconds"}
     for name in of_the_run:
         short = name.removeprefix("polyreme_train_")

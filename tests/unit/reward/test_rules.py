@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError, Status
-from polyreme_reward.rules import BUILTINS, Builtin, builtin_version, check_rule, make_rule
+from polyreme_reward.rules import BUILTINS, Builtin, Rule, builtin_version, check_rule, make_rule
 from polyreme_reward.rules.quantity import last_in, plain
 from polyreme_reward.rules.reward import LOOP_CHARS, RuleReward
 

@@ -95,8 +95,9 @@ class GroupMaker:
     async def _greedy(self, wanted: Generation) -> PartialRollout:
         """A greedy sample of the same prompt, the baseline of the others; it has the index after theirs."""
         greedy, rollout = replace(wanted, name=f"{wanted.name}-greedy", count=1, temperature=0.0), self._config.rollout
-        timeouts = {"chunk_timeout": rollout.chunk_timeout, "progress_timeout": rollout.start_timeout}
-        (sample,) = await generate(self._pool, greedy, **timeouts)
+        (sample,) = await generate(
+            self._pool, greedy, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout
+        )
         return replace(sample, index=wanted.count)
 
     def _generation(self, admission: Admission, prompt: Prompt) -> Generation:

@@ -13,13 +13,13 @@ from polyreme_reward.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
 from polyreme_trainer.orchestrator import main
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError, joined
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError, join_parts
 from support.simulated import ROWS, config_tree, idle_learner, make_run, simulated_replica
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
 
-def drafts(max_new: int = 64, count: int = 2) -> PartialRollouts:
+def rollouts(max_new: int = 64, count: int = 2) -> PartialRollouts:
     return PartialRollouts(count, max_new, (1,))
 
 
@@ -37,25 +37,25 @@ async def test_only_what_is_new_of_groups_that_last_is_written(run):
     await learner.take(Role.LEARNER)
     await learner.begin(0)
     first, second = await log.admit(2)
-    snapshots = PartialRolloutLog(log, interval=3600.0)
-    with snapshots.of(first, PROMPT, drafts()) as growing, snapshots.of(second, PROMPT, drafts()):
+    partial_log = PartialRolloutLog(log, interval=3600.0)
+    with partial_log.track(first, PROMPT, rollouts()) as growing, partial_log.track(second, PROMPT, rollouts()):
         growing.add(chunk(0, [9] * 20))
-        await snapshots.write()
-        assert await log.drafts([first, second]) == {}  # it is younger than the interval
-        snapshots._interval = 0.0
-        await snapshots.write()
-        await snapshots.write()
-        assert [len(parts) for parts in (await log.drafts([first, second])).values()] == [1]
+        await partial_log.save()
+        assert await log.partial_rollouts([first, second]) == {}  # it is younger than the interval
+        partial_log._interval = 0.0
+        await partial_log.save()
+        await partial_log.save()
+        assert [len(parts) for parts in (await log.partial_rollouts([first, second])).values()] == [1]
         growing.add(chunk(1, [8] * 16))
-        await snapshots.write()
-        one, two = (await log.drafts([first]))[first.index]
+        await partial_log.save()
+        one, two = (await log.partial_rollouts([first]))[first.index]
         assert len(two) < len(one)
     successor = PartialRolloutLog(log)
     await successor.load([first, second])
-    with successor.of(first, PROMPT, drafts()) as restored:
-        assert [draft.ids for draft in restored.drafts] == [draft.ids for draft in growing.drafts]
+    with successor.track(first, PROMPT, rollouts()) as restored:
+        assert [sample.ids for sample in restored.samples] == [sample.ids for sample in growing.samples]
     await log.append(first.index, 1, b"payload", 0, 0.0)
-    assert await log.drafts([first]) == {}
+    assert await log.partial_rollouts([first]) == {}
     assert (await log.audit()).clean
 
 
@@ -65,19 +65,19 @@ async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
     await learner.take(Role.LEARNER)
     await learner.begin(0)
     (admission,) = await log.admit(1)
-    snapshots = PartialRolloutLog(log, interval=0.0)
-    with snapshots.of(admission, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)) as growing:
+    partial_log = PartialRolloutLog(log, interval=0.0)
+    with partial_log.track(admission, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)) as growing:
         growing.add(chunk(0, [9] * 16, version=1))
         with pytest.raises(SteppedBackError):
             growing.add(chunk(0, [8] * 16, version=0))
-        await snapshots.write()
+        await partial_log.save()
         growing.drop_older()
         growing.add(chunk(0, [7] * 20, version=1))
-        await snapshots.write()
-        parts = (await log.drafts([admission]))[admission.index]
-    (draft,) = joined(parts, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)).drafts
-    assert draft.token_ids().tolist() == [9] * 16 + [7] * 20
-    assert draft.spans == [(1, 0, 36)]
+        await partial_log.save()
+        parts = (await log.partial_rollouts([admission]))[admission.index]
+    (sample,) = join_parts(parts, PROMPT, PartialRollouts(1, 64, (1,), min_version=1)).samples
+    assert sample.token_ids().tolist() == [9] * 16 + [7] * 20
+    assert sample.spans == [(1, 0, 36)]
 
 
 async def test_drafts_of_another_prompt_are_replaced(run):
@@ -87,14 +87,14 @@ async def test_drafts_of_another_prompt_are_replaced(run):
     await learner.begin(0)
     (admission,) = await log.admit(1)
     for prompt in (PROMPT, PROMPT + 1):
-        snapshots = PartialRolloutLog(log, interval=0.0)
-        await snapshots.load([admission])
-        with snapshots.of(admission, prompt, drafts()) as growing:
+        partial_log = PartialRolloutLog(log, interval=0.0)
+        await partial_log.load([admission])
+        with partial_log.track(admission, prompt, rollouts()) as growing:
             assert growing.tokens() == 0
             growing.add(chunk(0, [9] * 20))
-            await snapshots.write()
-    (part,) = (await log.drafts([admission]))[admission.index]
-    assert joined([part], PROMPT + 1, drafts()).tokens() == 20
+            await partial_log.save()
+    (part,) = (await log.partial_rollouts([admission]))[admission.index]
+    assert join_parts([part], PROMPT + 1, rollouts()).tokens() == 20
 
 
 async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, monkeypatch):
@@ -108,12 +108,12 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
     ):
         await run.set_state(RunState.RUNNING)
         killed = asyncio.create_task(main.orchestrate(run))
-        while not await log.drafts(in_flight := await log.in_flight()):  # noqa: ASYNC110 (there is no event for it)
+        while not await log.partial_rollouts(in_flight := await log.in_flight()):  # noqa: ASYNC110 (there is no event for it)
             await asyncio.sleep(0.02)
         killed.cancel()
         with pytest.raises(asyncio.CancelledError):
             await killed
-        kept = await log.drafts(in_flight)
+        kept = await log.partial_rollouts(in_flight)
         before = len(replica.calls)
         await asyncio.gather(main.orchestrate(run), learner.train([1], [replica]))
         prefixes = {
@@ -122,10 +122,10 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
         groups = {group.index: group for group in learner.trained[1]}
         assert kept
         for index, parts in kept.items():
-            restored = joined(parts, groups[index].prompt_ids, drafts(max_new=96, count=3))
-            for draft, sample in zip(restored.drafts, groups[index].samples, strict=True):
-                assert prefixes[str(index), draft.index] == draft.ids
-                assert sample.token_ids.tobytes().startswith(draft.ids)
+            restored = join_parts(parts, groups[index].prompt_ids, rollouts(max_new=96, count=3))
+            for restored_sample, sample in zip(restored.samples, groups[index].samples, strict=True):
+                assert prefixes[str(index), restored_sample.index] == restored_sample.ids
+                assert sample.token_ids.tobytes().startswith(restored_sample.ids)
                 assert len(sample.token_ids) == 96
         assert {group.attempt for group in groups.values()} == {1}
         assert (await log.audit()).clean

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from polyreme.errors import UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Role
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.schedule import Schedule
+from polyreme_trainer.orchestrator.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.tasks import task_group
 from support.simulated import ROWS, config_tree, make_run
 
@@ -36,7 +36,7 @@ def evaluated(redis: Redis, run_id: str, tmp_path: Path):
         run = await make_run(redis, run_id, config)
         log = ExperienceLog(run)
         await log.take(Role.ORCHESTRATOR)
-        schedule = Schedule(run, config, log, ReplicaPool(run, log, 1.0, 1, None), Answers(later, first), lambda: None)  # type: ignore[arg-type]
+        schedule = EvalSchedule(run, config, log, ReplicaPool(run, log, 1.0, 1, None), Answers(later, first), lambda: None)  # type: ignore[arg-type]
         async with task_group() as group:
             for version in (0, 2):
                 await schedule.start_next(version, group)

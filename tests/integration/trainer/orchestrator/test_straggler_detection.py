@@ -17,8 +17,8 @@ from support.simulated import ROWS, config_tree, idle_learner, make_run, simulat
 )  # fmt: skip
 async def test_a_laggard_holds_nobody(redis, run_id, tmp_path, monkeypatch, kind) -> None:
     """It keeps its lease, and calls on it have all the time that there is; the run goes on without it."""
-    monkeypatch.setattr(straggler_detection, "SILENCE", 2.0)
-    monkeypatch.setattr(straggler_detection, "WINDOW", 2.0)
+    monkeypatch.setattr(straggler_detection, "SILENCE_TIMEOUT", 2.0)
+    monkeypatch.setattr(straggler_detection, "WINDOW_SECONDS", 2.0)
     sections = {"rollout": {"chunk_timeout": 3600.0}, "iterations": 4}
     run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, **sections))
     usual = {"step_seconds": 0.004, "lengths": Lengths(60)}

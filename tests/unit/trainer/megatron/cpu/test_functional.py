@@ -84,11 +84,18 @@ def test_linear_of_a_frozen_weight_passes_the_gradient_on() -> None:
     ("schedule", "rates"),
     [
         ("constant", {1: 0.5, 2: 1.0, 3: 1.0, 10: 1.0}),
-        ("linear", {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),
-        ("cosine", {1: 0.5, 2: 1.0, 6: 0.55, 10: 0.1}),
+        ("linear", {1: 0.5, 2: 1.0, 3: 1.0, 7: 0.55, 10: 0.2125}),
+        ("cosine", {1: 0.5, 2: 1.0, 3: 1.0, 7: 0.55}),
     ],
 )
 def test_learning_rate(schedule: str, rates: dict[int, float]) -> None:
     config = OptimizerConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup=2)
     for iteration, rate in rates.items():
         assert learning_rate(config, iteration, 10) == pytest.approx(rate)
+
+
+def test_a_decay_leaves_no_iteration_without_a_rate() -> None:
+    for schedule in ("linear", "cosine"):
+        config = OptimizerConfig(lr=1.0, min_lr=0.0, schedule=schedule)
+        assert learning_rate(config, 1, 1) == 1.0
+        assert learning_rate(config, 10, 10) > 0
