@@ -281,7 +281,7 @@ async def test_a_replica_behind_its_commit_is_not_asked_twice_in_a_row(world):
 
 async def test_no_replica_says_what_is_there(world):
     await world.start({})
-    world.pool._patience = 1.0
+    world.pool._start_timeout = 1.0
     await world.learner.log.run.redis.hset(world.run.key("meta"), "version", 3)
     await world.pool.refresh()
     with pytest.raises(UnavailableError, match=r"serves version 3 within rollout.start_timeout = 1 s; found r0 \(version 0\)"):
@@ -289,7 +289,7 @@ async def test_no_replica_says_what_is_there(world):
 
 
 async def test_all_replicas_broken_fails_the_run(world):
-    world.pool._patience = 1.0
+    world.pool._start_timeout = 1.0
     dead, *_ = await world.start({"failures": Failures(die_after=0)})
     with pytest.raises((UnavailableError, GenerateError), match="r0"):
         await world.generate()

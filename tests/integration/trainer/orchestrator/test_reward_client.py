@@ -10,6 +10,7 @@ from polyreme import API_VERSION
 from polyreme.api.v1 import reward_pb2
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
+from polyreme.process.backoff import Backoff
 from polyreme_reward.server import serve
 from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, ScoreError, _verdict
 from support.proxy import bad_network
@@ -97,10 +98,10 @@ async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start)
         rewards = RewardClient(run, config)
         await rewards.refresh()
         for mode, why in (("raise", "no score today"), ("nan", "finite")):
-            with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 tries: .*{why}"):
+            with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 attempts: .*{why}"):
                 await rewards.score([question(mode + "0", "3"), question(mode + "1", "4", mode)])
             assert not rewards.paused
-        with pytest.raises(ScoreError, match="2 of 2 samples have no score after 2 tries"):
+        with pytest.raises(ScoreError, match="2 of 2 samples have no score after 2 attempts"):
             await rewards.score([question(i, mode="raise") for i in range(2)])
         assert not rewards.paused
         await rewards.close()
@@ -111,7 +112,7 @@ async def test_a_hang_is_a_failure(start):
     async with serve(config, run=run):
         rewards = RewardClient(run, config)
         await rewards.refresh()
-        with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples have no score after 2 tries: .*timeout"):
+        with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples have no score after 2 attempts: .*timeout"):
             await rewards.score([question(0, mode="hang")])
         assert not rewards.paused
         await rewards.close()
@@ -119,7 +120,7 @@ async def test_a_hang_is_a_failure(start):
 
 @pytest.mark.parametrize(("mode", "final"), [("raise", True), ("nan", True), ("hang", False)])
 async def test_an_error_of_the_rewards_themselves_is_no_outage_before_anything_is_scored(start, mode, final):
-    run, config = await start(attempts=1, start_timeout=1.0)
+    run, config = await start(attempts=1, start_timeout=1.0, item_timeout=2.0 if mode == "hang" else 60.0)
     async with serve(config.model_copy(update={"start_timeout": 30.0}), run=run):
         rewards = RewardClient(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), proven=False)
         await rewards.refresh()
@@ -155,7 +156,7 @@ async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start)
         groups = [asyncio.create_task(rewards.score([question(2 * g + i, mode="raise") for i in range(2)])) for g in range(2)]
         await until(lambda: rewards.paused and rewards.health.announced)
         assert not any(group.done() for group in groups)
-        rewards.health.grace = 0.0  # it has passed
+        rewards.health.outage_timeout = 0.0  # it has passed
         for group in groups:
             with pytest.raises(ScoreError, match=r"2 of 2 samples .*no score today"):
                 await group
@@ -168,8 +169,7 @@ async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start)
 
 
 async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
-    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._FIRST_PAUSE", 600.0)
-    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client._LONGEST_PAUSE", 600.0)
+    monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client.RETRY_BACKOFF", Backoff(first=600.0, longest=600.0))
     run, config = await start(rewards=[{"name": "exact"}])
     rewards = RewardClient(run, config)
     scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))

@@ -31,7 +31,7 @@ async def test_a_laggard_holds_nobody(redis, run_id, tmp_path, monkeypatch, kind
     ):
         await run.set_state(RunState.RUNNING)
         await asyncio.gather(orchestrate(run), learner.train(range(1, 5), [good, better, bad]))
-        told = [record["text"] for _, record in await run.records("0", 0) if "quarantined" in record.get("text", "")]
-        assert told and all(text.startswith("replica bad is quarantined for") for text in told)
+        told = [record["text"] for _, record in await run.records("0", 0) if "suspended" in record.get("text", "")]
+        assert told and all(text.startswith("replica bad is suspended for") for text in told)
         assert (await learner.log.audit()).clean
         assert {group.attempt for groups in learner.trained.values() for group in groups} == {1}
