@@ -172,7 +172,7 @@ CORE_ARROWS = {
 """The core's rooms and their imports, from the top down. `errors` is a module, `api` the generated contracts."""
 
 TRAINER_ARROWS = {
-    "orchestrator": {"data"},
+    "orchestrator": {"algorithms", "data"},
     "observe": set(),
     "stages": {"learner", "data"},
     "megatron": {"algorithms", "learner"},
