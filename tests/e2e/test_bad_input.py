@@ -168,7 +168,7 @@ def test_servers_of_another_version_are_named(task: Path, tmp_path: Path) -> Non
             reward.communicate(timeout=300)
     records = (tmp_path / "skew" / "metrics.jsonl").read_text()
     assert "filtered as too long" in records
-    assert "is not used: expected API 1, found 2. Install the same Polyreme version everywhere." in records
+    assert "is ignored: expected API 1, found 2. Install the same Polyreme version everywhere." in records
 
 
 @pytest.mark.real

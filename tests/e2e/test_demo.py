@@ -108,13 +108,14 @@ def test_a_second_ctrl_c_ends_at_once(task: Path) -> None:
 
 
 def test_a_run_that_cannot_go_on_says_why_and_ends(task: Path) -> None:
-    up = Up(task, "name=fails", "reward.rewards.0.options={afterr: x}")
+    (task.parent / "broken.py").write_text("import no_such_module\n\n\ndef reward(response, label):\n    return 1.0\n")
+    up = Up(task, "name=fails", f"reward.rewards=[{{file: '{task.parent / 'broken.py'}'}}]")
     assert up.wait() not in (0, None)
-    assert not up.leftovers()
-    assert "afterr" in up.output
+    assert up.records("start") and not up.leftovers()
+    assert "no_such_module" in up.output
     assert "reward.log" in up.output
     assert "Traceback" not in up.output
-    assert up.output.count("afterr") == 1
+    assert up.output.count("No module named 'no_such_module'") == 1
 
 
 @pytest.mark.parametrize(

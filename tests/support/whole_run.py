@@ -127,9 +127,10 @@ class Up:
         return [record for line in lines if line.endswith(b"\n") if (record := json.loads(line))["kind"] == kind]
 
     def leftovers(self) -> list[str]:
-        """Processes and shared memory that still belong to the run."""
+        """Processes and shared memory that still belong to the run; none of a run that was refused before it began."""
         found = read_run_file(self.run_dir)
-        assert found is not None
+        if found is None:
+            return []
         left = [str(path) for path in SHARED_MEMORY.glob(f"*{found.run_id}*")]
         for process in psutil.process_iter(["cmdline", "cwd", "environ"]):
             command, environment = process.info["cmdline"] or [], process.info["environ"] or {}
