@@ -47,9 +47,10 @@ def command(bwrap: str, readable: Sequence[str], disk_bytes: int, seccomp_fd: in
             line += ["--symlink", os.readlink(path), path]
         else:
             line += ["--ro-bind-try", path, path]
+    line += ["--size", str(disk_bytes), "--tmpfs", "/tmp"]  # before what is readable, which may be below /tmp
     for path in readable:
         line += ["--ro-bind", path, path]
     for path in DEVICES:
         line += ["--dev-bind", path, path]
-    line += ["--size", str(disk_bytes), "--tmpfs", "/tmp", "--dir", HOME, "--chdir", HOME, "--symlink", "/tmp", "/dev/shm"]
+    line += ["--dir", HOME, "--chdir", HOME, "--symlink", "/tmp", "/dev/shm"]
     return [*line, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--info-fd", str(info_fd), "--"]
