@@ -73,6 +73,8 @@ class RunConfig(Section):
                 f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} must fit rollout.max_model_len = {self.rollout.max_model_len}"
             )
         check(self.recipe, self.group_size, self.algorithm.minibatches * self.algorithm.epochs, self.algorithm.has_critic)
+        if self.algorithm.teacher_coef > 0:
+            raise ValueError("algorithm.teacher_coef must be 0: no part of a run asks a teacher yet")
         if self.algorithm.minibatches > self.groups_per_iteration:
             raise ValueError(
                 f"algorithm.minibatches = {self.algorithm.minibatches} is more than groups_per_iteration = {self.groups_per_iteration}: a minibatch has whole groups"

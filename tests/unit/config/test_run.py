@@ -69,6 +69,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("rollout.temperature=0.001", "greater than or equal to 0.01"),
         ("rollout.temperature=3", "less than or equal to 2"),
         ("seed=-5", "greater than or equal to 0"),
+        ("algorithm.teacher_coef=1", "no part of a run asks a teacher"),
         ("algorithm.minibatches=5", "minibatches = 5 is more than groups_per_iteration = 4"),
         ("iterations", "write key=value|Write key=value"),
         ("=3", "Write key=value"),
