@@ -55,7 +55,7 @@ def correct(corrections: Sequence[Correction], inputs: LossInputs) -> tuple[Tens
     """The product of the factors, [t], and what there was to correct; the latter also without corrections.
 
     Metrics: `importance_weight` and `importance_weight_max` of w; `off_policy_kl`, the k3 estimate of KL(behaviour || old), and
-    `mismatch_kl`, the same over the tokens that the policy before the step sampled itself (only what the engines differ by);
+    `mismatch_kl`, the same over the sequences that the policy before the step sampled completely (what the engines differ by);
     and with corrections `correction_factor`, `dropped_token_fraction`, `dropped_sequence_fraction` and, where a weight has a cap,
     `truncated_fraction`, the tokens whose weight was cut to it.
     """

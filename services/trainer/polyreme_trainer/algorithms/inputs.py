@@ -26,7 +26,7 @@ class LossInputs:
         values: [t], the critic's values before the iteration's first optimizer step.
         new_values: [t], the critic's values now; carries the critic's gradient.
         entropy: [t], of the policy at each token, in nats; carries the gradient.
-        fresh: bool [t], whether the policy before the step sampled the token; None: unknown.
+        fresh: bool [t], whether the policy before the step sampled the token's whole sequence; None: unknown.
     """
 
     logprobs: Tensor

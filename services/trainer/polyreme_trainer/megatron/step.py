@@ -158,7 +158,11 @@ def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
 
 
 def fresh_sequences(batch: Iteration) -> IntArray:
-    """Those whose every sampled token the policy before the step wrote."""
+    """Those whose every sampled token the policy before the step wrote.
+
+    An answer that went on over a swap is none of them, not even for its last tokens: those were sampled with the keys and values
+    that the older weights had left in the cache, so their probabilities differ by more than the engines do.
+    """
     tokens = batch.tokens
     other = (tokens.version >= 0) & (tokens.version != batch.number - 1)
     stale = np.bincount(tokens.sequence_of, weights=other, minlength=len(tokens))
@@ -182,7 +186,7 @@ class Losses:
         self.sequences, self._algorithm, self._tokens, self._advantages = batch.sequences, algorithm, tokens, advantages
         self._shard = shard
         self.with_entropy = algorithm.needs.entropy
-        self._fresh = tokens.version == batch.number - 1
+        self._fresh = np.isin(tokens.sequence_of, fresh_sequences(batch))
         self._policy: list[Metrics] = []
         self._critic: list[Metrics] = []
         self._coefficients = 0.0

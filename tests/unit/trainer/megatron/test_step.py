@@ -58,11 +58,15 @@ def test_a_truncated_response_goes_on_with_the_value_after_its_last_token() -> N
     assert values_after_end(critic, sequences, np.array([1, 2])).tolist() == [0, 7, 5]
 
 
-def trained(model: Drifting, scores: list[list[float]], version: int = 0, steps: int = 1) -> Trained:
+WHOLE = [(1, 0, 4)]
+"""The spans of a sample that version 1 sampled alone: the policy before iteration 2."""
+
+
+def trained(model: Drifting, scores: list[list[float]], spans: list[tuple[int, int, int]] = WHOLE, steps: int = 1) -> Trained:
     """One iteration on groups of made-up samples with these scores."""
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
     groups = [
-        GroupRecord(number, 1, ids, [SampleRecord(ids, np.full(4, -1.0, np.float32), mask, 1, [(version, 0, 4)], s) for s in row])
+        GroupRecord(number, 1, ids, [SampleRecord(ids, np.full(4, -1.0, np.float32), mask, 1, spans, s) for s in row])
         for number, row in enumerate(scores)
     ]
     stand_in: Any = model
@@ -71,7 +75,7 @@ def trained(model: Drifting, scores: list[list[float]], version: int = 0, steps:
     models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)
     sequences, tokens = collect(groups)
     parts = np.array_split(np.arange(len(sequences)), steps)
-    return train_iteration(Iteration(1, sequences, tokens, parts, AlgorithmState(), 1e-3), ALGORITHM, models)
+    return train_iteration(Iteration(2, sequences, tokens, parts, AlgorithmState(), 1e-3), ALGORITHM, models)
 
 
 def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> None:
@@ -87,8 +91,9 @@ def test_a_probe_in_an_iteration_of_several_steps_knows_the_old_policy() -> None
     assert (result.metrics["actor/ppo_kl"], result.metrics["mismatch_kl"]) == (0.0, 0.0)
 
 
-def test_samples_of_another_version_do_not_measure_the_mismatch() -> None:
-    result = trained(Drifting(), [[1.0, 0.0]], version=-1)
+@pytest.mark.parametrize("spans", [[(0, 0, 4)], [(0, 0, 2), (1, 2, 4)]], ids=["another version", "over a swap"])
+def test_samples_that_the_policy_did_not_sample_alone_do_not_measure_the_mismatch(spans: list[tuple[int, int, int]]) -> None:
+    result = trained(Drifting(), [[1.0, 0.0]], spans)
     assert result.metrics["mismatch_kl"] is None
 
 
