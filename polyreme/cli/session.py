@@ -21,7 +21,15 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer
 from polyreme.net.redis_url import without_password
-from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, restart_backoff
+from polyreme.process.supervisor import (
+    FINAL_CODES,
+    WELL_SECONDS,
+    ChildFailedError,
+    ProcessSet,
+    ProcessSpec,
+    Supervisor,
+    restart_backoff,
+)
 
 _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
@@ -46,17 +54,17 @@ class Session:
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
-        def unit(name: str, *argv: str, serves: bool = True) -> Unit:
-            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
+        def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
+            return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
 
-        services = [unit("reward", "reward", *server)]
+        services = [process("reward", "reward", *server)]
         services += [
-            unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
+            process(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
         limit = config.trainer.max_restarts
         self._serving = Supervisor(services, limit, on_restart=self._report_restart)
         ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
-        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
+        self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
         self._training = Supervisor([self._trainer], limit, on_restart=self._report_restart)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:

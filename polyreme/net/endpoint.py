@@ -34,7 +34,7 @@ Advertise = Annotated[
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Where to serve.
 
     Attributes:
@@ -80,8 +80,8 @@ def _port_of(address: str) -> int | None:
     return int(port)
 
 
-def place_of(host: str | None, port: int, http_port: int | None, advertise: str | None, redis_url: str | None) -> Place:
-    """The place that a command's options mean.
+def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: str | None, redis_url: str | None) -> Endpoint:
+    """The endpoint that a command's options describe.
 
     Args:
         redis_url: of the run that is served; None: there is none.
@@ -95,7 +95,7 @@ def place_of(host: str | None, port: int, http_port: int | None, advertise: str 
     host = host or interface or _LOOPBACK
     if host in _WILDCARDS:
         advertise = advertise or interface or socket.gethostname()
-    return Place(host, port, http_port, advertise)
+    return Endpoint(host, port, http_port, advertise)
 
 
 def address_towards(redis_url: str) -> str:

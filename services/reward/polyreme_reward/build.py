@@ -10,7 +10,7 @@ from typing import Any
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Reward
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[Sequence[Reward]]:
+async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIterator[Sequence[Reward]]:
     """The configured rewards, loaded, in their order; closed with their processes and connections at the end.
 
     Raises:

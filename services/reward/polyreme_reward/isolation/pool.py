@@ -18,7 +18,7 @@ from typing import Any
 
 from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class WorkerPool:
         start_timeout: float,
         memory_mib: int,
         environment: Collection[str],
-        metrics: Metrics,
+        metrics: RewardMetrics,
     ) -> None:
         setup = {"rewards": list(sources), "memory_mib": memory_mib}
         self._processes = Workers(setup, preload, start_timeout, environment)
