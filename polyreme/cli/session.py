@@ -50,7 +50,6 @@ class Session:
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
         self._end: tuple[RunState, str] | None = None  # of a run whose trainer could not set its end
-        self._reporting: set[asyncio.Task[None]] = set()
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
@@ -62,10 +61,10 @@ class Session:
             process(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
         limit = config.trainer.max_restarts
-        self._serving = Supervisor(services, limit, on_restart=self._report_restart)
+        self._serving = Supervisor(services, limit, on_restart=run.report_restart)
         ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
         self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
-        self._training = Supervisor([self._trainer], limit, on_restart=self._report_restart)
+        self._training = Supervisor([self._trainer], limit, on_restart=run.report_restart)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:
         """Runs to the end. Returns the exit status: 0 when the run is done, or drained and saved.
@@ -139,17 +138,6 @@ class Session:
         while (number := await stops.get()) == signal.SIGHUP:
             pass  # a shell and the kernel may both send one
         return number
-
-    def _report_restart(self, process: str, found: str) -> None:
-        """Emits a restart's record; a Redis that is away does not hold the restart up."""
-
-        async def report() -> None:
-            with suppress(PolyremeError):
-                await self._run.emit({"kind": "restart", "process": process, "text": found})
-
-        task = asyncio.create_task(report())
-        self._reporting.add(task)
-        task.add_done_callback(self._reporting.discard)
 
     async def _keep_store(self) -> None:
         """Restarts our own Redis when it dies: what it acknowledged is on disk, and its clients reconnect.

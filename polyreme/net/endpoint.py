@@ -103,10 +103,20 @@ def address_towards(redis_url: str) -> str:
     redis = urlsplit(redis_url)
     host, port = redis.hostname or _LOOPBACK, redis.port or 6379
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 where there is a choice
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # of a datagram socket: sends nothing
-            return str(probe.getsockname()[0])
+        return own_address(host, port)
     except OSError as error:
         raise ConfigError(f"a way to Redis at {host}", error.strerror or str(error), "Check --redis.") from None
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine's interface that leads to `host`. Raises OSError: there is no way."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 where there is a choice
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # of a datagram socket: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric host or host:port is reachable from its own machine alone."""
+    return address.startswith(("127.", "::1", "[::1]"))

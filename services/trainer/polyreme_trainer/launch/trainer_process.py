@@ -57,8 +57,7 @@ class Trainer:
         self._config, self._run, self._owner, self._orphaned = config, run, owner, False
         self._stopped = False
         self._end: tuple[RunState, str] | None = None
-        self._reporting: set[asyncio.Task[None]] = set()
-        self._supervisor = Supervisor(process_sets, config.trainer.max_restarts, on_restart=self._report_restart)
+        self._supervisor = Supervisor(process_sets, config.trainer.max_restarts, on_restart=run.report_restart)
 
     async def run(self) -> None:
         """Returns when the run is done, or drained and saved. Raises what ended it otherwise, after setting the run's state."""
@@ -206,17 +205,6 @@ class Trainer:
                     await asyncio.to_thread(write_replicas, self._config.run_dir, self._run.run_id, there)
                     known = there
             await asyncio.sleep(_REPLICAS_POLL_SECONDS)
-
-    def _report_restart(self, process: str, found: str) -> None:
-        """Emits a restart's record; a store that is away does not hold the restart up."""
-
-        async def report() -> None:
-            with suppress(PolyremeError):
-                await self._run.emit({"kind": "restart", "process": process, "text": found})
-
-        task = asyncio.create_task(report())
-        self._reporting.add(task)
-        task.add_done_callback(self._reporting.discard)
 
 
 LEARNER = ("-m", "polyreme_trainer.learner")
