@@ -32,7 +32,7 @@ async def test_every_item_has_a_status_and_a_failure_no_number() -> None:
 async def test_its_rewards_and_its_documentation() -> None:
     async with serving(EXACT) as (_, client, _):
         listed = (await client.get("/v1/rewards")).json()
-        assert (listed["api"], [r["name"] for r in listed["rewards"]]) == (1, ["exact"])
+        assert (listed["api"], [(r["name"], r["correctness"]) for r in listed["rewards"]]) == (1, [("exact", True)])
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert {"/", "/get_reward", "/v1/score", "/v1/rewards", "/health", "/ready", "/metrics"} <= paths.keys()
         assert (await client.get("/docs")).status_code == 200

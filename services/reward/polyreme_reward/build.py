@@ -48,7 +48,7 @@ async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIte
                 name = str(spec.name)
                 rule = make_rule(name, spec.options)
                 version = builtin_version(name, spec.options)
-                rewards.append(local := RuleReward(name, spec.weight, version, builtin.description, rule))
+                rewards.append(local := RuleReward(name, spec.weight, version, builtin.description, rule, correctness(spec)))
                 stack.push_async_callback(local.close)
             else:
                 rewards.append(None)
@@ -64,7 +64,7 @@ async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIte
             await pool.start()
             for index, (position, _) in enumerate(pooled):
                 spec = config.rewards[position]
-                reward = rewards[position] = PooledReward(spec.label, spec.weight, pool, index)
+                reward = rewards[position] = PooledReward(spec.label, spec.weight, pool, index, correctness(spec))
                 log.info("the reward %s: %s", reward.name, reward.description)
         yield [reward for reward in rewards if reward is not None]
 
@@ -72,6 +72,12 @@ async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIte
 def is_builtin(spec: RewardSpec) -> bool:
     """Whether a reward that is neither an endpoint nor a model goes by its name alone."""
     return spec.file is None and spec.module is None
+
+
+def correctness(spec: RewardSpec) -> bool:
+    """Whether a reward that runs in Python is a built-in rule whose values are right (1) or wrong (0) with these options."""
+    builtin = BUILTINS.get(str(spec.name)) if is_builtin(spec) else None
+    return builtin is not None and builtin.correctness and not spec.options.get(builtin.graded_by)
 
 
 def _source(spec: RewardSpec) -> dict[str, Any]:

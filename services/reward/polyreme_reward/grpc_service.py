@@ -48,7 +48,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
         infos = [
-            reward_pb2.RewardInfo(name=r.name, weight=r.weight, version=r.version, description=r.description)
+            reward_pb2.RewardInfo(
+                name=r.name, weight=r.weight, version=r.version, description=r.description, correctness=r.correctness
+            )
             for r in self._scorer.rewards
         ]
         return reward_pb2.ListRewardsResponse(api=API_VERSION, rewards=infos)

@@ -57,6 +57,7 @@ class RewardDescription(BaseModel):
     weight: float
     version: str
     description: str
+    correctness: bool = Field(description="Whether a value is 1 for a right answer and 0 for a wrong one.")
 
 
 class RewardList(BaseModel):
@@ -113,7 +114,9 @@ def _native_wire(scorer: Scorer) -> APIRouter:
         return RewardList(
             api=API_VERSION,
             rewards=[
-                RewardDescription(name=r.name, weight=r.weight, version=r.version, description=r.description)
+                RewardDescription(
+                    name=r.name, weight=r.weight, version=r.version, description=r.description, correctness=r.correctness
+                )
                 for r in scorer.rewards
             ],
         )

@@ -16,6 +16,7 @@ class Scripted:
 
     version = "v1"
     description = ""
+    correctness = False
 
     def __init__(self, name: str = "r", weight: float = 1.0, **outcomes: Outcome) -> None:
         self.name, self.weight, self.outcomes = name, weight, outcomes

@@ -210,8 +210,8 @@ def _reply(number: int, message: Any) -> tuple[Outcome, bool, bool]:
 class PooledReward:
     """A reward that runs in the pool's workers."""
 
-    def __init__(self, name: str, weight: float, pool: WorkerPool, index: int) -> None:
-        self.name, self.weight = name, weight
+    def __init__(self, name: str, weight: float, pool: WorkerPool, index: int, correctness: bool) -> None:
+        self.name, self.weight, self.correctness = name, weight, correctness
         self._pool, self._index = pool, index
 
     @property

@@ -88,6 +88,8 @@ class ModelReward:
         ConfigError: an option is unknown or does not fit, or there is no such directory.
     """
 
+    correctness = False
+
     def __init__(
         self,
         name: str,

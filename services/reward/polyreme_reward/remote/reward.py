@@ -82,6 +82,7 @@ class HttpReward:
     """
 
     available = True
+    correctness = False
 
     def __init__(
         self,
