@@ -25,16 +25,9 @@ NOT_CONVERTED = (
     "polyreme/experience/audit.py",
     "polyreme/experience/run.py",
     f"{TRAINER}/algorithms",
-    f"{TRAINER}/checks.py",
-    f"{TRAINER}/command.py",
     f"{TRAINER}/data",
-    f"{TRAINER}/launch",
     f"{TRAINER}/learner",
     f"{TRAINER}/megatron",
-    f"{TRAINER}/observe",
-    f"{TRAINER}/stages",
-    f"{TRAINER}/testing",
-    f"{TRAINER}/weight_sync/version_writer.py",
 )
 
 BANNED_MODULES = frozenset(

@@ -1,4 +1,7 @@
-"""One iteration as a metric record and as an observation for the alarms: pure functions of groups and timings."""
+"""One iteration as a metric record and as an observation for the alarms.
+
+Invariant: both are pure functions of the groups, the training's metrics and the timings; they read no clock.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +19,9 @@ def iteration_record(
     """The `iteration` record of the run's metrics.
 
     Args:
-        groups: what the iteration trained on.
+        groups: the groups that the iteration trained on.
         trained: metrics of the training itself.
-        seconds: iteration, learner_wait (for a plan), train, write: wall-clock parts of this iteration on rank 0.
+        seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
     """
     samples = [sample for group in groups for sample in group.samples]
@@ -46,10 +49,12 @@ def iteration_record(
         "response/length_max": int(lengths.max()),
         "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
         **trained,
-        "entropy": float(-behaviour.mean()),  # of the sampling policy: the mean of -log p over its own tokens is unbiased
+        "entropy": float(
+            -behaviour.mean()
+        ),  # of the sampling policy: the mean of -log p over its own tokens is an unbiased estimate
         "staleness/mean": float(staleness.mean()),
         "staleness/max": int(staleness.max()),
-        "staleness/samples": np.bincount(staleness).tolist(),  # how many there are of staleness 0, 1, ...
+        "staleness/samples": np.bincount(staleness).tolist(),  # counts of samples with staleness 0, 1, ...
         "staleness/mixed_fraction": float(np.mean([len(set(written_by)) > 1 for written_by in versions])),
         **{f"time/{name}": value for name, value in seconds.items()},
         "time/generate": max(group.generate_seconds for group in groups),
