@@ -21,7 +21,15 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer
 from polyreme.net.redis_url import without_password
-from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, restart_backoff
+from polyreme.process.supervisor import (
+    FINAL_CODES,
+    WELL_SECONDS,
+    ChildFailedError,
+    ProcessSet,
+    ProcessSpec,
+    Supervisor,
+    restart_backoff,
+)
 
 _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
@@ -42,22 +50,21 @@ class Session:
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
         self._end: tuple[RunState, str] | None = None  # of a run whose trainer could not set its end
-        self._reporting: set[asyncio.Task[None]] = set()
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
-        def unit(name: str, *argv: str, serves: bool = True) -> Unit:
-            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
+        def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
+            return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
 
-        services = [unit("reward", "reward", *server)]
+        services = [process("reward", "reward", *server)]
         services += [
-            unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
+            process(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
         limit = config.trainer.max_restarts
-        self._serving = Supervisor(services, limit, on_restart=self._report_restart)
+        self._serving = Supervisor(services, limit, on_restart=run.report_restart)
         ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
-        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
-        self._training = Supervisor([self._trainer], limit, on_restart=self._report_restart)
+        self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
+        self._training = Supervisor([self._trainer], limit, on_restart=run.report_restart)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:
         """Runs to the end. Returns the exit status: 0 when the run is done, or drained and saved.
@@ -131,17 +138,6 @@ class Session:
         while (number := await stops.get()) == signal.SIGHUP:
             pass  # a shell and the kernel may both send one
         return number
-
-    def _report_restart(self, process: str, found: str) -> None:
-        """Emits a restart's record; a Redis that is away does not hold the restart up."""
-
-        async def report() -> None:
-            with suppress(PolyremeError):
-                await self._run.emit({"kind": "restart", "process": process, "text": found})
-
-        task = asyncio.create_task(report())
-        self._reporting.add(task)
-        task.add_done_callback(self._reporting.discard)
 
     async def _keep_store(self) -> None:
         """Restarts our own Redis when it dies: what it acknowledged is on disk, and its clients reconnect.

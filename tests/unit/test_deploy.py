@@ -246,7 +246,7 @@ def test_the_learner_spreads_over_pods_that_meet_by_name(overlay: str, card: str
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     from prometheus_client import generate_latest
 
-    from polyreme_reward.metrics import Metrics as RewardMetrics
+    from polyreme_reward.metrics import RewardMetrics
     from polyreme_rollout.metrics import ReplicaMetrics as RolloutMetrics
 
     board = json.loads((ROOT / "deploy" / "observability" / "dashboards" / "polyreme.json").read_text())

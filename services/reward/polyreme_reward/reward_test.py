@@ -17,7 +17,7 @@ from polyreme.config.reward import RewardConfig
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import BATCH_LIMIT, Part, Scored, Scorer
 
 _TEXTS = ("response", "response_raw", "templated_prompt")
@@ -40,7 +40,7 @@ async def test_rewards(config: RewardConfig, path: Path, console: Console, colum
         DataError: the file is missing or a line does not fit. ConfigError: a reward cannot be loaded.
     """
     items = list(read_items(path, columns))
-    metrics = Metrics()
+    metrics = RewardMetrics()
     async with open_rewards(config, metrics) as rewards:
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
         size = min(BATCH_LIMIT, config.queue)

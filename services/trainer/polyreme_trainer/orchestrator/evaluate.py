@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme_trainer.data.prompts import Prompt
@@ -19,8 +18,6 @@ from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, 
 from polyreme_trainer.orchestrator.tasks import together
 
 EXAMPLES = 5
-_JUDGES = {"exact": "", "numeric": "", "choice": "", "math": "", "code": "partial", "knights_and_knaves": "scores"}
-"""Built-in rewards that judge an answer right (1) or wrong (0), and the option that makes one of them give shares instead."""
 _SCORED_AT_ONCE = 64
 
 
@@ -61,7 +58,7 @@ class Evaluator:
             {
                 "kind": "eval",
                 "version": version,
-                metric_name(self._config.reward, scores): sum(scores) / len(scores),
+                metric_name(self._rewards.measure_correctness, scores): sum(scores) / len(scores),
                 "samples": len(scores),
                 "seconds": time.monotonic() - begin,
                 "examples": examples,
@@ -112,9 +109,10 @@ class Evaluator:
         return clean, questions
 
 
-def metric_name(reward: RewardConfig, scores: Sequence[float]) -> str:
-    """What the mean of an evaluation's scores is: `accuracy` where a rule has judged each answer right or wrong, else `score`."""
-    first, *others = reward.rewards
-    is_built_in = not (first.file or first.module or first.url or first.model)
-    is_judged = not others and is_built_in and first.name in _JUDGES and _JUDGES[first.name] not in first.options
-    return "accuracy" if is_judged and set(scores) <= {0.0, 1.0} else "score"
+def metric_name(correctness: bool, scores: Sequence[float]) -> str:
+    """The name of an evaluation's mean score: `accuracy` when every score is 1 for a right or 0 for a wrong answer, else `score`.
+
+    Args:
+        correctness: whether the rewards' value is that of right and wrong answers (a weight may still scale it).
+    """
+    return "accuracy" if correctness and set(scores) <= {0.0, 1.0} else "score"
