@@ -21,7 +21,6 @@ TRAINER = "services/trainer/polyreme_trainer"
 NOT_CONVERTED = (
     "services/reward",
     "polyreme/cli",
-    "polyreme/config",
     "polyreme/experience/audit.py",
     "polyreme/experience/run.py",
     f"{TRAINER}/algorithms",
