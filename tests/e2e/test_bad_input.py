@@ -108,7 +108,7 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
     run, nobody = str(task), "redis://127.0.0.1:1"
     free = "Choose another port or host"
     cases = [
-        (("up", run, "trainer.optimizer.lr.x=1"), 2, ["trainer.optimizer.lr.x", "0.001 on the way"]),
+        (("up", run, "trainer.optimizer.lr.x=1"), 2, ["trainer.optimizer.lr.x", "0.001"]),
         (("up", run, "reward.rewards.7.name=exact"), 2, ["reward.rewards.7.name"]),
         (("up", str(task.parent)), 2, ["Is a directory", "a YAML file"]),
         (("up", str(task.parent / "model" / "model.safetensors")), 2, ["expected YAML in"]),
