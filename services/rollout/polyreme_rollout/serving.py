@@ -75,6 +75,7 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, place: P
                 app = make_app(
                     lambda: not engine.dead,
                     lambda: service.ready,
+                    swapper.steady_version,
                     metrics,
                     lambda: engine.openai_app(spec.config.name, swapper.steady_salt),
                 )
