@@ -69,5 +69,5 @@ def test_a_reference_with_a_flipped_byte_is_refused(saves: Saves) -> None:
     assert saves.check_reference(facts) == saves.hf_path(0)
     for _ in flips(file, STRIDE):
         fresh = Saves(saves._config, {}, Ranks())  # a resume reads the file anew
-        with pytest.raises(ConfigError, match="model.safetensors"):
+        with pytest.raises(ConfigError, match=r"model\.safetensors"):
             fresh.check_reference(facts)
