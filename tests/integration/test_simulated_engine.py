@@ -1,5 +1,7 @@
 """`polyreme rollout` with `rollout.engine: simulated`: the engine is chosen by configuration, all the rest is the real replica."""
 
+import asyncio
+import signal
 from pathlib import Path
 
 import httpx
@@ -35,3 +37,14 @@ async def test_a_replica_serves_the_engine_of_the_configuration(redis_url: str, 
             assert {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions"} <= set(paths)
     finally:
         learner.arena.close()
+
+
+async def test_a_replica_says_that_it_was_asked_to_end(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    for name, data in model_files().items():
+        (model / name).write_bytes(data)
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model, engine="simulated")) as there:
+        there.child.signal(signal.SIGTERM)
+        assert await asyncio.wait_for(there.child.wait(), 300) == 0
+    text = (tmp_path / "replica.log").read_text()
+    assert 0 < text.index("draining: 0 running sequences") < text.index("drained, 0 sequences are left")
