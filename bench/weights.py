@@ -46,7 +46,7 @@ from weights_side import streams
 
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme.cli.run_directory import read_model_files
+from polyreme.cli.input_files import read_model_files
 from polyreme.config.load import load_config
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer

@@ -124,7 +124,7 @@ async def test_a_taken_port_is_one_clear_error(tmp_path: Path, option: str) -> N
     [
         ("reward: {rewards: [{name: exakt}]}", "Did you mean exact"),
         ("reward: {rewards: [{name: exact, option: {}}]}", "did you mean reward.rewards.options"),
-        ("reward: {rewards: [{url: 'http://h/'}]}", "`url` and `protocol` go together"),
+        ("reward: {rewards: [{url: 'http://h/'}]}", "`url` and `protocol`"),
         ("reward: {rewards: [{name: exact}, {name: exact}]}", "two rewards are called exact"),
         ("reward: {rewards: [{file: missing.py}]}", "missing.py"),
         ("reward: {rewards: []}", "at least 1 item"),

@@ -20,10 +20,6 @@ PACKAGES = (
 TRAINER = "services/trainer/polyreme_trainer"
 NOT_CONVERTED = (
     "services/reward",
-    "polyreme/cli",
-    "polyreme/config",
-    "polyreme/experience/audit.py",
-    "polyreme/experience/run.py",
     f"{TRAINER}/algorithms",
     f"{TRAINER}/data",
     f"{TRAINER}/learner",

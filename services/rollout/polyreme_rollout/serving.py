@@ -75,6 +75,7 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint
                 app = make_app(
                     lambda: not engine.dead,
                     lambda: service.ready,
+                    swapper.steady_version,
                     metrics,
                     lambda: engine.openai_app(spec.config.name, swapper.steady_salt),
                 )
@@ -96,9 +97,11 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint
                 )
                 await _wait_for_stop(stop, engine)
             service.draining = True
+            logger.info("draining: %d running sequences have %.0f s to end", service.running, DRAIN_TIMEOUT)
             await publish_state()
             with suppress(TimeoutError):
                 await asyncio.wait_for(service.drained(), DRAIN_TIMEOUT)
+            logger.info("drained, %d sequences are left", service.running)
     finally:
         await redis.aclose()
 

@@ -269,7 +269,7 @@ class LogMachine(RuleBasedStateMachine):
                 assert int(row[2]) == group.version
         assert log.plans == model.plans
         assert log.payloads == model.payloads()
-        assert {name: int(head.split()[1]) for name, head in log.drafts.items() if ":" not in name} == {
+        assert {name: int(head.split()[1]) for name, head in log.partial_rollouts.items() if ":" not in name} == {
             str(index): len(parts) for index, parts in model.drafts.items()
         }
         assert log.number("version", -1) == model.version

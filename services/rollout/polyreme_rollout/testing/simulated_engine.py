@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 import xxhash
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.weights.arena import ArenaError
@@ -193,7 +193,7 @@ class SimulatedInferenceEngine:
         self._check_alive()
         self._running.set()
 
-    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> ASGIApp:
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
         from polyreme_rollout.testing.simulated_openai import make_openai_app
 
         return make_openai_app(self, served_name, salt)

@@ -40,8 +40,8 @@ class Rewards:
     Attributes:
         scores: float64 [n], after shaping.
         tokens: float64 [t], rewards per token; see `shaping.token_rewards`.
-        beside: float64 [t], rewards per token without the scores.
-        totals: float64 [n], each sequence's score plus the sum of `beside` over its tokens.
+        beside: float64 [t], process rewards minus the KL penalty, 0 where masked.
+        totals: float64 [n], each sequence's score minus the KL penalty of its trained tokens.
     """
 
     scores: Float64
@@ -77,12 +77,21 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moment
     return scores, seen
 
 
-def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None) -> Rewards:
-    """The rewards from shaped scores, the batch's process rewards and a KL penalty [t] that includes its coefficient."""
-    none = np.zeros(len(batch))
-    beside = shaping.token_rewards(none, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
-    tokens = shaping.token_rewards(scores, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
-    return Rewards(scores, beside, tokens, scores + sequence_sums(beside, batch.offsets))
+def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None, std: float = 1.0) -> Rewards:
+    """The rewards from shaped scores and a batch's process rewards.
+
+    Process rewards stay at their tokens and remain part of the score. What shaping adds to the score goes to the last trained token.
+
+    Args:
+        scores: float64 [n], shaped scores, which include the process rewards.
+        kl_penalty: float64 [t], the KL penalty, which includes its coefficient.
+        std: the divisor by which the scores were normalised; process rewards are divided by it too.
+    """
+    none = np.zeros(batch.tokens)
+    process = none if batch.token_rewards is None else np.where(batch.trained, batch.token_rewards / np.float64(std), 0.0)
+    penalty = none if kl_penalty is None else np.where(batch.trained, kl_penalty, 0.0)
+    tokens = shaping.token_rewards(scores, batch.mask, batch.offsets, process, penalty)
+    return Rewards(scores, process - penalty, tokens, scores - sequence_sums(penalty, batch.offsets))
 
 
 def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:

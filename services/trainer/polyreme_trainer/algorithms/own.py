@@ -26,8 +26,8 @@ class OwnAlgorithm(Algorithm):
 
     Args:
         source: the functions' file or module, for errors.
-        own_advantages: `advantages(batch)`. The batch's scores are shaped, and its token rewards include the KL penalty. Returns numbers
-            [t], or with a critic the pair (advantages [t], returns [t]).
+        own_advantages: `advantages(batch)`. The batch's scores are shaped. Its `token_rewards` are the process rewards, which are part of
+            the score, minus the KL penalty. Returns numbers [t], or with a critic the pair (advantages [t], returns [t]).
         own_loss: `loss(inputs)`. Returns a scalar tensor that depends on `inputs.logprobs` and is a sum weighted with `inputs.weight`, and
             metrics: name -> (sum, weight).
     """

@@ -1,12 +1,12 @@
 """Shapes scores and token rewards before advantages are computed; float64 numpy.
 
-Invariant: for a sequence with trained tokens, the token rewards sum to its score plus its process rewards minus its KL penalty.
+Invariant: for a sequence with trained tokens, the token rewards sum to its shaped score minus its KL penalty.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_of
+from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_of, sequence_sums
 from polyreme_trainer.algorithms.state import Moments
 
 
@@ -58,20 +58,19 @@ def repetition_penalty(ids: Int64, mask: Float32, offsets: Int64, ngram: int, fa
 def token_rewards(
     scores: Float64, mask: Float32, offsets: Int64, process: NDArray[np.floating] | None = None, kl: Float64 | None = None
 ) -> Float64:
-    """Rewards per token, float64 [t], 0 where masked: the score on the last trained token, plus `process`, minus `kl`.
+    """Rewards per token, float64 [t], 0 where masked: `process` minus `kl`, and the rest of the score at the last trained token.
 
     Args:
-        scores: float64 [n].
+        scores: float64 [n], scores that include the process rewards.
         mask: float32 [t].
         offsets: int64 [n + 1].
-        process: [t], process rewards.
-        kl: float64 [t], the KL penalty of each token, coefficient included.
+        process: [t], process rewards. Those of masked tokens count in the score only, which puts them at the last trained token.
+        kl: float64 [t], the KL penalty of each token, which includes its coefficient.
     """
-    rewards, last = np.zeros(len(mask)), last_trained(mask, offsets)
-    rewards[last[last >= 0]] = scores[last >= 0]
-    trained = mask > 0
-    if process is not None:
-        rewards[trained] += process[trained]
+    trained, last = mask > 0, last_trained(mask, offsets)
+    rewards = np.zeros(len(mask)) if process is None else np.where(trained, process, 0.0)
+    rest, ends = scores - sequence_sums(rewards, offsets), last >= 0
+    rewards[last[ends]] += rest[ends]
     if kl is not None:
         rewards[trained] -= kl[trained]
     return rewards
