@@ -20,9 +20,6 @@ PACKAGES = (
 TRAINER = "services/trainer/polyreme_trainer"
 NOT_CONVERTED = (
     "services/reward",
-    f"{TRAINER}/algorithms",
-    f"{TRAINER}/data",
-    f"{TRAINER}/learner",
     f"{TRAINER}/megatron",
 )
 
