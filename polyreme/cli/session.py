@@ -22,7 +22,15 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer
 from polyreme.net.redis_url import without_password
-from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, restart_backoff
+from polyreme.process.supervisor import (
+    FINAL_CODES,
+    WELL_SECONDS,
+    ChildFailedError,
+    ProcessSet,
+    ProcessSpec,
+    Supervisor,
+    restart_backoff,
+)
 
 _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
@@ -43,22 +51,21 @@ class Session:
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
         self._end: tuple[RunState, str] | None = None  # final state and reason, when the trainer could not set it
-        self._reporting: set[asyncio.Task[None]] = set()
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
-        def unit(name: str, *argv: str, serves: bool = True) -> Unit:
-            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
+        def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
+            return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
 
-        services = [unit("reward", "reward", *server)]
+        services = [process("reward", "reward", *server)]
         services += [
-            unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
+            process(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
         limit = config.trainer.max_restarts
-        self._serving = Supervisor(services, limit, on_restart=self._report_restart)
+        self._serving = Supervisor(services, limit, on_restart=run.report_restart)
         ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
-        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
-        self._training = Supervisor([self._trainer], limit, on_restart=self._report_restart)
+        self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
+        self._training = Supervisor([self._trainer], limit, on_restart=run.report_restart)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:
         """Runs to the end. Returns the exit status, which is 0 when the run is done, or drained and saved.
@@ -132,17 +139,6 @@ class Session:
         while (number := await stops.get()) == signal.SIGHUP:
             pass  # a shell and the kernel may both send SIGHUP
         return number
-
-    def _report_restart(self, process: str, found: str) -> None:
-        """Emits the record of a restart without delaying the restart when Redis does not answer."""
-
-        async def report() -> None:
-            with suppress(PolyremeError):
-                await self._run.emit({"kind": "restart", "process": process, "text": found})
-
-        task = asyncio.create_task(report())
-        self._reporting.add(task)
-        task.add_done_callback(self._reporting.discard)
 
     async def _keep_store(self) -> None:
         """Restarts the run's own Redis when it dies. Its acknowledged writes are on disk, and its clients reconnect.

@@ -49,7 +49,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class LogSnapshot:
     """A run's log at one instant."""
 
     run_id: str
@@ -62,7 +62,7 @@ class Snapshot:
     partial_rollouts: dict[str, str]
 
     @classmethod
-    async def take(cls, run: Run) -> "Snapshot":
+    async def take(cls, run: Run) -> "LogSnapshot":
         """Reads the log atomically, without the contents of payloads and partial rollouts."""
         meta, ledger, plans, payloads, in_flight, appended, partial = await run.scripts.call("snapshot")
         return cls(
@@ -181,7 +181,7 @@ async def audit_main(redis_url: str, run_id: str | None) -> int:
     redis = await connect(redis_url)
     try:
         run = await Run.attach(redis, run_id, timeout=0)
-        result = (await Snapshot.take(run)).audit()
+        result = (await LogSnapshot.take(run)).audit()
     finally:
         await redis.aclose()
     Console().print(render(result))

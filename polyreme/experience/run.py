@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
-from polyreme.errors import ConfigError, RunFailedError, StaleTermError, StoreError, UnavailableError
+from polyreme.errors import ConfigError, PolyremeError, RunFailedError, StaleTermError, StoreError, UnavailableError
 from polyreme.experience.scripts import Scripts, key
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class Run:
         self.redis: Any = redis  # redis-py's types do not say whether replies are bytes or str
         self.run_id = run_id
         self.start = 0
+        self._reports: set[asyncio.Task[None]] = set()  # asyncio alone keeps no task alive
         self.scripts = Scripts(redis, run_id)
 
     def key(self, name: str) -> str:
@@ -229,6 +230,17 @@ class Run:
         text = json.dumps(_plain(record), allow_nan=False)
         keys = [self.key("metrics"), self.once()]
         await self.scripts.call("publish", METRICS_BOUND, "record", str(record.get("kind", "")), text, keys=keys)
+
+    def report_restart(self, process: str, found: str) -> None:
+        """Emits the record of a restart in the background, so that a lost Redis does not delay the restart. Call it in the event loop."""
+
+        async def report() -> None:
+            with suppress(PolyremeError):
+                await self.emit({"kind": "restart", "process": process, "text": found})
+
+        task = asyncio.create_task(report())
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
 
     async def records(self, after_id: str, block_ms: int, count: int = 1000) -> list[tuple[str, dict[str, Any]]]:
         """Records after `after_id` ("0": all), in order. Waits up to `block_ms` milliseconds for one (0: does not wait)."""

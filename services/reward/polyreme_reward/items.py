@@ -156,6 +156,11 @@ class Reward(Protocol):
         ...
 
     @property
+    def correctness(self) -> bool:
+        """Whether a value is 1 for a right answer and 0 for a wrong one, so that a mean of values is an accuracy."""
+        ...
+
+    @property
     def available(self) -> bool:
         """Whether the reward is known to be able to score now."""
         ...

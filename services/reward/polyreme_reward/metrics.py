@@ -12,7 +12,7 @@ from polyreme.process.resource_metrics import Usage
 from polyreme_reward.items import Outcome
 
 
-class Metrics:
+class RewardMetrics:
     """The Prometheus metrics of the service."""
 
     def __init__(self) -> None:

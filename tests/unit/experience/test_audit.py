@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from polyreme.experience.audit import Snapshot
+from polyreme.experience.audit import LogSnapshot
 
 
-def whole() -> Snapshot:
+def whole() -> LogSnapshot:
     """Groups 0, 1 released; 2 dropped; 3, 4 planned; 5 failed; 6 appended; 7 admitted."""
-    return Snapshot(
+    return LogSnapshot(
         run_id="r",
         meta={"state": "running", "version": "2", "base": "0", "released": "1", "low_water": "3", "groups_per_iteration": "2"},
         rows={
@@ -37,7 +37,7 @@ def test_an_intact_log_is_clean() -> None:
     assert audit.counts == {"admitted": 1, "appended": 1, "planned": 2, "released": 2, "dropped": 1, "failed": 1}
 
 
-DAMAGE: dict[str, tuple[Callable[[Snapshot], object], str, Any]] = {
+DAMAGE: dict[str, tuple[Callable[[LogSnapshot], object], str, Any]] = {
     "a row is gone": (lambda s: s.rows.pop(2), "missing", [2]),
     "a plan twice": (lambda s: s.plans[2].append(0), "double", [0]),
     "a needed payload is gone": (lambda s: s.payloads.remove(4), "lost", [4]),

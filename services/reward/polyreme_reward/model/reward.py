@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass as checked
 from polyreme.errors import ConfigError
 from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed, judge
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ class ModelReward:
         ConfigError: an option is unknown or invalid, or the directory does not exist.
     """
 
+    correctness = False
+
     def __init__(
         self,
         name: str,
@@ -99,7 +101,7 @@ class ModelReward:
         item_timeout: float,
         start_timeout: float,
         memory_mib: int,
-        metrics: Metrics,
+        metrics: RewardMetrics,
     ) -> None:
         try:
             checked_options = TypeAdapter(ModelOptions).validate_python(options)

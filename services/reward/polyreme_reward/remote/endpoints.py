@@ -13,7 +13,7 @@ _LONGEST_PAUSE = 30.0
 
 
 @dataclass
-class Endpoint:
+class RewardEndpoint:
     """One URL and the state of its requests."""
 
     url: str
@@ -23,7 +23,7 @@ class Endpoint:
     answered_at: float = float("-inf")
 
 
-class Endpoints:
+class RewardEndpoints:
     """Balances requests between URLs.
 
     Args:
@@ -33,7 +33,7 @@ class Endpoints:
     """
 
     def __init__(self, urls: Sequence[str], deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._all = [Endpoint(url) for url in urls]
+        self._all = [RewardEndpoint(url) for url in urls]
         self._deadline, self._clock = deadline, clock
 
     @property
@@ -41,7 +41,7 @@ class Endpoints:
         """The number of URLs, including dead ones."""
         return len(self._all)
 
-    def take(self) -> Endpoint | None:
+    def take(self) -> RewardEndpoint | None:
         """Takes a dead endpoint that is due for a probe, else the least busy live one. None when all are dead and none is due."""
         now = self._clock()
         due = [e for e in self._all if e.failures >= _FAILURES and e.retry_at <= now]
@@ -56,7 +56,7 @@ class Endpoints:
         chosen.busy += 1
         return chosen
 
-    def give_back(self, endpoint: Endpoint, alive: bool | None) -> None:
+    def give_back(self, endpoint: RewardEndpoint, alive: bool | None) -> None:
         """Ends a request. `alive` is True when the server answered, False when it did not, None when the item may have caused the failure."""
         endpoint.busy -= 1
         if alive:
@@ -64,7 +64,7 @@ class Endpoints:
         elif alive is False:
             self._failed(endpoint)
 
-    def let_pass(self, endpoint: Endpoint) -> None:
+    def let_pass(self, endpoint: RewardEndpoint) -> None:
         """Records that a request missed its deadline.
 
         The item may be the cause. But if the endpoint has answered no request for a whole deadline, its machine may be unreachable, and
@@ -78,7 +78,7 @@ class Endpoints:
         """Seconds until the next probe of a dead endpoint."""
         return max(0.0, min(e.retry_at for e in self._all) - self._clock())
 
-    def _failed(self, endpoint: Endpoint) -> None:
+    def _failed(self, endpoint: RewardEndpoint) -> None:
         endpoint.failures += 1
         endpoint.retry_at = self._clock() + _pause(endpoint.failures)
 
