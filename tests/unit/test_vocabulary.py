@@ -19,7 +19,6 @@ PACKAGES = (
 )
 TRAINER = "services/trainer/polyreme_trainer"
 NOT_CONVERTED = (
-    "services/reward",
     f"{TRAINER}/megatron",
 )
 
