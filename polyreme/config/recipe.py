@@ -246,6 +246,18 @@ class Shaping(Primitive):
     truncation_mask: bool = Field(False, description="Responses that the length limit cut are not trained on.")
 
 
+class SkipPrompts(Primitive):
+    """Prompts whose samples were lately all solved, or all not, are mostly left out: they teach nothing."""
+
+    solved_above: float = Field(0.5, description="A sample with a higher score counts as solved.")
+    min_samples: int = Field(16, ge=1, description="Newest samples of a prompt that must agree before it may be skipped.")
+    always: bool = Field(True, description="Skip prompts whose newest samples were all solved.")
+    never: bool = Field(True, description="Skip prompts none of whose newest samples was solved.")
+    retry: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="Probability with which such a prompt is sampled nevertheless, since the policy changes."
+    )
+
+
 class Recipe(Primitive):
     """An algorithm as data."""
 
@@ -264,3 +276,6 @@ class Recipe(Primitive):
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     teacher_coef: float = Field(0.0, ge=0, description="On-policy distillation: weight of log p_teacher - log p_student.")
     dynamic_sampling: bool = Field(False, description="Groups of equal scores are dropped and others are sampled instead.")
+    skip_prompts: SkipPrompts | None = Field(
+        None, description="Prompts that are always or never solved are left out; null: every prompt is sampled."
+    )

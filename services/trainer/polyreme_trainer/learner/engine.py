@@ -94,6 +94,11 @@ class TrainEngine(Protocol):
         """
         ...
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What `save` was given for the checkpoint that was loaded; empty when none was."""
+        ...
+
     def begin_phase(self, phase: SftPhase) -> None:
         """Gives the actor the optimizer of a supervised phase."""
         ...

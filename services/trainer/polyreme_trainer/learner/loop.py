@@ -103,7 +103,7 @@ class Learner:
                 return None
         self.version = loaded or 0
         written = self.write(self.version)
-        self.ranks.on_leader(lambda: self.client.experience.begin(self.version))
+        self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
         if loaded is None:
             self.save(written)
         self.check_gates(self.engine.compare_hf(self.engine.hf_path(self.version)))
@@ -197,8 +197,7 @@ class Learner:
         """Saves the current version, which `written` holds; then the log may release what no checkpoint needs."""
         began = time.perf_counter()
         facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
-        if self.ranks.leads:
-            facts["term"] = self.client.term.counter
+        self.ranks.on_leader(lambda: self.client.add_facts(facts))
         saved = self.engine.save(written, self.version, facts)
         record = {"kind": "saved", "iteration": self.version, "path": str(saved.path), "hf_path": str(saved.hf_path)}
         self.ranks.on_leader(partial(self.release, saved.oldest, record, began))

@@ -63,6 +63,7 @@ class MegatronEngine:
         """What the algorithm carries from one iteration to the next."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
         self.saves = Saves(config, files, ranks)
+        self.facts: Mapping[str, Any] = {}
         self.limits = LIMITS[config.model.dtype]
         self.hf: torch.nn.Module | None = None
         """The Hugging Face model of the last comparison, until replicas were compared with it. On rank 0."""
@@ -96,10 +97,10 @@ class MegatronEngine:
         loaded = self.saves.load(self.trained)
         if loaded is None:
             return None
-        version, facts = loaded
-        self.state = AlgorithmState.from_json(facts["algorithm"])
+        version, self.facts = loaded
+        self.state = AlgorithmState.from_json(self.facts["algorithm"])
         if self.algorithm.needs.reference:
-            self.make_reference(self.saves.check_reference(facts))
+            self.make_reference(self.saves.check_reference(self.facts))
         return version
 
     def begin_phase(self, phase: SftPhase) -> None:
