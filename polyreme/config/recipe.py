@@ -219,6 +219,9 @@ class Kl(Primitive):
     estimator: KlEstimator = Field(description="Estimator of the divergence; + takes the value of one and the gradient of k2.")
     coef: Positive = Field(description="With a controller: of the first iteration.")
     adaptive: AdaptiveKl | None = Field(None, description="Controller that moves the coefficient; null: it stays.")
+    renew_interval: int = Field(
+        0, ge=0, description="Iterations after which the reference becomes the policy. 0: it stays version 0."
+    )
 
 
 class Overlong(Primitive):

@@ -76,6 +76,12 @@ class TrainerConfig(Section):
     )
     optimizer: OptimizerConfig
     critic: CriticConfig = CriticConfig()
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay of the moving average of the actor's weights, per iteration; it is exported beside them. null: none.",
+    )
     sft: list[SftPhase] = Field([], description="Warm start: phases in order, once, when a run starts from iteration 0.")
     save_interval: Operational[int] = Field(
         0, ge=0, description="Iterations between checkpoints. 0: only the last, which is saved in any case."

@@ -30,10 +30,11 @@ PPO_WITH_STATE = {
     "preset": "ppo",
     "minibatches": 2,
     "epochs": 2,
-    "kl": {"adaptive": {"target": 0.5, "horizon": 100}},
+    "kl": {"adaptive": {"target": 0.5, "horizon": 100}, "renew_interval": 2},
     "shaping": {"normalise": True, "clip": [-3.0, 3.0]},
 }
-"""PPO whose KL controller and running normalisation have a state."""
+"""PPO whose KL controller, running normalisation and reference have a state."""
+DECAY = 0.8
 TOKEN_TIS = {"kind": "token_tis", "cap": 1.5}
 ALGORITHMS = {
     "grpo": algorithm(loss={"high": 0.28}),
@@ -228,25 +229,62 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 
 @pytest.mark.parametrize(("tensor", "data"), [(2, 1), (1, 2)])
 def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Path) -> None:
-    """PPO's with its critic, KL controller and normalisation. The first iteration is the critic's alone."""
+    """PPO's with its critic, KL controller, normalisation, moving average and renewed reference. The first iteration is the critic's alone."""
     model = tiny_model("tied", tmp_path / "model")
     base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1))
-    config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"]})
+    trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
+    config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"], "trainer": trainer})
     for function in (learning.save_and_continue, learning.resume_and_continue):
         run_ranks(function, tensor * data, config.model_dump_json(), str(tmp_path))
     whole, resumed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumed"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     results = json.loads((tmp_path / "whole.json").read_text())
-    assert results["state"] == json.loads((tmp_path / "resumed.json").read_text())["state"]
-    assert results["state"]["kl_coef"] != 0.02 and results["state"]["scores"]["count"] == 4 * 24
+    after = json.loads((tmp_path / "resumed.json").read_text())
+    assert (after["state"], after["metrics"]) == (results["state"], results["metrics"][3:])
+    assert results["state"]["kl_coef"] != 0.02 and results["state"]["scores"]["count"] == 5 * 24
     assert [gate["value"] <= gate["limit"] for gate in results["gates"]] == [True, True]
-    first, untrained = load_file(tmp_path / "first.safetensors"), load_file(model / "model.safetensors")
+    versions = [load_file(model / "model.safetensors"), *(load_file(tmp_path / f"version-{i}.safetensors") for i in range(1, 6))]
+    check_warm_up(versions[1], versions[0])
+    assert [each["reference/version"] for each in results["metrics"]] == [0, 0, 2, 2, 4]
+    check_reference(whole, versions)
+    check_average(config.run_dir / "hf" / "iteration-000003", versions)
+    check_exported_critic(config.run_dir / "hf" / "iteration-000003")
+
+
+def check_warm_up(first: dict[str, torch.Tensor], untrained: dict[str, torch.Tensor]) -> None:
+    """The critic alone has been trained."""
     assert all(torch.equal(first[name], tensor) for name, tensor in untrained.items() if name in first)
     assert first["critic.score.weight"].abs().max() > 0
-    exported = config.run_dir / "hf" / "iteration-000002"
+
+
+def check_reference(whole: dict[str, torch.Tensor], versions: list[dict[str, torch.Tensor]]) -> None:
+    """After iteration 5 it is version 4."""
+    for name in policy_names(versions):
+        assert torch.equal(whole[f"reference.{name}"], versions[4][name])
+        assert not torch.equal(whole[f"reference.{name}"], versions[5][name])
+
+
+def check_average(exported: Path, versions: list[dict[str, torch.Tensor]]) -> None:
+    """The moving average after every iteration, and version 3's as `transformers` loads it, against loops in float64."""
+    for name in policy_names(versions):
+        expected = versions[0][name].double()
+        for number, version in enumerate(versions[1:], start=1):
+            expected = DECAY * expected + (1 - DECAY) * version[name].double()
+            torch.testing.assert_close(version[f"ema.{name}"].double(), expected, rtol=0, atol=1e-6)
+            assert number == 1 or not torch.equal(version[f"ema.{name}"], version[name])
+    average = AutoModelForCausalLM.from_pretrained(exported / "ema", dtype=torch.float32).state_dict()
+    for name in policy_names(versions):
+        torch.testing.assert_close(average[name], versions[3][f"ema.{name}"], rtol=0, atol=0)
+
+
+def check_exported_critic(exported: Path) -> None:
     critic = AutoModelForSequenceClassification.from_pretrained(exported / "critic")
     assert critic.score.weight.shape == (1, 32) and critic.score.weight.abs().max() > 0
     assert (exported / "model.safetensors").is_file()
+
+
+def policy_names(versions: list[dict[str, torch.Tensor]]) -> list[str]:
+    return [name for name in versions[0] if name in versions[1]]
 
 
 def test_ranks_outwait_a_deadline_and_share_a_failure() -> None:

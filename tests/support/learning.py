@@ -76,7 +76,8 @@ class Rank:
         self.ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         files = {"config.json": Path(config.model.path, "config.json").read_bytes()}
         self.engine = MegatronEngine(config, files, f"test-{uuid.uuid4().hex[:8]}", self.ranks, device)
-        if self.engine.algorithm.needs.reference:
+        self.engine.followers.begin()
+        if self.engine.algorithm.needs.reference and self.engine.reference is None:
             policy = self.engine.policy.frozen_copy()
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
@@ -85,14 +86,12 @@ class Rank:
         return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy)))
 
     def write(self, path: Path, results: dict[str, object]) -> None:
-        """The whole weights, the critic's with the prefix `critic.`, and some results, by the first rank."""
-        tensors = self.engine.policy.full_tensors()
-        critic = self.engine.critic.model.full_tensors() if self.engine.critic is not None else {}
+        """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
+        others = self.engine.saved[1:]
+        whole = {"": self.engine.policy.full_tensors(), **{f"{role.name}.": role.model.full_tensors() for role in others}}
         if self.ranks.leads:
-            assert tensors is not None and critic is not None
-            save_file(
-                {**tensors, **{f"critic.{name}": value for name, value in critic.items()}}, path.with_suffix(".safetensors")
-            )
+            tensors = {prefix + name: tensor for prefix, part in whole.items() for name, tensor in (part or {}).items()}
+            save_file(tensors, path.with_suffix(".safetensors"))
             path.with_suffix(".json").write_text(json.dumps(results))
 
 
@@ -139,27 +138,27 @@ def warm_start(rank: Rank) -> list[float]:
 
 
 def save_and_continue(config_json: str, out: str) -> None:
-    """Saves after iteration 2 of 4, and compares what was saved with transformers; the weights after iteration 1 are written too."""
+    """Saves after iteration 3 of 5, and compares what was saved with transformers; the weights of every version are written too."""
     rank = Rank(*start(config_json))
     assert rank.engine.load() is None
     rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
-    for iteration in range(1, 5):
-        rank.iterate(iteration)
-        if iteration == 1:
-            rank.write(Path(out, "first"), {})
-        if iteration == 2:
+    metrics = []
+    for iteration in range(1, 6):
+        metrics.append(rank.iterate(iteration))
+        rank.write(Path(out, f"version-{iteration}"), {})
+        if iteration == 3:
             rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
-            gates = rank.engine.compare_hf(rank.engine.hf_path(2))
-    rank.write(Path(out, "whole"), {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json()})
+            gates = rank.engine.compare_hf(rank.engine.hf_path(3))
+    results = {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json(), "metrics": metrics}
+    rank.write(Path(out, "whole"), results)
     rank.engine.close()
 
 
 def resume_and_continue(config_json: str, out: str) -> None:
     rank = Rank(*start(config_json))
-    assert rank.engine.load() == 2
-    for iteration in range(3, 5):
-        rank.iterate(iteration)
-    rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json()})
+    assert rank.engine.load() == 3
+    metrics = [rank.iterate(iteration) for iteration in (4, 5)]
+    rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json(), "metrics": metrics})
     rank.engine.close()
 
 

@@ -24,7 +24,8 @@ from polyreme_trainer.megatron import checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, collect, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import CRITIC, Export
+from polyreme_trainer.megatron.export import CRITIC, EMA, Export
+from polyreme_trainer.megatron.followers import Followers
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.own_algorithm import load_algorithm
@@ -57,7 +58,9 @@ class MegatronEngine:
         self.adam = adam_of(settings)
         self.actor = Role("actor", policy, self.logprobs_of(policy), self.shard)
         self.actor.make_optimizer(self.adam)
-        self.reference: Role[Policy] | None = None
+        kl = self.algorithm.recipe.kl
+        self.followers = Followers(policy, self.frozen_role, kl.renew_interval if kl else 0, config.trainer.ema_decay)
+        self.reference: Role[Policy] | None = self.followers.reference
         self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
         """What the algorithm carries from one iteration to the next."""
@@ -70,8 +73,18 @@ class MegatronEngine:
 
     @property
     def trained(self) -> list[Role[Any]]:
-        """The roles that a checkpoint holds."""
+        """The roles with an optimizer."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    @property
+    def saved(self) -> list[Role[Any]]:
+        """The roles that a checkpoint holds. A reference that stays is none of them: it is version 0's export."""
+        return [*self.trained, *self.followers.roles]
+
+    def frozen_role(self, name: str, dtype: str) -> Role[Policy]:
+        """A policy of the actor's shapes without optimizer."""
+        policy = Policy(self.policy.arch, dtype, self.device, trainable=False)
+        return Role(name, policy, self.logprobs_of(policy), self.shard)
 
     @property
     def arena(self) -> Arena:
@@ -94,12 +107,12 @@ class MegatronEngine:
         return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
     def load(self) -> int | None:
-        loaded = self.saves.load(self.trained)
+        loaded = self.saves.load(self.saved)
         if loaded is None:
             return None
         version, self.facts = loaded
         self.state = AlgorithmState.from_json(self.facts["algorithm"])
-        if self.algorithm.needs.reference:
+        if self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(self.saves.check_reference(self.facts))
         return version
 
@@ -126,6 +139,7 @@ class MegatronEngine:
         if self.critic is not None and self.config.trainer.critic.path is None:
             self.critic.model.copy_backbone(self.policy)
             self.critic.make_optimizer(adam_of(self.critic_optimizer))
+        self.followers.begin()
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
         self.saves.save_warm_start(step, self.trained, facts)
@@ -154,9 +168,8 @@ class MegatronEngine:
 
     def make_reference(self, path: Path) -> None:
         """The reference role, with the weights of a Hugging Face directory."""
-        policy = Policy(self.policy.arch, self.policy.dtype, self.device, trainable=False)
-        policy.load_hf(path)
-        self.reference = Role("reference", policy, self.logprobs_of(policy), self.shard)
+        self.reference = self.frozen_role("reference", self.policy.dtype)
+        self.reference.model.load_hf(path)
 
     def train(self, batch: PlannedBatch) -> Metrics:
         config = self.config
@@ -175,8 +188,9 @@ class MegatronEngine:
         )
         trained = train_iteration(iteration, self.algorithm, self)
         self.state = trained.state
+        metrics = {**trained.metrics, **self.followers.follow(batch.iteration)}
         self.device.synchronize()
-        return trained.metrics
+        return metrics
 
     def part_weights(self) -> dict[str, float] | None:
         """The weights of the reward's named parts, when the algorithm normalises each of them."""
@@ -188,8 +202,9 @@ class MegatronEngine:
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
         facts = {**facts, "algorithm": self.state.to_json()}
-        saved = self.saves.save(version, self.trained, facts, tensors, self.critic_export())
-        if version == 0 and self.algorithm.needs.reference:
+        beside = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
+        saved = self.saves.save(version, self.saved, facts, tensors, {name: model for name, model in beside.items() if model})
+        if version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(self.saves.hf_path(0))
         return saved
 

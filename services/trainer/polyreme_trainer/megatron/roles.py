@@ -1,6 +1,6 @@
-"""Roles: the actor, the reference and the critic are one kind of thing, a model with an optimizer where it is trained.
+"""Roles: actor, critic, reference and moving average are one kind of thing, a model with an optimizer where it is trained.
 
-Invariant: a role without an optimizer never changes. Checkpoints, resumes and metrics iterate over roles and know none by name.
+Invariant: a role without an optimizer changes between two iterations only, if at all. Checkpoints, resumes and metrics iterate over roles and know none by name.
 """
 
 from collections.abc import Callable
