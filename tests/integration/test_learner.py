@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,9 +33,11 @@ PPO_WITH_STATE = {
     "epochs": 2,
     "kl": {"adaptive": {"target": 0.5, "horizon": 100}, "renew_interval": 2},
     "shaping": {"normalise": True, "clip": [-3.0, 3.0]},
+    "ptx": {"data": "unused", "coef": 0.1, "batch_size": 5},
 }
 """PPO whose KL controller, running normalisation and reference have a state."""
 DECAY = 0.8
+PTX = {"data": "unused", "coef": 0.7, "batch_size": 7}
 TOKEN_TIS = {"kind": "token_tis", "cap": 1.5}
 ALGORITHMS = {
     "grpo": algorithm(loss={"high": 0.28}),
@@ -43,6 +46,7 @@ ALGORITHMS = {
     "corrected": algorithm(correction=[TOKEN_TIS]),
     "corrected minibatches": algorithm(minibatches=2, correction=[TOKEN_TIS]),
     "reward kl": AlgorithmConfig.model_validate({"preset": "reinforce_pp", "kl": {"coef": 0.05}}),
+    "mixed": algorithm(ptx=PTX),
     "sequence ratio": AlgorithmConfig.model_validate({"preset": "gspo", "minibatches": 2}),
     "ppo": AlgorithmConfig.model_validate(
         {"preset": "ppo", "advantage": {"gamma": 0.98, "bootstrap_truncated": True}, "entropy_coef": 0.01}
@@ -128,7 +132,7 @@ def test_every_preset_trains(tmp_path: Path) -> None:
         assert all(each["trained_samples"] > 0 for each in trained), name
 
 
-@pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5)])
+@pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5), ("mixed", None)])
 def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], name: str, cap: float | None) -> None:
     """Every sample through transformers, the loss written out, torch's AdamW: the same two iterations."""
     path, results = one_rank
@@ -139,12 +143,28 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
         loss = plain_grpo_loss(model, learning.made_up_groups(iteration, model.config.vocab_size), cap)
         optimizer.zero_grad()
         loss.backward()
+        if name == "mixed":
+            rows_loss = plain_rows_loss(model, iteration)
+            (0.7 * rows_loss).backward()
+            assert trained["ptx_loss"] == pytest.approx(rows_loss.item(), abs=TOLERANCE)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         assert trained["actor/pg_loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
         assert trained["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     expected = {name: value for name, value in model.state_dict().items() if name in weights}
     torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
+
+
+def plain_rows_loss(model: torch.nn.Module, iteration: int) -> torch.Tensor:
+    """The mean cross entropy of the response tokens of 7 of 12 rows: those of the iteration's one step, in orders drawn pass by pass."""
+    ids, masks = learning.supervised_rows(model.config.vocab_size)
+    order = [row for number in range(2) for row in np.random.default_rng([0, 0x707478, number]).permutation(12)]
+    losses = []
+    for row in order[7 * (iteration - 1) : 7 * iteration]:
+        tokens = torch.from_numpy(ids[row])[None].long()
+        logprobs = F.log_softmax(model(tokens).logits[0, :-1], -1)
+        losses += [-logprobs[t - 1, tokens[0, t]] for t in range(1, tokens.shape[1]) if masks[row][t]]
+    return torch.stack(losses).mean()
 
 
 def test_ppo_does_what_plain_torch_does(one_rank: tuple[Path, Results]) -> None:
@@ -229,7 +249,7 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 
 @pytest.mark.parametrize(("tensor", "data"), [(2, 1), (1, 2)])
 def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Path) -> None:
-    """PPO's with its critic, KL controller, normalisation, moving average and renewed reference. The first iteration is the critic's alone."""
+    """PPO's with its critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration is the critic's alone."""
     model = tiny_model("tied", tmp_path / "model")
     base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1))
     trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
@@ -245,6 +265,7 @@ def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Pat
     assert [gate["value"] <= gate["limit"] for gate in results["gates"]] == [True, True]
     versions = [load_file(model / "model.safetensors"), *(load_file(tmp_path / f"version-{i}.safetensors") for i in range(1, 6))]
     check_warm_up(versions[1], versions[0])
+    assert ["ptx_loss" in each for each in results["metrics"]] == [False, True, True, True, True]
     assert [each["reference/version"] for each in results["metrics"]] == [0, 0, 2, 2, 4]
     check_reference(whole, versions)
     check_average(config.run_dir / "hf" / "iteration-000003", versions)

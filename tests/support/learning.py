@@ -67,6 +67,13 @@ def planned(iteration: int, vocab: int, greedy: bool = False) -> PlannedBatch:
     return PlannedBatch(iteration, tuple(range(len(groups))), tuple(encode_group(group) for group in groups))
 
 
+def supervised_rows(vocab: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Ids and loss masks of twelve rows of uneven lengths."""
+    random = np.random.default_rng(5)
+    ids = [random.integers(1, vocab, int(n), dtype=np.int32) for n in random.integers(4, 40, 12)]
+    return ids, [(np.arange(len(row)) >= 3).astype(np.uint8) for row in ids]
+
+
 class Rank:
     """One rank with everything an iteration needs."""
 
@@ -77,6 +84,8 @@ class Rank:
         files = {"config.json": Path(config.model.path, "config.json").read_bytes()}
         self.engine = MegatronEngine(config, files, f"test-{uuid.uuid4().hex[:8]}", self.ranks, device)
         self.engine.followers.begin()
+        if config.algorithm.ptx is not None:
+            self.engine.mix_in(*supervised_rows(self.engine.policy.arch.vocab))
         if self.engine.algorithm.needs.reference and self.engine.reference is None:
             policy = self.engine.policy.frozen_copy()
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
@@ -122,10 +131,7 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
 
 def warm_start(rank: Rank) -> list[float]:
     phase = SftPhase(data=Path("unused"), steps=3, batch_size=5, lr=LR)
-    random = np.random.default_rng(5)
-    vocab = rank.engine.policy.arch.vocab
-    ids = [random.integers(1, vocab, int(n), dtype=np.int32) for n in random.integers(4, 40, 12)]
-    mask = [(np.arange(len(row)) >= 3).astype(np.uint8) for row in ids]
+    ids, mask = supervised_rows(rank.engine.policy.arch.vocab)
     reports: list[dict[str, float]] = []
     rank.engine.begin_iterations()  # with the epsilon of the test's configuration
 

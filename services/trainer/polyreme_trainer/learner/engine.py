@@ -121,6 +121,10 @@ class TrainEngine(Protocol):
         """Gives the actor the optimizer of the iterations, after the supervised phases."""
         ...
 
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+        """Takes the rows of `algorithm.ptx`, as `supervised_step` does; every later step of the actor mixes some of them in."""
+        ...
+
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
         """Writes a checkpoint between two supervised steps; `step` counts those done in all phases."""
         ...

@@ -101,6 +101,7 @@ class Learner:
             self.check_gates(self.engine.compare_hf(self.config.model.path))
             if not self.warm_start():
                 return None
+        self.mix_in()
         self.version = loaded or 0
         written = self.write(self.version)
         self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
@@ -122,6 +123,12 @@ class Learner:
             record = {"kind": "sft_done", "seconds": time.perf_counter() - began}
             self.ranks.on_leader(lambda: self.client.run.emit(record))
         return complete
+
+    def mix_in(self) -> None:
+        """Gives the engine the supervised rows that the iterations mix in."""
+        if (ptx := self.config.algorithm.ptx) is not None:
+            rows = sft.unpack(self.ranks.broadcast_from_leader(partial(sft.pack, ptx.data, self.config, self.files)))
+            self.engine.mix_in(rows.ids, rows.loss_mask)
 
     def iterate(self, iteration: int) -> Written | None:
         """One iteration: plan, train, write, publish, report. None when the run drains instead."""

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.weights.arena import Arena
+from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint, comparison
-from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, collect, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, EMA, Export
@@ -35,6 +36,9 @@ from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.step import Iteration, train_iteration
 from polyreme_trainer.megatron.version_writer import VersionWriter
+
+MIXING = 0x707478
+"""Tells the order of supervised rows that are mixed in from other draws of the run's seed."""
 
 
 class MegatronEngine:
@@ -67,6 +71,8 @@ class MegatronEngine:
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
         self.saves = Saves(config, files, ranks)
         self.facts: Mapping[str, Any] = {}
+        self.rows: Sequences | None = None
+        """Supervised rows that the iterations mix in."""
         self.limits = LIMITS[config.model.dtype]
         self.hf: torch.nn.Module | None = None
         """The Hugging Face model of the last comparison, until replicas were compared with it. On rank 0."""
@@ -141,6 +147,17 @@ class MegatronEngine:
             self.critic.make_optimizer(adam_of(self.critic_optimizer))
         self.followers.begin()
 
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+        self.rows = supervised(ids, loss_mask)
+
+    def mixed(self, iteration: int, steps: int) -> list[Sequences]:
+        """The supervised rows of each of an iteration's optimizer steps; empty where none are mixed in."""
+        ptx, rows, seed = self.config.algorithm.ptx, self.rows, (self.config.seed, MIXING)
+        if ptx is None or rows is None:
+            return []
+        first = (iteration - 1) * steps
+        return [rows.take(rows_of_step(len(rows), ptx.batch_size, first + step, seed)) for step in range(steps)]
+
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
         self.saves.save_warm_start(step, self.trained, facts)
 
@@ -185,6 +202,8 @@ class MegatronEngine:
             lr=learning_rate(config.trainer.optimizer, batch.iteration, config.iterations),
             critic_lr=learning_rate(self.critic_optimizer, batch.iteration, config.iterations),
             trains_actor=self.critic is None or batch.iteration > config.trainer.critic.warmup_iterations,
+            mixed=self.mixed(batch.iteration, len(steps)),
+            ptx_coef=config.algorithm.ptx.coef if config.algorithm.ptx else 0.0,
         )
         trained = train_iteration(iteration, self.algorithm, self)
         self.state = trained.state

@@ -92,6 +92,9 @@ class SimulatedEngine:
     def begin_iterations(self) -> None:
         pass
 
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+        pass
+
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
         with new_directory(self._checkpoints / f"warm-start-{step:06d}") as folder:
             (folder / "facts.json").write_text(json.dumps(dict(facts)))
