@@ -17,7 +17,7 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import CriticConfig, ParallelConfig
+from polyreme.config.trainer import CriticConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
 from support import learning
 from support.configs import algorithm, run_config
@@ -251,7 +251,8 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Path) -> None:
     """PPO's with its critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration is the critic's alone."""
     model = tiny_model("tied", tmp_path / "model")
-    base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1))
+    own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
+    base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1, optimizer=own))
     trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
     config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"], "trainer": trainer})
     for function in (learning.save_and_continue, learning.resume_and_continue):
@@ -265,6 +266,9 @@ def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Pat
     assert [gate["value"] <= gate["limit"] for gate in results["gates"]] == [True, True]
     versions = [load_file(model / "model.safetensors"), *(load_file(tmp_path / f"version-{i}.safetensors") for i in range(1, 6))]
     check_warm_up(versions[1], versions[0])
+    left = [1 - done / (base.iterations - 2) for done in range(3)]
+    assert [each["critic/lr"] for each in results["metrics"]] == pytest.approx([1.5e-3, 3e-3, *(3e-3 * part for part in left)])
+    assert [each["actor/lr"] for each in results["metrics"]] == [0.0] + [learning.LR] * 4
     assert ["ptx_loss" in each for each in results["metrics"]] == [False, True, True, True, True]
     assert [each["reference/version"] for each in results["metrics"]] == [0, 0, 2, 2, 4]
     check_reference(whole, versions)

@@ -67,6 +67,25 @@ def test_a_reference_is_renewed_after_every_interval() -> None:
     assert [role.name for role in made.roles] == ["reference"]
 
 
+@pytest.mark.parametrize("saved_at", range(1, 8))
+def test_a_resume_at_any_iteration_goes_on_with_the_same_bits(saved_at: int) -> None:
+    actor = Weights("float32")
+    whole = followers(actor, renew_interval=3, decay=0.7)
+    whole.begin()
+    for iteration in range(1, 9):
+        actor.set(1 / iteration)
+        whole.follow(iteration)
+        if iteration == saved_at:
+            saved = [{name: param.clone() for name, param in role.model.state_dict().items()} for role in whole.roles]
+    resumed = followers(actor, renew_interval=3, decay=0.7)
+    for role, state in zip(resumed.roles, saved, strict=True):
+        role.model.load_state_dict(state)
+    for iteration in range(saved_at + 1, 9):
+        actor.set(1 / iteration)
+        resumed.follow(iteration)
+    assert [role.model.value for role in resumed.roles] == [role.model.value for role in whole.roles]
+
+
 def test_without_either_nothing_follows() -> None:
     made = followers(Weights("float32"), renew_interval=0, decay=None)
     assert (made.roles, made.follow(1), made.export({})) == ([], {}, None)
