@@ -8,7 +8,7 @@ import psutil
 
 from polyreme.cli.fork import copy_start
 from polyreme.cli.run_directory import EMBEDDED
-from polyreme.experience.audit import Snapshot
+from polyreme.experience.audit import LogSnapshot
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
 from polyreme_trainer.orchestrator.prompt_order import retry_draw, row_of
@@ -32,7 +32,7 @@ async def check_log(run: Run, before: int = 0) -> tuple[int, int]:
     Args:
         before: samples that the log has taken over.
     """
-    log = await Snapshot.take(run)
+    log = await LogSnapshot.take(run)
     assert log.audit().clean
     skipped = {index for index, row in log.rows.items() if row[0] == "dropped"}
     assert all(log.rows[index][2:] == ["-", "always", "solved"] for index in skipped)
