@@ -48,6 +48,8 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_prompts(path, config, template)
     for phase in config.trainer.sft:
         yield from _check_examples(phase.data, config, template)
+    if config.algorithm.ptx is not None:
+        yield from _check_examples(config.algorithm.ptx.data, config, template)
     if config.algorithm.source is not None:
         yield from _check_functions(config.algorithm.source)
     if config.algorithm.has_critic and config.trainer.critic.path is not None:

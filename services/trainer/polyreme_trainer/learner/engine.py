@@ -94,6 +94,11 @@ class TrainEngine(Protocol):
         """
         ...
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What `save` was given for the checkpoint that was loaded; empty when none was."""
+        ...
+
     def begin_phase(self, phase: SftPhase) -> None:
         """Creates the actor's optimizer for a supervised phase."""
         ...
@@ -114,6 +119,10 @@ class TrainEngine(Protocol):
 
     def begin_iterations(self) -> None:
         """Creates the actor's optimizer for the iterations, after the supervised phases."""
+        ...
+
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+        """Takes the rows of `algorithm.ptx`, as `supervised_step` does; every later step of the actor mixes some of them in."""
         ...
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:

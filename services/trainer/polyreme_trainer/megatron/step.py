@@ -5,6 +5,7 @@ step, so neither the layout nor the cut into micro-batches changes them. Which s
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,9 +17,10 @@ from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
+from polyreme_trainer.algorithms.mixing import ptx_loss
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
-from polyreme_trainer.megatron.roles import Forward, Loss, Role
+from polyreme_trainer.megatron.roles import Forward, Loss, Part, Role, everything
 from polyreme_trainer.megatron.shard import DataShard
 
 PROBE = 16
@@ -55,6 +57,8 @@ class Iteration:
         state: the algorithm's, from the iteration before.
         lr, critic_lr: learning rates.
         trains_actor: False while only the critic warms up.
+        mixed: supervised rows of each optimizer step; empty: none.
+        ptx_coef: weight of their loss.
     """
 
     number: int
@@ -65,6 +69,8 @@ class Iteration:
     lr: float
     critic_lr: float = 0.0
     trains_actor: bool = True
+    mixed: Sequence[Sequences] = ()
+    ptx_coef: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,10 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     if not len(needed):
         probe(models.actor, forward, losses, probed)
     norms, critic_norms = [], []
-    for step, part in zip(batch.steps, parts, strict=True):
+    for number, (step, part) in enumerate(zip(batch.steps, parts, strict=True)):
         if batch.trains_actor:
-            norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward))
+            beside = [losses.of_rows(rows, batch.ptx_coef) for rows in batch.mixed[number : number + 1]]
+            norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, beside))
         if models.critic is not None:
             trained = step[sequences.trained[step] > 0]
             critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
@@ -189,6 +196,7 @@ class Losses:
         self._fresh = np.isin(tokens.sequence_of, fresh_sequences(batch))
         self._policy: list[Metrics] = []
         self._critic: list[Metrics] = []
+        self._supervised: list[Metrics] = []
         self._coefficients = 0.0
 
     def of_policy(self, step: IntArray) -> Loss:
@@ -214,6 +222,17 @@ class Losses:
             return value
 
         return loss
+
+    def of_rows(self, rows: Sequences, coef: float) -> Part:
+        """The supervised part of an optimizer step."""
+        tokens = int(rows.trained.sum())
+
+        def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+            value, metrics = ptx_loss(logprobs, tokens, coef)
+            self._supervised.append(metrics)
+            return value
+
+        return Part(rows, everything(rows), loss)
 
     def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray, entropy: Tensor | None = None) -> LossInputs:
         """What the policy's loss sees of a micro-batch."""
@@ -251,10 +270,10 @@ class Losses:
 
     def reduced(self) -> dict[str, float]:
         """Every metric over all micro-batches and data ranks. Collective."""
-        policy, critic = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic))
+        policy, critic, rows = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic, self._supervised))
         if "policy_loss" in policy:  # the coefficients of sequences that were not run count too: their loss is 0
             policy["policy_loss"] = (policy["policy_loss"][0], self._coefficients)
-        return finish(policy) | finish(critic)
+        return finish(policy) | finish(critic) | finish(rows)
 
 
 def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:

@@ -19,12 +19,12 @@ def iteration_record(
     """The `iteration` record of the run's metrics.
 
     Args:
-        groups: the groups that the iteration trained on.
+        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only.
         trained: metrics of the training itself.
         seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
     """
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.sampled]
     scores = np.array([sample.score for sample in samples])
     lengths = np.array([len(sample.token_ids) for sample in samples])
     behaviour = np.concatenate([sample.logprobs for sample in samples])
@@ -36,7 +36,7 @@ def iteration_record(
         for part in sample.parts:
             raw.setdefault(part.name, []).append(part.raw)
             weighted.setdefault(part.name, []).append(part.weighted)
-    tokens = int(lengths.sum())
+    tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
     return {
         "kind": "iteration",
         "iteration": iteration,
@@ -61,13 +61,13 @@ def iteration_record(
         "time/score": max(group.score_seconds for group in groups),
         "tokens/generated": tokens,
         "tokens_per_second": tokens / seconds["iteration"],
-        "samples_per_second": len(samples) / seconds["iteration"],
+        "samples_per_second": sum(len(group.samples) for group in groups) / seconds["iteration"],
     }
 
 
 def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.sampled]
     scores = [sample.score for sample in samples]
     return Observation(
         iteration=iteration,
