@@ -125,7 +125,7 @@ class TrainEngine(Protocol):
         ...
 
     def train(self, batch: PlannedBatch) -> Metrics:
-        """Trains one iteration. Returns its metrics, the same on every rank; `trained_samples` and `actor/lr` among them."""
+        """Trains one iteration. Returns its metrics, the same on every rank but for seconds; `trained_samples` and `actor/lr` among them."""
         ...
 
     def write(self, slot: int, version: int, term: int) -> Written:

@@ -175,7 +175,7 @@ class MegatronEngine:
         trained = train_iteration(iteration, self.algorithm, self)
         self.state = trained.state
         self.device.synchronize()
-        return trained.metrics
+        return trained.metrics | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
 
     def part_weights(self) -> dict[str, float] | None:
         """The weights of the reward's named parts, when the algorithm normalises each of them."""
