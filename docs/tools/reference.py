@@ -48,7 +48,7 @@ def metrics_page() -> str:
 {NOTE}
 ## A run
 
-These are in `metrics.jsonl`, and TensorBoard shows the numbers; [the records](records.md) say when each is
+These are in `metrics.jsonl`, in TensorBoard and in [every other tracker](../trackers.md); [the records](records.md) say when each is
 written. Means of samples count each once, means of tokens are over the trained tokens of the whole batch. A unit of 1 is a ratio, a
 fraction or a number without unit. Names under `timing/`, `actor/`, `critic/`, `response_length/` and `prompt_length/` and those in
 `_tps` are MindSpeed RL's.
@@ -68,8 +68,8 @@ Every service shows its metrics at `/metrics` on its HTTP port, for Prometheus.
 
 Every number of the newest `iteration` and `rollout` record is a gauge `polyreme_train_NAME`, its name with `_` in place of other signs than
 letters and digits; times end in `_seconds`: `time/train` is `polyreme_train_time_train_seconds`. Beside them are `polyreme_train_iteration`,
-`polyreme_train_alarms`, `polyreme_train_learner_wait_ratio`, `polyreme_train_state{{state}}`, `polyreme_train_replica_version{{replica}}`, and the
-service's use of its machine, as above.
+`polyreme_train_alarms`, `polyreme_train_learner_wait_ratio`, `polyreme_train_state{{state}}`, `polyreme_train_replica_version{{replica}}`,
+`polyreme_train_tracker_failures{{tracker}}`, and the service's use of its machine, as above.
 """
 
 

@@ -5,6 +5,7 @@ Invariant: no torch, and bounded work: of long files, the first rows stand for t
 
 import inspect
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from polyreme.cli.run_directory import read_model_files
@@ -24,6 +25,13 @@ _ENCODED = 1_000
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     """Notices and errors of what the trainer reads of a run."""
+    for tracker in config.trackers:
+        if find_spec(tracker.module) is None:
+            yield ConfigError(
+                f"the package {tracker.package}, which the tracker {tracker.kind} needs",
+                "none that Python finds here",
+                f"Install it where the trainer runs: pip install {tracker.package}",
+            )
     try:
         load_architecture(config.model.path)
     except ConfigError as error:

@@ -7,7 +7,9 @@ import pytest
 
 from polyreme.config.model import ModelConfig
 from polyreme.config.rollout import RolloutConfig
-from polyreme_trainer.checks import _check_critic
+from polyreme.config.trackers import WandbConfig
+from polyreme.errors import ConfigError
+from polyreme_trainer.checks import _check_critic, check
 from support.configs import run_config
 from support.models import tiny_family_model, tiny_model
 
@@ -20,3 +22,12 @@ def test_a_critic_reads_every_token_and_position_of_the_actor(sizes: dict[str, A
     rollout = RolloutConfig(max_new_tokens=32, max_model_len=64)
     config = run_config(tmp_path, model=ModelConfig(path=actor), rollout=rollout)
     assert len(list(_check_critic(critic, config))) == found
+
+
+def test_a_tracker_without_its_package_is_an_error_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WandbConfig, "module", "no_such_module_anywhere")
+    model = ModelConfig(path=tiny_model("tied", tmp_path / "actor"))
+    config = run_config(tmp_path, model=model, trackers=[WandbConfig(kind="wandb")])
+    found = next(check(config))
+    assert isinstance(found, ConfigError)
+    assert "pip install wandb" in found.do

@@ -36,6 +36,7 @@ class Snapshot:
     state: RunState = RunState.STARTING
     gauges: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
+    tracker_failures: dict[str, int] = field(default_factory=dict)
 
 
 def snapshot(state: RunState, progress: Progress) -> Snapshot:
@@ -49,7 +50,7 @@ def snapshot(state: RunState, progress: Progress) -> Snapshot:
         gauges["iteration"] = float(progress.last["iteration"])
         seconds = progress.last["time/iteration"]
         gauges["learner_wait_ratio"] = progress.last[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
-    return Snapshot(state, gauges, dict(progress.versions))
+    return Snapshot(state, gauges, dict(progress.versions), dict(progress.tracker_failures))
 
 
 class Exporter(Collector):
@@ -94,6 +95,12 @@ class Exporter(Collector):
         for replica, version in shown.replicas.items():
             versions.add_metric([replica], version)
         yield versions
+        failures = GaugeMetricFamily(
+            "polyreme_train_tracker_failures", "How often the tracker failed since the newest start.", labels=["tracker"]
+        )
+        for tracker, count in shown.tracker_failures.items():
+            failures.add_metric([tracker], count)
+        yield failures
 
 
 @asynccontextmanager
