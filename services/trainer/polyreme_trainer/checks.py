@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
 from polyreme.cli.run_directory import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
@@ -36,6 +38,9 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         load_architecture(config.model.path)
     except ConfigError as error:
         yield error
+    else:
+        if config.device == "cpu":
+            yield from _check_memory(config, psutil.virtual_memory().total)
     template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check
     if template.tokens > template.embeddings:
         yield ConfigError(
@@ -81,6 +86,28 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
             f"a critic that reads the actor's {actor.vocab} tokens and {config.rollout.max_model_len} positions",
             f"vocab_size {critic.vocab} and max_position_embeddings {critic.max_position} in {path}",
             "Take a critic of the actor's tokenizer, or remove trainer.critic.path.",
+        )
+
+
+def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
+    """What the learner's models need at least, of `total` bytes of this machine. Activations, replicas and rewards come on top."""
+    parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
+    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32; bfloat16 weights beside them
+    actor = load_architecture(config.model.path).parameters
+    models = {"actor": (actor, trained)}
+    if config.algorithm.has_critic:
+        path = config.trainer.critic.path
+        models["critic"] = (actor if path is None else load_architecture(path).parameters, trained)
+    if config.recipe.kl is not None:
+        models["reference"] = (actor, width)
+    copies = max(1, parallel.ranks_per_node // parallel.tensor)
+    needed = copies * sum(parameters * each for parameters, each in models.values())
+    if needed > total:
+        terms = " + ".join(f"{name} {parameters:,} x {each} bytes" for name, (parameters, each) in models.items())
+        yield ConfigError(
+            f"a learner that fits the {total / 2**30:,.1f} GiB of this machine",
+            f"{copies} x ({terms}) = {needed / 2**30:,.1f} GiB, before activations",
+            "Use fewer data ranks, more machines (trainer.parallel), a smaller model, or an algorithm with fewer models.",
         )
 
 
