@@ -13,7 +13,7 @@ from typer.cli import get_docs_for_click
 
 from polyreme.cli.main import build_app, commands
 from polyreme.errors import PolyremeError
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_trainer.observe.registry import SECTIONS
 
@@ -63,7 +63,7 @@ Every service shows its metrics at `/metrics` on its HTTP port, for Prometheus.
 {_table(ReplicaMetrics().registry)}
 ### Reward
 
-{_table(Metrics().registry)}
+{_table(RewardMetrics().registry)}
 ### Trainer
 
 Every number of the newest `iteration` and `rollout` record is a gauge `polyreme_train_NAME`, its name with `_` in place of other signs than

@@ -72,16 +72,18 @@ class ListRewardsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RewardInfo(_message.Message):
-    __slots__ = ("name", "weight", "version", "description")
+    __slots__ = ("name", "weight", "version", "description", "correctness")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CORRECTNESS_FIELD_NUMBER: _ClassVar[int]
     name: str
     weight: float
     version: str
     description: str
-    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., version: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
+    correctness: bool
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., version: _Optional[str] = ..., description: _Optional[str] = ..., correctness: bool = ...) -> None: ...
 
 class ListRewardsResponse(_message.Message):
     __slots__ = ("api", "rewards")
