@@ -1,4 +1,7 @@
-"""The section `trackers`: experiment trackers that get a run's metrics beside metrics.jsonl and TensorBoard."""
+"""The section `trackers`: experiment trackers that get a run's metrics beside metrics.jsonl and TensorBoard.
+
+Invariant: no credential is in this section. Each tracker's package reads its own from the environment or from its login.
+"""
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal

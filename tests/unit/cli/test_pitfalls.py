@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from polyreme.cli.run_directory import check_inputs
+from polyreme.cli.input_files import check_inputs
 from polyreme.errors import ConfigError
 from support.configs import run_config
 

@@ -154,6 +154,6 @@ def _numbers(record: Record) -> dict[str, float]:
     found = {}
     for key, value in record.items():
         if key not in _NOT_SHOWN and isinstance(value, int | float) and not isinstance(value, bool):
-            unit = "_seconds" if key.startswith("time/") else ""
+            unit = "_seconds" if key.startswith(("time/", "timing/")) else ""
             found[re.sub(r"\W", "_", key) + unit] = float(value)
     return found

@@ -50,7 +50,7 @@ def test_a_cursor_of_another_run_does_not_count(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_a_module_and_a_run_one_tracker_of_each(tmp_path: Path) -> None:
-    kinds = {section.model_fields["kind"].annotation.__args__[0] for section in TrackerConfig.__args__[0].__args__}  # type: ignore[attr-defined]
+    kinds = {section.model_fields["kind"].annotation.__args__[0] for section in TrackerConfig.__args__[0].__args__}
     assert kinds == TRACKERS.keys()
     tree = run_config(tmp_path).model_dump(mode="json")
     with pytest.raises(ValueError, match="mlflow twice"):
