@@ -134,7 +134,10 @@ class TrainEngine(Protocol):
         ...
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
-        """Trains one iteration. Returns its metrics, the same on every rank, which include `trained_samples` and `actor/lr`."""
+        """Trains one iteration.
+
+        Returns its metrics, among them `trained_samples` and `actor/lr`. They are the same on every rank, except seconds.
+        """
         ...
 
     def write(self, slot: int, version: int, term: int) -> Written:

@@ -192,7 +192,7 @@ class Learner:
             logger.warning("%s", holding[name])
             await self.client.run.emit({"kind": "alarm", "text": holding[name]})
         self.alarmed = set(holding)
-        record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time())
+        record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time(), self.config)
         await self.client.run.emit({**record, "alarms": list(holding.values())})
 
     def save_is_due(self) -> bool:
