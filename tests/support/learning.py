@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ class Rank:
         greedy = self.engine.algorithm.needs.greedy
         return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy)))
 
-    def write(self, path: Path, results: dict[str, object]) -> None:
+    def write(self, path: Path, results: Mapping[str, object]) -> None:
         """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
         others = self.engine.saved[1:]
         whole = {"": self.engine.policy.full_tensors(), **{f"{role.name}.": role.model.full_tensors() for role in others}}
