@@ -19,18 +19,7 @@ PACKAGES = (
 )
 TRAINER = "services/trainer/polyreme_trainer"
 NOT_CONVERTED = (
-    "services/reward",
-    f"{TRAINER}/algorithms",
-    f"{TRAINER}/checks.py",
-    f"{TRAINER}/command.py",
-    f"{TRAINER}/data",
-    f"{TRAINER}/launch",
-    f"{TRAINER}/learner",
     f"{TRAINER}/megatron",
-    f"{TRAINER}/observe",
-    f"{TRAINER}/stages",
-    f"{TRAINER}/testing",
-    f"{TRAINER}/weight_sync/version_writer.py",
 )
 
 BANNED_MODULES = frozenset(

@@ -1,6 +1,6 @@
-"""Which groups and prompts are worth training on: pure decisions; what acts on them keeps the log and draws the prompts.
+"""Decides which groups and prompts are worth training on. The orchestrator acts on the decisions.
 
-Invariant: scores are equal for a filter exactly where they are equal for the advantages.
+Invariant: a filter considers scores equal exactly where the advantages do.
 """
 
 import numpy as np
@@ -12,10 +12,10 @@ from polyreme_trainer.algorithms.groups import Groups
 
 
 def informative(scores: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """bool [n], whether the scores of the sample's group differ: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) keeps these.
+    """bool [n], whether the scores within the sample's group differ. DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) keeps these.
 
     Args:
-        scores: float64 [n], as the reward gave them, before shaping.
+        scores: float64 [n], before shaping.
         group: int64 [n].
     """
     return ~Groups(group).constant(scores)

@@ -209,7 +209,7 @@ class MegatronEngine:
         self.state = trained.state
         metrics = {**trained.metrics, **self.followers.follow(batch.iteration)}
         self.device.synchronize()
-        return metrics
+        return metrics | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
 
     def part_weights(self) -> dict[str, float] | None:
         """The weights of the reward's named parts, when the algorithm normalises each of them."""
