@@ -1,4 +1,7 @@
-"""The summary of a run, computed from its configuration alone and printed before training starts."""
+"""The run summary that is printed before training starts.
+
+Invariant: a pure function of the configuration and of the notices of the checks.
+"""
 
 from collections.abc import Iterable
 
@@ -6,22 +9,23 @@ from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
-"""Bytes of a response token in the log: id, logprob, mask, and up to four bytes of text."""
+"""Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
 _GROUP_OVERHEAD_BYTES = 1024
 
 
 def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
-    """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold; then warnings.
+    """The run as lines of text: counts, learning rates, save and evaluation intervals, memory of Redis, then warnings.
 
     Args:
-        config: of the run.
-        notices: what the checks before the start have found.
+        config: the resolved configuration.
+        notices: notices of the checks.
     """
     trainer = config.trainer
     spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
     lines = [
         f"iterations     {config.iterations} of {config.groups_per_iteration} prompts x {config.group_size} samples"
-        f" = {config.iterations * config.samples_per_iteration:,} samples",
+        f" = {config.iterations * config.groups_per_iteration:,} groups, {config.iterations * config.samples_per_iteration:,} samples",
+        f"mini-batches   {minibatch_line(config)}",
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
         f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
         f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
@@ -30,9 +34,9 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
     ]
-    lines.insert(1, f"algorithm      {algorithm_line(config)}")
+    lines.insert(2, f"algorithm      {algorithm_line(config)}")
     if config.max_staleness:
-        lines.insert(2, f"asynchrony     samples up to {config.max_staleness} iterations behind")
+        lines.insert(3, f"asynchrony     samples up to {config.max_staleness} iterations behind")
     for number, phase in enumerate(trainer.sft, start=1):
         lines.insert(
             number - 1,
@@ -42,31 +46,45 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
 
 
 def _warnings(config: RunConfig) -> list[str]:
-    """What is set and has no effect."""
+    """Settings that have no effect."""
     intervals = {"trainer.save_interval": config.trainer.save_interval}
     if config.data.eval:
         intervals["eval_interval"] = config.eval_interval
-    return [
-        f"{key} = {interval} is longer than the run: only after iteration {config.iterations}"
+    found = [
+        f"{key} = {interval} is longer than the run, so it applies only after iteration {config.iterations}"
         for key, interval in intervals.items()
         if interval > config.iterations
     ]
+    critic = config.trainer.critic.warmup_iterations
+    if config.algorithm.has_critic and critic >= config.iterations:
+        found.append(f"trainer.critic.warmup_iterations = {critic} is the whole run: the actor is never trained")
+    warmup = config.trainer.optimizer.warmup
+    if warmup > config.iterations:
+        found.append(f"trainer.optimizer.warmup = {warmup} is longer than the run: the learning rate never reaches its peak")
+    return found
+
+
+def minibatch_line(config: RunConfig) -> str:
+    """How an iteration's samples become optimizer steps, and how many there are."""
+    algorithm, steps = config.algorithm, config.algorithm.minibatches * config.algorithm.epochs
+    groups = -(-config.groups_per_iteration // algorithm.minibatches)
+    most = "" if groups * algorithm.minibatches == config.groups_per_iteration else "up to "
+    each = (
+        f"{algorithm.minibatches} of {most}{groups} groups ({groups * config.group_size} samples) x {algorithm.epochs} epoch(s)"
+    )
+    return f"{each} = {steps} optimizer step(s) per iteration, {config.iterations * steps:,} in all"
 
 
 def algorithm_line(config: RunConfig) -> str:
-    """The recipe's primitives in one line."""
-    algorithm, recipe = config.algorithm, config.recipe
+    """The recipe's primitives on one line."""
+    recipe = config.recipe
     kl = "no KL" if recipe.kl is None else f"KL {recipe.kl.estimator} x {recipe.kl.coef:g} in the {recipe.kl.place}"
     corrected = " and ".join(each.kind for each in recipe.correction) or "no correction"
-    steps = algorithm.minibatches * algorithm.epochs
-    return (
-        f"{algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected},"
-        f" {steps} optimizer step(s) per iteration"
-    )
+    return f"{config.algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected}"
 
 
 def learning_rate(optimizer: OptimizerConfig, iterations: int) -> str:
-    """The schedule in words."""
+    """The learning rate schedule as text."""
     warmup = f"{optimizer.warmup} iterations of warm-up, then " if optimizer.warmup else ""
     if optimizer.schedule == "constant":
         return f"{warmup}constant {optimizer.lr:g}"
@@ -74,15 +92,14 @@ def learning_rate(optimizer: OptimizerConfig, iterations: int) -> str:
 
 
 def redis_bytes(config: RunConfig) -> int:
-    """Upper bound of the bytes of groups in the log: of every iteration since the oldest checkpoint on disk, and of those that are
-    being generated."""
+    """Upper bound in bytes of the groups in the log: all iterations since the oldest checkpoint, and the groups in generation."""
     group = (
         _GROUP_OVERHEAD_BYTES
         + config.data.max_prompt_tokens * 8
         + config.group_size * config.rollout.max_new_tokens * _TOKEN_BYTES
     )
     save_interval = config.trainer.save_interval or config.iterations
-    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest stays in any case
+    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest checkpoint always stays
     held = min(config.iterations, since_oldest) + 1 + config.max_staleness
     return group * config.groups_per_iteration * held
 

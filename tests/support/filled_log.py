@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
+from polyreme.experience.pass_rates import Tally
 from polyreme.experience.records import encode_group
 from polyreme.experience.run import Run
 from support.learning import made_up_groups
@@ -24,7 +25,7 @@ async def fill(
         allowed: how many groups there may be by now.
     """
     log, there = ExperienceLog(run), 0
-    await log.take(Role.ORCHESTRATOR)
+    await log.take(Writer.ORCHESTRATOR)
     while True:
         for admission in await log.admit(min(groups, allowed() - there)) if allowed() > there else ():
             iteration, place = divmod(admission.index, groups)
@@ -33,6 +34,7 @@ async def fill(
             group = replace(group, index=admission.index, attempt=admission.attempt, samples=made)
             if lags is not None:
                 lags.append(iteration - admission.version)
-            await log.append(admission.index, admission.attempt, encode_group(group), admission.version, 0.0)
+            tally = Tally(f"prompt-{place}", samples, sum(sample.score > 0.5 for sample in made))
+            await log.append(admission.index, admission.attempt, encode_group(group), admission.version, 0.0, tally)
             there += 1
         await asyncio.sleep(0.005)

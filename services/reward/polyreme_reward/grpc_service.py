@@ -1,4 +1,7 @@
-"""RewardService over gRPC: the native wire. Invariant: it only translates; scores are computed in `scorer`."""
+"""RewardService over gRPC, the native protocol.
+
+Invariant: this module only translates; `scorer` computes the scores.
+"""
 
 from typing import Any, NoReturn
 
@@ -7,19 +10,19 @@ import grpc
 from polyreme import API_VERSION
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 from polyreme_reward.items import Item
-from polyreme_reward.scorer import BadBatch, Refused, Scorer
+from polyreme_reward.scorer import BadBatch, RequestRejected, Scorer
 
 NAME: str = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """Score and ListRewards of one Scorer."""
+    """Serves Score and ListRewards for one Scorer."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers this servicer."""
+        """Registers this servicer with a server."""
         reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
@@ -30,7 +33,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             scored = await self._scorer.score(items)
         except BadBatch as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
-        except Refused as error:
+        except RequestRejected as error:
             code = grpc.StatusCode.UNAVAILABLE if error.draining else grpc.StatusCode.RESOURCE_EXHAUSTED
             await _abort(context, code, error, (("retry-after-ms", str(int(error.retry_after * 1000))),))
         new_result, new_part = reward_pb2.ScoreResult, experience_pb2.RewardPart
@@ -48,7 +51,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
         infos = [
-            reward_pb2.RewardInfo(name=r.name, weight=r.weight, version=r.version, description=r.description)
+            reward_pb2.RewardInfo(
+                name=r.name, weight=r.weight, version=r.version, description=r.description, correctness=r.correctness
+            )
             for r in self._scorer.rewards
         ]
         return reward_pb2.ListRewardsResponse(api=API_VERSION, rewards=infos)

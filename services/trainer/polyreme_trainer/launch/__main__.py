@@ -11,7 +11,7 @@ import typer
 from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.endpoint import address_towards
-from polyreme.net.ports import free_port
+from polyreme.net.ports import free_port, join
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
@@ -24,9 +24,9 @@ def machines(
     ranks: Annotated[list[str], typer.Argument(help="What Python runs as a learner rank.")],
     redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str, typer.Option(envvar="POLYREME_RUN", help="Run id.")],
-    log_dir: Annotated[Path, typer.Option(help="For the other machines' logs.")],
-    host: Annotated[str | None, typer.Option(help="Where the other machines reach this one.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the ranks meet; 0: a free one.")] = 0,
+    log_dir: Annotated[Path, typer.Option(help="Directory of the other machines' logs.")],
+    host: Annotated[str | None, typer.Option(help="Address at which the other machines reach this one.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the rendezvous; 0: a free one.")] = 0,
 ) -> None:
     """Leads one launch of a learner on several machines."""
     logging_setup.setup("learner")
@@ -35,8 +35,9 @@ def machines(
         client = await connect(redis, RECONNECT_TIMEOUT)
         try:
             found = await Run.attach(client, run, _ATTACH_SECONDS)
-            place = f"{host or address_towards(redis)}:{port or free_port('0.0.0.0')}"
-            return await lead(found, await found.config(), redis, place, log_dir, ranks)
+            own = host or address_towards(redis)
+            endpoint = join(own, port or free_port("::" if ":" in own else "0.0.0.0"))
+            return await lead(found, await found.config(), redis, endpoint, log_dir, ranks)
         finally:
             with suppress(OSError):
                 await client.aclose()

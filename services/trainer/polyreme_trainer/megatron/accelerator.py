@@ -23,7 +23,7 @@ from polyreme_trainer.megatron.mcore import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from polyreme_trainer.megatron.moe import experts
-from polyreme_trainer.megatron.norm import RmsNorm, ends_in_norm
+from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm
 from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
 
 
@@ -51,24 +51,24 @@ class RotatedAttention(SelfAttention):
 
 def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    head_norm = RmsNorm if config.qk_layernorm else IdentityOp
+    head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     attention.module = RotatedAttention
     attention.submodules = replace(
         attention.submodules, core_attention=FusedAttention, q_layernorm=head_norm, k_layernorm=head_norm
     )
     if family.post_norms:
-        normed = ends_in_norm(RowParallelLinear, RmsNorm)
+        normed = ends_in_norm(RowParallelLinear, TorchRmsNorm)
         attention.submodules = replace(attention.submodules, linear_proj=normed)
         mlp.submodules = replace(mlp.submodules, linear_fc2=normed)
     mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
     layer.submodules = replace(
         layer.submodules,
-        input_layernorm=RmsNorm,
-        pre_mlp_layernorm=RmsNorm,
+        input_layernorm=TorchRmsNorm,
+        pre_mlp_layernorm=TorchRmsNorm,
         mlp=experts(mlp.submodules) if config.num_moe_experts else mlp,
     )
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RmsNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchRmsNorm)
 
 
 def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:

@@ -19,7 +19,7 @@ from polyreme_trainer.megatron.families.base import (
     FINAL_NORM_ROW,
     LM_HEAD,
     Architecture,
-    Row,
+    MappingRow,
     Shape,
 )
 
@@ -59,7 +59,7 @@ class Rank:
     vocab_multiple: int = VOCAB_MULTIPLE
 
 
-def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[Row, bool]]:
+def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
     """The table's rows that live on this pipeline stage and expert rank; whether they are the ones that write them."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     leads = rank.ep_rank == 0

@@ -20,7 +20,7 @@ from polyreme_trainer.megatron.mcore import (
 )
 
 
-class Router(TopKRouter):
+class ExpertRouter(TopKRouter):
     """The logits are a product in the dtype of the model, as in transformers and vLLM; all that follows is fp32. Without expert bias."""
 
     def gating(self, input: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def experts(mlp: MLPSubmodules) -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            router=Router,
+            router=ExpertRouter,
             experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
         ),

@@ -8,7 +8,7 @@ from torch import Tensor
 from polyreme_trainer.megatron.mcore import TransformerConfig
 
 
-class RmsNorm(torch.nn.Module):
+class TorchRmsNorm(torch.nn.Module):
     """megatron-core's norm slot by torch's kernel. Weight [hidden_size]; with `layernorm_zero_centered_gamma` the factor is 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:

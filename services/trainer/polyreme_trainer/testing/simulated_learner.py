@@ -1,6 +1,6 @@
 """`python -m polyreme_trainer.testing.simulated_learner`: a learner of one rank with the simulated engine.
 
-Invariant: the control loop is the learner's own; only its engine is simulated.
+Invariant: the control loop is the one that `polyreme train` runs; only the engine is simulated.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from polyreme.process.lifecycle import exit_on_error
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
-from polyreme_trainer.testing.simulated_engine import LAYOUT, SimulatedEngine
+from polyreme_trainer.testing.simulated_engine import LAYOUT, SimulatedTrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +34,16 @@ async def _read_config(redis_url: str, run_id: str) -> RunConfig:
 
 def simulated_learner(
     train_seconds: Annotated[float, typer.Option(min=0, help="Seconds that the training of an iteration takes.")] = 0.1,
-    weight_bytes: Annotated[int, typer.Option(min=LAYOUT.nbytes, help="Of a version: its digests, then zeros.")] = LAYOUT.nbytes,
+    weight_bytes: Annotated[int, typer.Option(min=LAYOUT.nbytes, help="Size of a version.")] = LAYOUT.nbytes,
 ) -> None:
-    """Learns nothing. POLYREME_REDIS and POLYREME_RUN name the run; all else is in its record."""
+    """Runs the control loop without learning. POLYREME_REDIS and POLYREME_RUN name the run; its record has everything else."""
     redis_url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
     logging_setup.setup("learner-0")
     with exit_on_error("learner"):
         config = asyncio.run(_read_config(redis_url, run_id))
         ranks = Ranks()
         try:
-            with closing(SimulatedEngine(config, run_id, train_seconds, weight_bytes)) as engine:
+            with closing(SimulatedTrainEngine(config, run_id, train_seconds, weight_bytes)) as engine:
                 Learner(config, {}, engine, redis_url, run_id, ranks).run()
         except DrainError as stopped:
             logger.info("%s", stopped)

@@ -1,6 +1,6 @@
-"""`python -m polyreme_trainer.testing.simulation`: the trainer of a run that is there already, with the simulated learner.
+"""`python -m polyreme_trainer.testing.simulation`: the trainer of an existing run, with the simulated learner.
 
-Kept here: supervision, records and orchestrator are those of `polyreme train`; only the learner's training is simulated.
+Invariant: supervision, records and orchestrator are those of `polyreme train`; only the learner's training is simulated.
 """
 
 import asyncio
@@ -14,19 +14,19 @@ from polyreme.experience.store import connect
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
-from polyreme_trainer.launch.trainer_process import Trainer, trainer_units
+from polyreme_trainer.launch.trainer_process import Trainer, trainer_processes
 
 _ATTACH_SECONDS = 10.0
 
 
 def simulation(
-    log_dir: Annotated[Path, typer.Option(help="For the children's logs.")],
+    log_dir: Annotated[Path, typer.Option(help="Directory of the children's logs.")],
     redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
-    train_seconds: Annotated[float, typer.Option(min=0, help="What the training of an iteration takes.")] = 0.1,
-    weight_bytes: Annotated[int, typer.Option(min=64, help="Of a version.")] = 64,
+    train_seconds: Annotated[float, typer.Option(min=0, help="Seconds that the training of an iteration takes.")] = 0.1,
+    weight_bytes: Annotated[int, typer.Option(min=64, help="Size of a version.")] = 64,
 ) -> None:
-    """Trains nothing: supervises the orchestrator and the simulated learner to the run's end."""
+    """Supervises the orchestrator and the simulated learner to the run's end, without training."""
     logging_setup.setup("train")
     log_dir.mkdir(parents=True, exist_ok=True)
     with exit_on_error("train"):
@@ -40,7 +40,7 @@ async def _train(redis_url: str, run_id: str | None, log_dir: Path, options: tup
         run = await Run.attach(redis, run_id, _ATTACH_SECONDS)
         config = await run.config()
         learner = ("-m", "polyreme_trainer.testing.simulated_learner", *options)
-        await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir, learner)).run()
+        await Trainer(config, run, trainer_processes(config, run.run_id, redis_url, log_dir, learner)).run()
     finally:
         await redis.aclose()
 

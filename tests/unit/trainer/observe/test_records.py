@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import StoreError
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
 from polyreme.experience.run import RunState
-from polyreme_trainer.observe.records import Recorder, cut_torn_line, scalars
+from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines, scalars
 from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
@@ -132,12 +133,20 @@ async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> N
     }
 
 
+def test_a_sample_has_its_numbers_per_token_where_there_are_some() -> None:
+    plain = decode_group(group(1))
+    assert not {"token_rewards", "teacher_logprobs"} & next(sample_lines(plain)).keys()
+    numbers = np.linspace(0, 1, len(plain.samples[0]), dtype=np.float32)
+    (line,) = sample_lines(replace(plain, samples=[replace(plain.samples[0], token_rewards=numbers)]))
+    assert line["token_rewards"] == numbers.tolist() and "teacher_logprobs" not in line
+
+
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
     with closing(Recorder(config, "run-1", no_groups)) as recorder:
         await recorder.take(stream(iteration(1)), RUNNING)
     assert not list((config.run_dir / "samples").iterdir())
     assert len(lines(config.run_dir / "metrics.jsonl")) == 1
-    assert "no sample file of iteration 1" in caplog.text
+    assert "sample file of iteration 1" in caplog.text
 
 
 async def test_an_iteration_that_is_repeated_after_a_resume_is_on_record_once(config: RunConfig) -> None:
@@ -265,7 +274,15 @@ def test_a_full_disk_is_told_each_time_and_all_is_written_once_there_is_room(
 def test_staleness_and_waits_are_plotted() -> None:
     line = {"time": 1.0, **iteration(3, **{"staleness/samples": [5, 3]})}
     assert {("staleness/samples_0", 5.0, 3), ("staleness/samples_1", 3.0, 3)} <= set(scalars(line))
-    assert list(scalars({"kind": "rollout", "iteration": 3, "time/rollout_wait": 0.5})) == [("time/rollout_wait", 0.5, 3)]
+    record = {
+        "kind": "rollout",
+        "id": "5-0",
+        "iteration": 3,
+        "time": 9.0,
+        "time/rollout_wait": 0.5,
+        "rollout/skipped_prompts": 2.0,
+    }
+    assert list(scalars(record)) == [("time/rollout_wait", 0.5, 3), ("rollout/skipped_prompts", 2.0, 3)]
 
 
 def test_only_finite_numbers_are_plotted() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, ModelFamily, Row
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, MappingRow, ModelFamily
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.families.qwen3 import HEAD_NORMS
 from polyreme_trainer.megatron.families.rope import Rope, read_rope_fields
@@ -52,9 +52,9 @@ def _rope_fields(config: HfConfig, kind: str) -> HfConfig:
 
 LAYER = (
     *(row for row in DENSE_LAYER if row.param != "pre_mlp_layernorm.weight"),
-    Row("pre_mlp_layernorm.weight", "all", {"pre_feedforward_layernorm.weight": ("hidden",)}),
-    Row("self_attention.linear_proj.post_layernorm.weight", "all", {"post_attention_layernorm.weight": ("hidden",)}),
-    Row("mlp.linear_fc2.post_layernorm.weight", "all", {"post_feedforward_layernorm.weight": ("hidden",)}),
+    MappingRow("pre_mlp_layernorm.weight", "all", {"pre_feedforward_layernorm.weight": ("hidden",)}),
+    MappingRow("self_attention.linear_proj.post_layernorm.weight", "all", {"post_attention_layernorm.weight": ("hidden",)}),
+    MappingRow("mlp.linear_fc2.post_layernorm.weight", "all", {"post_feedforward_layernorm.weight": ("hidden",)}),
     *HEAD_NORMS,
 )
 

@@ -6,24 +6,24 @@ Invariant: every layer of such a model has experts; one with dense layers betwee
 from dataclasses import dataclass, replace
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, ModelFamily, Row
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, MappingRow, ModelFamily
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 
 ATTENTION_LAYER = tuple(row for row in DENSE_LAYER if not row.param.startswith("mlp."))
 
 
-def router(block: str) -> Row:
+def router(block: str) -> MappingRow:
     """The router's row. block: Hugging Face's name of the layer's part that holds experts and router."""
-    return Row("mlp.router.weight", "all", {f"{block}.gate.weight": ("experts", "hidden")})
+    return MappingRow("mlp.router.weight", "all", {f"{block}.gate.weight": ("experts", "hidden")})
 
 
-def expert(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def expert(block: str, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
     """The rows of one expert, by Hugging Face's names of its three matrices."""
     param, name = "mlp.experts.local_experts.{expert}", f"{block}.experts.{{expert}}"
     shape = ("expert_ffn", "hidden")
     return (
-        Row(f"{param}.linear_fc1.weight", "gate_up", {f"{name}.{gate}.weight": shape, f"{name}.{up}.weight": shape}),
-        Row(f"{param}.linear_fc2.weight", "columns", {f"{name}.{down}.weight": ("hidden", "expert_ffn")}),
+        MappingRow(f"{param}.linear_fc1.weight", "gate_up", {f"{name}.{gate}.weight": shape, f"{name}.{up}.weight": shape}),
+        MappingRow(f"{param}.linear_fc2.weight", "columns", {f"{name}.{down}.weight": ("hidden", "expert_ffn")}),
     )
 
 

@@ -1,9 +1,9 @@
 """Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values."""
 
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, Row
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow
 from polyreme_trainer.megatron.families.window import QwenFamily
 
-QKV_BIAS = Row(
+QKV_BIAS = MappingRow(
     "self_attention.linear_qkv.bias",
     "qkv",
     {

@@ -1,18 +1,20 @@
 """Qwen1.5 and Qwen2, mixtures of experts: Qwen2's attention, and in every layer experts beside one that all tokens pass, with a gate."""
 
 from polyreme_trainer.megatron.families import qwen2
-from polyreme_trainer.megatron.families.base import Row
+from polyreme_trainer.megatron.families.base import MappingRow
 from polyreme_trainer.megatron.families.moe import ATTENTION_LAYER, MoeFamily, expert, router
 
 _SHAPE = ("shared_ffn", "hidden")
 SHARED_EXPERT = (
-    Row(
+    MappingRow(
         "mlp.shared_experts.linear_fc1.weight",
         "gate_up",
         {"mlp.shared_expert.gate_proj.weight": _SHAPE, "mlp.shared_expert.up_proj.weight": _SHAPE},
     ),
-    Row("mlp.shared_experts.linear_fc2.weight", "columns", {"mlp.shared_expert.down_proj.weight": ("hidden", "shared_ffn")}),
-    Row("mlp.shared_experts.gate_weight", "all", {"mlp.shared_expert_gate.weight": (1, "hidden")}),
+    MappingRow(
+        "mlp.shared_experts.linear_fc2.weight", "columns", {"mlp.shared_expert.down_proj.weight": ("hidden", "shared_ffn")}
+    ),
+    MappingRow("mlp.shared_experts.gate_weight", "all", {"mlp.shared_expert_gate.weight": (1, "hidden")}),
 )
 
 FAMILY = MoeFamily(

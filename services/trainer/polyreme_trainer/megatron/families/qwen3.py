@@ -1,11 +1,11 @@
 """Qwen3, dense: Llama's layer with an RMS norm on each query and key head before the rotary embedding."""
 
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, Row
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow
 from polyreme_trainer.megatron.families.window import QwenFamily
 
 HEAD_NORMS = (
-    Row("self_attention.q_layernorm.weight", "all", {"self_attn.q_norm.weight": ("head_dim",)}),
-    Row("self_attention.k_layernorm.weight", "all", {"self_attn.k_norm.weight": ("head_dim",)}),
+    MappingRow("self_attention.q_layernorm.weight", "all", {"self_attn.q_norm.weight": ("head_dim",)}),
+    MappingRow("self_attention.k_layernorm.weight", "all", {"self_attn.k_norm.weight": ("head_dim",)}),
 )
 
 FAMILY = QwenFamily(
