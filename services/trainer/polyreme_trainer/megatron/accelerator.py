@@ -1,7 +1,7 @@
-"""The model on cuda and npu: megatron-core's own layer spec, with torch's fused attention in the slot of the core attention.
+"""The model on cuda and npu: megatron-core's own layer spec, with torch's fused attention as the core attention.
 
-Nothing here depends on which of the two it is: torch and torch_npu each send the same calls to their own kernels. Sequences are padded on
-the right and attention is causal, so no real token sees padding and no mask is needed.
+Invariant: the code is the same for both devices; torch and torch_npu dispatch the same calls to their own kernels. Sequences are padded on
+the right and attention is causal, so no real token attends to padding and no mask is needed.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from polyreme_trainer.megatron.spec import ModelSpec
 
 
 class FusedAttention(MegatronModule):
-    """Causal attention by torch's fused kernels, in place of megatron-core's DotProductAttention, which keeps a [b, heads, s, s] matrix."""
+    """Causal attention with torch's fused kernels. Megatron-core's DotProductAttention would store a [b, heads, s, s] matrix."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)

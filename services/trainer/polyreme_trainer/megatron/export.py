@@ -1,6 +1,6 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load, and its critic as one within it.
+"""Exports a policy as a Hugging Face directory that transformers and vLLM load, and its critic as a directory within it.
 
-Invariant: a directory of that name is complete, the critic's included.
+Invariant: an exported directory is complete, including the critic's.
 """
 
 import json
@@ -19,12 +19,12 @@ CRITIC = "critic"
 
 @dataclass(frozen=True)
 class Export:
-    """A model that is exported.
+    """A model to export.
 
     Attributes:
-        tensors: every Hugging Face tensor, whole, without aliases (a tied lm_head follows from the config); all of one dtype. Views
-            into an arena slot will do.
-        model_files: config.json and the tokenizer's files by name, as the run started with.
+        tensors: every Hugging Face tensor, whole and of one dtype, without aliases (a tied lm_head follows from the config). They may be
+            views into an arena slot.
+        model_files: config.json and the tokenizer's files by name, as at the run's start.
     """
 
     tensors: Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class Export:
 
 
 def export_hf(directory: Path, policy: Export, critic: Export | None = None) -> None:
-    """Writes `directory` atomically, replacing what is there; the critic's is a sequence classifier with one label."""
+    """Writes `directory` atomically and replaces an existing one. The critic becomes a sequence classifier with one label."""
     with new_directory(directory) as temporary:
         _write(temporary, policy)
         if critic is not None:
@@ -49,14 +49,14 @@ def _write(folder: Path, model: Export) -> None:
 
 
 def _classifier(config: bytes) -> bytes:
-    """config.json of the sequence classifier with one label that belongs to a language model's."""
+    """Converts a language model's config.json to that of a sequence classifier with one label."""
     fields = json.loads(config)
     architectures = [name.replace("ForCausalLM", "ForSequenceClassification") for name in fields["architectures"]]
     return json.dumps({**fields, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}).encode()
 
 
 def _with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json that names the dtype of the weights beside it, under the key it already uses."""
+    """config.json with the dtype of the exported weights, under the key that it already uses."""
     fields = json.loads(config)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype
     return json.dumps(fields, indent=2).encode()

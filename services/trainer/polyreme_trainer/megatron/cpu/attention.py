@@ -1,8 +1,9 @@
-"""Attention in megatron-core's core-attention slot: rotary embedding, then torch's fused scaled-dot-product attention.
+"""The core attention on CPU: rotary embedding, then torch's fused scaled-dot-product attention.
 
-A micro-batch goes through the model as packed tokens, one row each, in (sequence, position) order. Sequences are padded on the right
-to one width and attention is causal, so no real token ever sees padding and no mask is needed; what is computed at padded positions
-is used by nobody.
+A micro-batch passes through the model as packed tokens, one row each, in (sequence, position) order.
+
+Invariant: no real token attends to padding, because sequences are padded on the right to one width and attention is causal. No mask is
+needed, and results at padded positions are never used.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from polyreme_trainer.megatron.mcore import MegatronModule, PackedSeqParams
 
 @dataclass
 class Batch(PackedSeqParams):
-    """How packed rows fall into sequences, and the rotary angles of the positions.
+    """The shape of the packed rows, and the rotary angles of the positions.
 
     `size` sequences of `width` positions; `cos` and `sin` are [width, 1, head_dim / 2] in the compute dtype.
     """
@@ -30,7 +31,7 @@ class Batch(PackedSeqParams):
 
 
 class Attention(MegatronModule):
-    """Causal attention with grouped key-value heads. Takes megatron-core's arguments of a core attention; has no parameters."""
+    """Causal attention with grouped key-value heads. It takes megatron-core's arguments of a core attention and has no parameters."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)

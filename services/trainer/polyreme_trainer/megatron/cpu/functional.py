@@ -1,8 +1,9 @@
-"""The point-wise pieces of a transformer layer as single autograd nodes: same values as the textbook forms, fewer passes over memory.
+"""The point-wise functions of a transformer layer as single autograd nodes, with fewer passes over memory.
 
-Each node keeps its inputs, and what is expensive to compute again, for the backward pass, and writes gradients without temporaries
-where possible.
-Tokens are rows: all take [tokens, features] or any leading shape, in the dtype of the input; statistics are fp32.
+Each node keeps for the backward pass its inputs and whatever is expensive to recompute, and writes gradients without temporaries where
+possible. Inputs are [..., features].
+
+Invariant: values equal those of the textbook formulas up to rounding. Results have the input's dtype; statistics are at least fp32.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ class _RmsNorm(Function):
         rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_statistic(x))
         rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).to(x.dtype).mul_(weight)  # rounded once, where the reference implementations round
+        return (x * rstd).to(x.dtype).mul_(weight)  # rounds where the reference implementations round
 
     @staticmethod
     @once_differentiable

@@ -1,6 +1,6 @@
-"""The model families: one module each, named after the `model_type` of its config.json and holding `FAMILY`.
+"""The model families, one module each. A module is named after the `model_type` in config.json and defines `FAMILY`.
 
-Adding a family is adding its module; nothing lists the modules but this package's directory.
+Invariant: the modules of this package are the only list of families, so adding a family means adding its module.
 """
 
 import importlib
@@ -20,7 +20,7 @@ def known_families() -> tuple[str, ...]:
 
 
 def find_family(model_type: str) -> ModelFamily:
-    """The family of a model_type. Raises ConfigError with the known ones for another."""
+    """The family of a model_type. Raises ConfigError, which lists the known ones, for an unknown model_type."""
     known = known_families()
     if model_type not in known:
         raise ConfigError(f"a model_type of {', '.join(known)}", repr(model_type), "Choose a model of a known type.")
@@ -29,7 +29,7 @@ def find_family(model_type: str) -> ModelFamily:
 
 
 def read_architecture(config: HfConfig) -> Architecture:
-    """The architecture that the fields of a config.json describe. Raises ConfigError for what cannot be trained."""
+    """The architecture that a config.json describes. Raises ConfigError for a model that cannot be trained."""
     return find_family(config.text("model_type")).architecture(config)
 
 

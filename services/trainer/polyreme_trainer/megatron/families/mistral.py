@@ -1,4 +1,7 @@
-"""Mistral 7B and its kin, dense: Llama's layer, in some models with a sliding window of attention."""
+"""Mistral 7B and related dense models: Llama's layer, in some models with sliding-window attention.
+
+Invariant: no sequence is longer than the window, so windowed and full attention are the same function.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +11,7 @@ from polyreme_trainer.megatron.families.hf_config import HfConfig
 
 class _Mistral(ModelFamily):
     def architecture(self, config: HfConfig) -> Architecture:
-        """A sequence that is no longer than the window sees all of itself, so the window is the longest sequence that is run."""
+        """As the base family, with `max_position` limited to the window."""
         arch = super().architecture(config)
         config = config.with_defaults(self.defaults)
         if "sliding_window" not in config:
