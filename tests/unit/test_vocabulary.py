@@ -18,7 +18,7 @@ PACKAGES = (
     ROOT / "services" / "trainer" / "polyreme_trainer",
 )
 TRAINER = "services/trainer/polyreme_trainer"
-NOT_CONVERTED = ("services/reward",)
+NOT_CONVERTED: tuple[str, ...] = ()
 
 BANNED_MODULES = frozenset(
     {"desk", "drafts", "fleet", "hold", "intake", "pace", "place", "rows", "scratch", "servers", "slots", "snapshots", "usage"}

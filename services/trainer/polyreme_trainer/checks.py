@@ -6,7 +6,10 @@ run reads them.
 
 import inspect
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
@@ -25,10 +28,20 @@ _ENCODED = 1_000
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about everything that the trainer will read."""
+    for tracker in config.trackers:
+        if find_spec(tracker.module) is None:
+            yield ConfigError(
+                f"the package {tracker.package}, which the tracker {tracker.kind} needs",
+                "none that Python finds here",
+                f"Install it where the trainer runs: pip install {tracker.package}",
+            )
     try:
         load_architecture(config.model.path)
     except ConfigError as error:
         yield error
+    else:
+        if config.device == "cpu":
+            yield from _check_memory(config, psutil.virtual_memory().total)
     template = Template(
         read_model_files(config.model.path), config.data
     )  # raises when there is none: nothing else can be checked then
@@ -48,6 +61,8 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_prompts(path, config, template)
     for phase in config.trainer.sft:
         yield from _check_examples(phase.data, config, template)
+    if config.algorithm.ptx is not None:
+        yield from _check_examples(config.algorithm.ptx.data, config, template)
     if config.algorithm.source is not None:
         yield from _check_functions(config.algorithm.source)
     if config.algorithm.has_critic and config.trainer.critic.path is not None:
@@ -76,6 +91,28 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
             f"a critic that reads the actor's {actor.vocab} tokens and {config.rollout.max_model_len} positions",
             f"vocab_size {critic.vocab} and max_position_embeddings {critic.max_position} in {path}",
             "Use a critic with the actor's tokenizer, or remove trainer.critic.path.",
+        )
+
+
+def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
+    """Compares the memory of the learner's models with the `total` bytes of this machine. Activations, replicas and rewards need more."""
+    parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
+    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32, plus bfloat16 weights
+    actor = load_architecture(config.model.path).parameters
+    models = {"actor": (actor, trained)}
+    if config.algorithm.has_critic:
+        path = config.trainer.critic.path
+        models["critic"] = (actor if path is None else load_architecture(path).parameters, trained)
+    if config.recipe.kl is not None:
+        models["reference"] = (actor, width)
+    copies = max(1, parallel.ranks_per_node // parallel.tensor)
+    needed = copies * sum(parameters * each for parameters, each in models.values())
+    if needed > total:
+        terms = " + ".join(f"{name} {parameters:,} x {each} bytes" for name, (parameters, each) in models.items())
+        yield ConfigError(
+            f"a learner that fits the {total / 2**30:,.1f} GiB of this machine",
+            f"{copies} x ({terms}) = {needed / 2**30:,.1f} GiB, before activations",
+            "Use fewer data ranks, more machines (trainer.parallel), a smaller model, or an algorithm with fewer models.",
         )
 
 

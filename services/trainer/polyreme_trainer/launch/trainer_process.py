@@ -27,6 +27,7 @@ from polyreme.net.ports import free_port
 from polyreme.process.lifecycle import stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.weights.arena import remove_stale
+from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.records import Recorder
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet], owner: int | None = None) -> None:
+        self._trackers = TrackerProcesses(config, run.run_id, run.emit)
         self._config, self._run, self._owner, self._orphaned = config, run, owner, False
         self._stopped = False
         self._end: tuple[RunState, str] | None = None
@@ -65,6 +67,7 @@ class Trainer:
         ended = asyncio.Event()
         records = asyncio.create_task(self._write_records(ended))
         replicas = asyncio.create_task(self._report_replicas())
+        self._trackers.start()
         try:
             await self._supervise()
             self._end = await self._good_end()
@@ -87,6 +90,7 @@ class Trainer:
             try:
                 await asyncio.gather(records, return_exceptions=self._orphaned)
                 self._write_end()
+                await self._trackers.close(0.0 if self._orphaned else CLOSE_SECONDS)
             finally:  # also when a second signal interrupts this
                 remove_stale(self._run.run_id)
 

@@ -94,6 +94,11 @@ class TrainEngine(Protocol):
         """
         ...
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
+        ...
+
     def begin_phase(self, phase: SftPhase) -> None:
         """Creates the actor's optimizer for a supervised phase."""
         ...
@@ -116,6 +121,10 @@ class TrainEngine(Protocol):
         """Creates the actor's optimizer for the iterations, after the supervised phases."""
         ...
 
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+        """Takes the rows of `algorithm.ptx`, in the format of `supervised_step`. Every later step of the actor mixes some of them in."""
+        ...
+
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
         """Writes a checkpoint between two supervised steps; `step` counts the completed steps of all phases."""
         ...
@@ -125,7 +134,11 @@ class TrainEngine(Protocol):
         ...
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
-        """Trains one iteration. Returns its metrics, the same on every rank, which include `trained_samples` and `actor/lr`."""
+        """Trains one iteration.
+
+        Returns:
+            Its metrics, which include `trained_samples` and `actor/lr`. They are the same on every rank, except seconds.
+        """
         ...
 
     def write(self, slot: int, version: int, term: int) -> Written:

@@ -101,9 +101,10 @@ class Learner:
             self.check_gates(self.engine.compare_hf(self.config.model.path))
             if not self.warm_start():
                 return None
+        self.mix_in()
         self.version = loaded or 0
         written = self.write(self.version)
-        self.ranks.on_leader(lambda: self.client.experience.begin(self.version))
+        self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
         if loaded is None:
             self.save(written)
         self.check_gates(self.engine.compare_hf(self.engine.hf_path(self.version)))
@@ -122,6 +123,12 @@ class Learner:
             record = {"kind": "sft_done", "seconds": time.perf_counter() - began}
             self.ranks.on_leader(lambda: self.client.run.emit(record))
         return complete
+
+    def mix_in(self) -> None:
+        """Gives the engine the supervised rows that iterations mix into their steps."""
+        if (ptx := self.config.algorithm.ptx) is not None:
+            rows = sft.unpack(self.ranks.broadcast_from_leader(partial(sft.pack, ptx.data, self.config, self.files)))
+            self.engine.mix_in(rows.ids, rows.loss_mask)
 
     def iterate(self, iteration: int) -> Written | None:
         """Runs one iteration: plan, train, write, publish, report. Returns the new version; None when the run drains instead."""
@@ -185,7 +192,7 @@ class Learner:
             logger.warning("%s", holding[name])
             await self.client.run.emit({"kind": "alarm", "text": holding[name]})
         self.alarmed = set(holding)
-        record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time())
+        record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time(), self.config)
         await self.client.run.emit({**record, "alarms": list(holding.values())})
 
     def save_is_due(self) -> bool:
@@ -197,8 +204,7 @@ class Learner:
         """Saves the current version, which `written` holds. The log then releases the groups that no checkpoint needs."""
         began = time.perf_counter()
         facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
-        if self.ranks.leads:
-            facts["term"] = self.client.term.counter
+        self.ranks.on_leader(lambda: self.client.add_facts(facts))
         saved = self.engine.save(written, self.version, facts)
         record = {"kind": "saved", "iteration": self.version, "path": str(saved.path), "hf_path": str(saved.hf_path)}
         self.ranks.on_leader(partial(self.release, saved.oldest, record, began))

@@ -5,7 +5,7 @@ Invariant: every wait ends when the run drains or fails. DrainError is not a fai
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Plan, Term, Writer
+from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme_trainer.data.prompts import load_prompts
@@ -55,6 +56,16 @@ class RunClient:
 
     async def close(self) -> None:
         await self.run.redis.aclose()
+
+    async def begin(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Begins the log at `version`. A fork's log starts with the pass rates in its checkpoint's facts."""
+        rates = {prompt: PassRate.parse(text) for prompt, text in facts.get("pass_rates", {}).items()}
+        await self.experience.begin(version, rates)
+
+    async def add_facts(self, facts: dict[str, Any]) -> None:
+        """Adds a checkpoint's facts about the log: this learner's term, and the pass rates for a fork."""
+        rates = await self.experience.pass_rates()
+        facts |= {"term": self.term.counter, "pass_rates": {prompt: str(rate) for prompt, rate in rates.items()}}
 
     async def draining(self) -> bool:
         """Whether the run was asked to stop. Raises RunFailedError when it has failed."""

@@ -1,8 +1,8 @@
 """Checkpoints: everything that a rank needs to continue bit for bit, on the same layout, as if it had never stopped.
 
-A checkpoint is a directory. `state-T.pt` has every trained role's weights and moments of tensor rank T, written by data rank 0. `rng-R.pt`
-has the random generators of rank R. `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the xxh3_64 of every
-file, and its own digest.
+A checkpoint is a directory. `state-T.pt` has the weights and moments of tensor rank T of every role that changes, written by data rank 0.
+`rng-R.pt` has the random generators of rank R. `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the
+xxh3_64 of every file, and its own digest.
 
 Invariant: a checkpoint directory is complete, because it is built under another name, synced and renamed. A damaged checkpoint, whatever
 the damage, never prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
@@ -57,7 +57,7 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
 
     Args:
         path: a path that ends in a number, see `iteration_path`.
-        roles: the trained roles.
+        roles: the roles that change during training.
         facts: JSON values for the manifest, such as `algorithm`; rank 0's are stored.
     """
     temporary = atomic.staging(path)

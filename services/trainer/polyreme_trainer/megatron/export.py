@@ -1,12 +1,13 @@
-"""Exports a policy as a Hugging Face directory that transformers and vLLM load, and its critic as a directory within it.
+"""Exports a policy as a Hugging Face directory that transformers and vLLM load, with its critic and its moving average as subdirectories.
 
-Invariant: an exported directory is complete, including the critic's.
+Invariant: an exported directory is complete, including its subdirectories.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,6 +16,8 @@ from polyreme_trainer.megatron.atomic import new_directory
 
 CRITIC = "critic"
 """The critic's directory within the policy's."""
+EMA = "ema"
+"""Likewise of the moving average."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,21 @@ class Export:
     model_files: Mapping[str, bytes]
 
 
-def export_hf(directory: Path, policy: Export, critic: Export | None = None) -> None:
-    """Writes `directory` atomically and replaces an existing one. The critic becomes a sequence classifier with one label."""
+def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = MappingProxyType({})) -> None:
+    """Writes `directory` atomically and replaces an existing one. `beside` maps names of subdirectories to the models to write there.
+
+    The critic becomes a sequence classifier with one label.
+    """
     with new_directory(directory) as temporary:
         _write(temporary, policy)
-        if critic is not None:
-            (temporary / CRITIC).mkdir()
-            files = {**critic.model_files, "config.json": _classifier(critic.model_files["config.json"])}
-            _write(temporary / CRITIC, replace(critic, model_files=files))
+        for name, model in beside.items():
+            (temporary / name).mkdir()
+            _write(temporary / name, as_classifier(model) if name == CRITIC else model)
+
+
+def as_classifier(model: Export) -> Export:
+    """The export of a language model with the config.json of a sequence classifier with one label."""
+    return replace(model, model_files={**model.model_files, "config.json": _classifier(model.model_files["config.json"])})
 
 
 def _write(folder: Path, model: Export) -> None:

@@ -1,9 +1,11 @@
-"""Roles: actor, reference and critic are the same kind of object, a model with an optimizer if it is trained.
+"""Roles: actor, critic, reference and moving average are the same kind of object, a model with an optimizer if it is trained.
 
-Invariant: a role without an optimizer never changes. Checkpoints and resumes iterate over roles and handle all of them alike.
+Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles and handle
+all of them alike.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,6 +24,16 @@ Forward = Callable[[MicroBatch], Tensor]
 
 Loss = Callable[[MicroBatch, Tensor], Tensor]
 """Maps a micro-batch and the model's output for it to the scalar to differentiate."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A part of an optimizer step: the sequences `indices` and the loss on them, see `Role.update`."""
+
+    sequences: Sequences
+    indices: IntArray
+    loss: Loss
+    forward: Forward | None = None
 
 
 class Role(Generic[Model]):
@@ -55,20 +67,30 @@ class Role(Generic[Model]):
             result[torch.from_numpy(batch.tokens).to(result.device)] = self.forward(batch)
         return self.shard.sum(result).cpu().numpy()
 
-    def update(self, sequences: Sequences, indices: IntArray, loss: Loss, lr: float, forward: Forward | None = None) -> float:
+    def update(
+        self,
+        sequences: Sequences,
+        indices: IntArray,
+        loss: Loss,
+        lr: float,
+        forward: Forward | None = None,
+        beside: Sequence[LossTerm] = (),
+    ) -> float:
         """Runs one optimizer step on `indices`, divided among the data ranks.
 
         Args:
             loss: its sum over all micro-batches and ranks is the step's loss.
             forward: computes the model's output for the loss; None for the role's own.
+            beside: further parts of the step, whose losses are added.
 
         Returns:
             The global gradient norm before clipping.
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
-        for batch in self.shard.micro_batches(sequences, indices, self.parameters):
-            loss(batch, (forward or self.forward)(batch)).backward()
+        for part in (LossTerm(sequences, indices, loss, forward), *beside):
+            for batch in self.shard.micro_batches(part.sequences, part.indices, self.parameters):
+                part.loss(batch, (part.forward or self.forward)(batch)).backward()
         self.optimizer.set_lr(lr)
         return self.optimizer.step()
 

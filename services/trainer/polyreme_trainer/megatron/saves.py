@@ -74,20 +74,20 @@ class Saves:
         roles: Sequence[Role[Any]],
         facts: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
-        critic: Export | None = None,
+        beside: Mapping[str, Export],
     ) -> Saved:
         """Writes the Hugging Face directory and the checkpoint of `version`, and removes those beyond `keep_checkpoints`. Collective.
 
         Args:
-            roles: the trained roles.
+            roles: the roles to save in the checkpoint.
             facts: facts for the checkpoint; rank 0's are stored.
             tensors: the version's tensors by Hugging Face name, without aliases; used on rank 0.
-            critic: the critic to export within the version's directory; used on rank 0.
+            beside: further models to export, by the name of their subdirectory; used on rank 0.
         """
         path = checkpoint.iteration_path(self._root, version)
 
         async def export() -> None:
-            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), critic)
+            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), beside)
 
         async def prune() -> None:
             await asyncio.to_thread(self._prune, version)

@@ -36,6 +36,7 @@ class MetricsSnapshot:
     state: RunState = RunState.STARTING
     gauges: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
+    tracker_failures: dict[str, int] = field(default_factory=dict)
 
 
 def snapshot(state: RunState, progress: Progress) -> MetricsSnapshot:
@@ -49,7 +50,7 @@ def snapshot(state: RunState, progress: Progress) -> MetricsSnapshot:
         gauges["iteration"] = float(progress.last["iteration"])
         seconds = progress.last["time/iteration"]
         gauges["learner_wait_ratio"] = progress.last[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
-    return MetricsSnapshot(state, gauges, dict(progress.versions))
+    return MetricsSnapshot(state, gauges, dict(progress.versions), dict(progress.tracker_failures))
 
 
 class Exporter(Collector):
@@ -94,6 +95,12 @@ class Exporter(Collector):
         for replica, version in shown.replicas.items():
             versions.add_metric([replica], version)
         yield versions
+        failures = GaugeMetricFamily(
+            "polyreme_train_tracker_failures", "How often the tracker failed since the newest start.", labels=["tracker"]
+        )
+        for tracker, count in shown.tracker_failures.items():
+            failures.add_metric([tracker], count)
+        yield failures
 
 
 @asynccontextmanager
@@ -147,6 +154,6 @@ def _numbers(record: Record) -> dict[str, float]:
     found = {}
     for key, value in record.items():
         if key not in _NOT_SHOWN and isinstance(value, int | float) and not isinstance(value, bool):
-            unit = "_seconds" if key.startswith("time/") else ""
+            unit = "_seconds" if key.startswith(("time/", "timing/")) else ""
             found[re.sub(r"\W", "_", key) + unit] = float(value)
     return found

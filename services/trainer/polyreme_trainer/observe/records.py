@@ -167,7 +167,8 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
                 elif key == "staleness/samples":
                     yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
         case "rollout":
-            yield "time/rollout_wait", line["time/rollout_wait"], line["iteration"]
+            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and _is_number(value))
+            yield from ((key, float(value), line["iteration"]) for key, value in numbers)
         case "eval":
             yield *evaluation_of(line), line["version"]
         case "sft":

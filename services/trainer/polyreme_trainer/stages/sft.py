@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     saved = engine.load_warm_start() if phases else None
     first, start = (0, 0) if saved is None else (saved["phase"], saved["step"])
     for number, phase in enumerate(phases[first:], start=first):
-        rows = unpack(ranks.broadcast_from_leader(partial(pack, phase, config, files)))
+        rows = unpack(ranks.broadcast_from_leader(partial(pack, phase.data, config, files)))
         if start == 0:
             engine.begin_phase(phase)
         step = run_phase(engine, phase, rows, (config.seed, number), start, partial(_report, report, number, phase))
@@ -110,10 +111,10 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[i
     return phase.steps
 
 
-async def pack(phase: SftPhase, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
-    """The phase's tokenised rows as bytes for `unpack`. Raises DataError."""
+async def pack(path: Path, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
+    """The tokenised rows of a file as bytes for `unpack`. Raises DataError."""
     template = Template(files, config.data)
-    examples = await asyncio.to_thread(load_examples, phase.data, config.data, template, config.rollout.max_model_len)
+    examples = await asyncio.to_thread(load_examples, path, config.data, template, config.rollout.max_model_len)
     return join(
         [
             np.array([len(example.ids) for example in examples], dtype=np.int64).tobytes(),

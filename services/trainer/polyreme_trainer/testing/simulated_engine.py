@@ -66,6 +66,7 @@ class SimulatedTrainEngine:
         self._layout = plan_manifest([TensorSpec("weight", "U8", (weight_bytes,))])
         self._arena = Arena.create(run_id, weight_bytes)
         self.newest_save: int | None = None
+        self.facts: Mapping[str, Any] = {}
 
     @property
     def arena(self) -> Arena:
@@ -76,6 +77,7 @@ class SimulatedTrainEngine:
         if found is None:
             return None
         self._weights, self.newest_save = found, found.version
+        self.facts = json.loads((self.hf_path(found.version) / "facts.json").read_text())
         return found.version
 
     def begin_phase(self, phase: SftPhase) -> None:
@@ -88,6 +90,9 @@ class SimulatedTrainEngine:
         return lambda: 0.0
 
     def begin_iterations(self) -> None:
+        pass
+
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
         pass
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -119,6 +124,7 @@ class SimulatedTrainEngine:
             weights = self._weights
             state = {"version": version, "plans": weights.plans.hex(), "payloads": weights.payloads.hex()}
             (folder / "state.json").write_text(json.dumps(state))
+            (folder / "facts.json").write_text(json.dumps(dict(facts)))
         there = sorted(self._checkpoints.glob("iteration-*"))
         kept = there[-self._config.trainer.keep_checkpoints :]
         for old in there[: -len(kept)]:

@@ -1,0 +1,1 @@
+"""Experiment trackers: each is a module and a row in `protocol.TRACKERS`."""

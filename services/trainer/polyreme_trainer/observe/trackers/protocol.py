@@ -1,0 +1,77 @@
+"""The protocol of a tracker, which takes points of named numbers and can continue a run that it began.
+
+Invariant: a tracker's package is imported only when the tracker is opened, so a run needs only the packages of its own trackers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from polyreme.config.trackers import TrackerSection
+
+TRACKERS = {
+    "wandb": "polyreme_trainer.observe.trackers.wandb",
+    "swanlab": "polyreme_trainer.observe.trackers.swanlab",
+    "mlflow": "polyreme_trainer.observe.trackers.mlflow",
+    "trackio": "polyreme_trainer.observe.trackers.trackio",
+}
+"""The module of each kind. Its `connect(section, run)` returns a Tracker."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run, as trackers need it.
+
+    Attributes:
+        run_id, name: Polyreme's id and name of the run.
+        config: the resolved configuration, as plain values.
+        folder: an existing directory for the tracker's files.
+        tracker_id: this tracker's id of the run; None when it begins now.
+    """
+
+    run_id: str
+    name: str
+    config: Mapping[str, Any]
+    folder: Path
+    tracker_id: str | None
+
+
+@dataclass(frozen=True)
+class Point:
+    """Numbers of one step.
+
+    Attributes:
+        axis: the unit of the step: `iteration`, or `sft_step` in a warm start.
+        time: Unix seconds.
+        values: name -> number.
+    """
+
+    axis: str
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+class Tracker(Protocol):
+    """An open run of a tracker. Any exception in its methods is a failure of the tracker and ends its process."""
+
+    @property
+    def tracker_id(self) -> str:
+        """The tracker's id of the run, with which the run can be continued."""
+        ...
+
+    def log(self, point: Point) -> None:
+        """Takes a point. Steps of one axis may repeat or decrease, since an evaluation may end after later iterations."""
+        ...
+
+    def close(self) -> None:
+        """Sends the remaining points and closes the run."""
+        ...
+
+
+def open_tracker(section: TrackerSection, run: TrackedRun) -> Tracker:
+    """Begins or continues the tracker's run. Raises the errors of its package."""
+    tracker: Tracker = import_module(TRACKERS[section.kind]).connect(section, run)
+    return tracker
