@@ -48,7 +48,7 @@ def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = Ma
 
 def as_classifier(model: Export) -> Export:
     """The export of a language model with the config.json of a sequence classifier with one label."""
-    return replace(model, model_files={**model.model_files, "config.json": _classifier(model.model_files["config.json"])})
+    return replace(model, model_files={**model.model_files, "config.json": classifier_config(model.model_files["config.json"])})
 
 
 def _write(folder: Path, model: Export) -> None:

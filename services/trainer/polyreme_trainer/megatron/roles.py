@@ -28,7 +28,7 @@ Loss = Callable[[MicroBatch, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A part of an optimizer step: the sequences `indices` and the loss on them, see `Role.update`."""
+    """A term of an optimizer step's loss: the sequences `indices` and the loss on them, see `Role.update`."""
 
     sequences: Sequences
     indices: IntArray
@@ -81,7 +81,7 @@ class Role(Generic[Model]):
         Args:
             loss: its sum over all micro-batches and ranks is the step's loss.
             forward: computes the model's output for the loss; None for the role's own.
-            beside: further parts of the step, whose losses are added.
+            beside: further terms of the step's loss.
 
         Returns:
             The global gradient norm before clipping.
