@@ -7,7 +7,7 @@ neither torch nor transformers.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from polyreme.errors import ConfigError
@@ -42,6 +42,11 @@ class MappingRow:
         tensors = {f"model.layers.{hf_layer}.{name}": dims for name, dims in self.tensors.items()}
         return MappingRow(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors)
 
+    def of_expert(self, param_expert: int, hf_expert: int) -> "MappingRow":
+        """The row with the expert's numbers: of the expert on its rank, and in the whole layer."""
+        tensors = {name.format(expert=hf_expert): dims for name, dims in self.tensors.items()}
+        return MappingRow(self.param.format(expert=param_expert), self.share, tensors)
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -50,6 +55,16 @@ class Architecture:
     Attributes:
         head: "tied" (the output layer is the embedding), "untied" (a separate output layer) or "value" (one number per position).
         max_position: the longest sequence for which the model's results equal those of transformers.
+        window: the number of tokens to which a query of a sliding layer attends, including its own.
+        sliding: for each layer, whether its attention has the window; empty when no layer has it.
+        sliding_rope: the rotary embedding of the sliding layers; None for that of the other layers.
+        query_scale: attention scores are divided by its square root; None for head_dim.
+        embedding_scale: the factor of the embedded tokens.
+        experts: the number of experts of each layer; 0 for a dense model, whose MLP has the width `ffn`.
+        expert_ffn: the width of an expert.
+        top_k: the number of experts to which a token is routed.
+        shared_ffn: the width of the expert that every token passes; 0 without one.
+        renormalizes: whether the weights of a token's experts are scaled to sum to 1.
     """
 
     family: "ModelFamily"
@@ -64,6 +79,16 @@ class Architecture:
     norm_eps: float
     max_position: int
     rope: Rope
+    window: int | None = None
+    sliding: tuple[bool, ...] = ()
+    sliding_rope: Rope | None = None
+    query_scale: float | None = None
+    embedding_scale: float = 1.0
+    experts: int = 0
+    expert_ffn: int = 0
+    top_k: int = 0
+    shared_ffn: int = 0
+    renormalizes: bool = False
 
     @property
     def queries(self) -> int:
@@ -87,11 +112,20 @@ class Architecture:
             return MappingRow("output_layer.weight", "all", {VALUE_HEAD: (1, "hidden")})
         return MappingRow("output_layer.weight", "vocab", {EMBEDDING if self.head == "tied" else LM_HEAD: ("vocab", "hidden")})
 
+    def layer_rows(self, rank: int = 0, ranks: int = 1) -> Iterator[tuple[MappingRow, bool]]:
+        """The rows of one layer on one expert rank, each with whether all expert ranks have the same row."""
+        for row in self.family.layer:
+            yield row, True
+        here = self.experts // ranks
+        for local in range(here):
+            for row in self.family.expert:
+                yield row.of_expert(local, rank * here + local), False
+
     def rows(self) -> Iterator[MappingRow]:
         """The whole model's table, in model order. A tied head has no row of its own, because it is the embedding."""
         yield EMBEDDING_ROW
         for layer in range(self.layers):
-            yield from (row.in_layer(layer, layer) for row in self.family.layer)
+            yield from (row.in_layer(layer, layer) for row, _ in self.layer_rows())
         yield FINAL_NORM_ROW
         if self.head != "tied":
             yield self.head_row()
@@ -100,6 +134,11 @@ class Architecture:
     def parameters(self) -> int:
         """The number of weights; a tied embedding counts once."""
         return sum(math.prod(shape) for row in self.rows() for shape in self.shapes(row).values())
+
+    @property
+    def active_parameters(self) -> int:
+        """The number of weights that one token uses, with `top_k` of the experts."""
+        return replace(self, experts=self.top_k).parameters
 
 
 EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
@@ -126,7 +165,7 @@ DENSE_LAYER = (
 """Llama's layer: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
 
 _DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}
-_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
@@ -135,24 +174,32 @@ class ModelFamily:
 
     Attributes:
         name: the model_type.
-        layer: the rows of one layer.
+        layer: the rows of one layer, without those of its experts.
+        expert: the rows of one expert; its number replaces `{expert}`.
         options: fields of megatron-core's TransformerConfig that this family sets; the layer's spec depends on them.
         defaults: transformers' defaults for fields that config.json lacks.
+        fixed: fields that must have this value.
+        activation: the activation of the MLP's gate; "gelu_tanh" is the tanh approximation of GELU.
+        post_norms: whether attention and MLP each end in a norm, before the residual is added.
     """
 
     name: str
     layer: tuple[MappingRow, ...] = DENSE_LAYER
+    expert: tuple[MappingRow, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    post_norms: bool = False
 
     def architecture(self, config: HfConfig) -> Architecture:
         """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that this package does not support."""
         config = config.with_defaults({**_DEFAULTS, **self.defaults})
-        for name, value in _FIXED.items():
+        for name, value in {**_FIXED, **self.fixed}.items():
             config.only(name, value)
         config.absent("quantization_config")
         layers = config.integer("num_hidden_layers")
-        config.only("layer_types", ["full_attention"] * layers)
+        sliding = self.sliding_layers(config, layers)
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads") if "num_key_value_heads" in config else heads
         head_dim = config.integer("head_dim") if "head_dim" in config else hidden // heads
@@ -179,5 +226,17 @@ class ModelFamily:
             head="tied" if config.flag("tie_word_embeddings") else "untied",
             norm_eps=config.number("rms_norm_eps"),
             max_position=max_position,
-            rope=read_rope(config, max_position),
+            rope=self.rope(config, max_position),
+            window=config.integer("sliding_window") if any(sliding) else None,
+            sliding=sliding,
         )
+
+    def sliding_layers(self, config: HfConfig, layers: int) -> tuple[bool, ...]:
+        """For each layer, whether its attention has the window `sliding_window`; empty: no layer has. Raises ConfigError."""
+        config.only("use_sliding_window", False)
+        config.only("layer_types", ["full_attention"] * layers)
+        return ()
+
+    def rope(self, config: HfConfig, max_position: int) -> Rope:
+        """The rotary embedding of the layers with full attention. Raises ConfigError."""
+        return read_rope(config, max_position)

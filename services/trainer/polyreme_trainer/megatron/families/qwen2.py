@@ -3,7 +3,8 @@
 Invariant: the bias is the only difference from the base family; `add_qkv_bias` and the row `QKV_BIAS` belong together.
 """
 
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow, ModelFamily
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow
+from polyreme_trainer.megatron.families.window import QwenFamily
 
 QKV_BIAS = MappingRow(
     "self_attention.linear_qkv.bias",
@@ -15,7 +16,7 @@ QKV_BIAS = MappingRow(
     },
 )
 
-FAMILY = ModelFamily(
+FAMILY = QwenFamily(
     name="qwen2",
     layer=(*DENSE_LAYER, QKV_BIAS),
     options={"add_qkv_bias": True},

@@ -1,0 +1,43 @@
+"""The RMS norm of the model on accelerators, and a row-parallel layer that ends in a norm, for both specs.
+
+Invariant: a zero-centred weight is added to 1 in fp32, as in transformers.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron.mcore import TransformerConfig
+
+
+class TorchRmsNorm(torch.nn.Module):
+    """An RMS norm with megatron-core's interface and torch's kernel. Weight [hidden_size]. With `layernorm_zero_centered_gamma` the factor is
+    1 + weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - ranks then sum its gradient
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # Sum and product are in fp32, as in transformers: bfloat16 has too few digits for 1 + weight.
+        return torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def ends_in_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A row-parallel layer whose output passes through a norm, `post_layernorm`, before the residual is added."""
+
+    class Normed(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **options)
+            self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
+    return Normed
