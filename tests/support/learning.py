@@ -91,8 +91,10 @@ class Rank:
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
+        """The metrics of an iteration, without its seconds."""
         greedy = self.engine.algorithm.needs.greedy
-        return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy)))
+        metrics = self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy))
+        return {name: value for name, value in metrics.items() if not name.startswith("timing/")}
 
     def write(self, path: Path, results: dict[str, object]) -> None:
         """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
