@@ -105,6 +105,8 @@ def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
         models["critic"] = (actor if path is None else load_architecture(path).parameters, trained)
     if config.recipe.kl is not None:
         models["reference"] = (actor, width)
+    if config.trainer.ema_decay is not None:
+        models["moving average"] = (actor, 4)
     copies = max(1, parallel.ranks_per_node // parallel.tensor)
     needed = copies * sum(parameters * each for parameters, each in models.values())
     if needed > total:

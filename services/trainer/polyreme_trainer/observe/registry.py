@@ -147,7 +147,7 @@ TIMING = (
     ),
     Metric("timing/non_overlap_reward_model", "s", "The same of `timing/reward_model`."),
 )
-_TOKENS = "(response_length/mean + prompt_length/mean) x samples"
+_TOKENS = "(response_length/mean + prompt_length/mean) x samples, greedy baselines included,"
 THROUGHPUT = (
     Metric("e2e_tps", "tokens/s per device", f"{_TOKENS} / (learner ranks + devices of the configured replicas) / timing/all."),
     Metric("update_tps", "tokens/s per device", f"{_TOKENS} / learner ranks / timing/update.", "where the actor is trained"),
@@ -172,8 +172,9 @@ BESIDE = (
     Metric("accuracy", "1", "Right answers among the held-out prompts, greedy.", "`eval` records of rewards that are 0 or 1"),
     Metric("score", "score", "Mean score of the held-out prompts, greedy.", "other `eval` records"),
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
-    Metric("stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
-    Metric("reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric("weights/stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
+    Metric("weights/reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric("checkpoint/seconds", "s", "Time that saving took.", "`saved` records"),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )
 
