@@ -18,6 +18,8 @@ class Item(NamedTuple):
         label: the reference answer; may be empty.
         metadata_json: a JSON object with the row's other columns, or empty.
         templated_prompt: the text that the model saw, chat template and special tokens included; empty when only `prompt` is known.
+        token_ids: of the response's tokens, stop token included; empty when only texts are known.
+        token_texts: the text of each token; together they are `response_raw`.
     """
 
     key: str
@@ -27,6 +29,8 @@ class Item(NamedTuple):
     label: str = ""
     metadata_json: str = ""
     templated_prompt: str = ""
+    token_ids: Sequence[int] = ()
+    token_texts: Sequence[str] = ()
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -62,12 +66,19 @@ class Status(IntEnum):
 
 
 class Outcome(NamedTuple):
-    """One reward's answer to one item. `extras` are further named numbers, reported and not summed."""
+    """One reward's answer to one item.
+
+    Args:
+        extras: further named numbers, reported and not summed.
+        token_rewards: one number per token of the item; empty where the reward gave none. They are a part of `value`: what it has beyond
+            their sum belongs to the last token.
+    """
 
     status: Status
     value: float = 0.0
     message: str = ""
     extras: Mapping[str, float] = {}
+    token_rewards: tuple[float, ...] = ()
 
 
 class RewardError(Exception):
@@ -76,9 +87,11 @@ class RewardError(Exception):
 
 NO_LABEL = "expected a label to compare with; found none"
 """Begins the message of every item that fails because it has no label."""
+NO_TOKENS = "expected the response's tokens, for a reward that reads them; found texts alone"
 
 MESSAGE_LIMIT = 2000
 EXTRAS_LIMIT = 32
+_LARGEST = 3.4028234663852886e38  # of float32, in which the experience log keeps rewards per token
 
 
 def ok(value: float) -> Outcome:
@@ -95,17 +108,34 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def judge(answer: object) -> Outcome:
-    """The outcome of a reward's return value: a number, or a mapping with `score` and further numbers."""
+def judge(answer: object, tokens: int = 0) -> Outcome:
+    """The outcome of a reward's return value.
+
+    Args:
+        answer: a number; a list of one number per token, whose sum is the value; or a mapping with `score`, which is either, and further
+            numbers. A mapping may also have `token_rewards` beside a number as `score`, or alone.
+        tokens: of the item; 0: it came without its tokens, so a list is no answer.
+    """
     extras: dict[str, float] = {}
+    per_token: object = None
     if isinstance(answer, Mapping):
-        if "score" not in answer:
+        per_token = answer.get("token_rewards")
+        if "score" not in answer and per_token is None:
             return failed(Status.INVALID, f"expected a mapping with the key 'score'; found the keys {_shown(list(answer))}")
         for name, value in list(answer.items())[: EXTRAS_LIMIT + 1]:
             number = _number(value)
-            if name != "score" and number is not None and math.isfinite(number):
+            if name not in ("score", "token_rewards") and number is not None and math.isfinite(number):
                 extras[printable(str(name)[:100])] = number
-        answer = answer["score"]
+        answer = answer.get("score")
+    if per_token is None and _is_list(answer):
+        per_token, answer = answer, None
+    if per_token is not None:
+        numbers = _per_token(per_token, tokens)
+        if isinstance(numbers, str):
+            return failed(Status.INVALID, numbers)
+        value = _number(math.fsum(numbers) if answer is None else answer)
+        if value is not None and math.isfinite(value):
+            return Outcome(Status.OK, value, "", extras, numbers)
     number = _number(answer)
     if number is None:
         return failed(Status.INVALID, f"expected a finite number; found {_shown(answer)}")
@@ -122,6 +152,36 @@ def _number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
+
+
+def _is_list(value: object) -> bool:
+    """Whether it is a list, or an array or tensor of one dimension and more than one number."""
+    return isinstance(value, list | tuple) or (
+        getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist") and _length(value) != 1
+    )
+
+
+def _length(value: object) -> int | None:
+    try:
+        return len(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _per_token(value: object, tokens: int) -> tuple[float, ...] | str:
+    """One finite number per token, or what was expected and found instead."""
+    if not tokens:
+        return f"expected one number, since no tokens came with the item or over its wire; found {_shown(value)}"
+    if (length := _length(value)) != tokens or isinstance(value, str | bytes | Mapping):
+        return f"expected {tokens} numbers, one per token; found {_shown(value) if length is None else length}"
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    numbers = []
+    for place, each in enumerate(listed):  # type: ignore[arg-type]
+        number = _number(each)
+        if number is None or not abs(number) <= _LARGEST:
+            return f"expected a finite float32 for every token; found {_shown(each)} for token {place}"
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def _shown(value: object) -> str:
@@ -150,6 +210,11 @@ class Reward(Protocol):
     @property
     def description(self) -> str:
         """One line for readers."""
+        ...
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads an item's tokens, which clients leave out where no reward does."""
         ...
 
     @property

@@ -23,7 +23,7 @@ from polyreme_reward.isolation.wire import HEADER, encode
 
 log = logging.getLogger(__name__)
 
-_REPLY_BYTES = 1 << 20
+_REPLY_BYTES = 8 << 20  # one number for each of some hundred thousand tokens
 _STOP_SECONDS = 5.0
 KEEPER_SECONDS = 5.0
 """How long the keeper may take to fork. It does nothing else; one that was stopped (SIGSTOP) does not even that."""
@@ -91,7 +91,7 @@ class Workers:
 
     Attributes:
         trouble: why no worker could be had when one was last asked for; None: one was.
-        facts: version and description of every reward, as the first worker reported them.
+        facts: version and description of every reward, and whether it reads tokens, as the first worker reported them.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Workers:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._folder = ""
-        self.facts: list[tuple[str, str]] = []
+        self.facts: list[tuple[str, str, bool]] = []
 
     async def spawn(self) -> Worker:
         """A worker that has loaded. Raises ConfigError when it cannot; UnavailableError when that takes too long."""
@@ -116,7 +116,7 @@ class Workers:
             await worker.send(self._setup)
             async with asyncio.timeout(self._start_timeout):
                 message = await worker.receive()
-            facts = [(str(version), str(description)) for version, description in message.get("ready", ())]
+            facts = [(str(version), str(description), bool(tokens)) for version, description, tokens in message.get("ready", ())]
         except TimeoutError:
             self.discard(worker)
             raise UnavailableError(

@@ -24,6 +24,7 @@ class RuleReward:
         self._thread = ThreadPoolExecutor(1, f"reward {name}")  # one: the interpreter runs one at a time anyway
 
     available = True
+    reads_tokens = False
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome per item, in order."""

@@ -75,6 +75,7 @@ class GroupMaker:
                     prompt.label,
                     prompt.metadata_json,
                     prompt.text,
+                    tuple(ids[sample.index]),
                 )
                 for sample in samples
             ]
@@ -125,4 +126,5 @@ def _sample(sample: PartialRollout, text: str, result: reward_pb2.ScoreResult, t
         score=result.score,
         parts=[RewardPart(part.name, part.raw, part.weighted, part.plugin_version) for part in result.parts],
         text=text,
+        token_rewards=np.array(result.token_rewards, dtype=np.float32) if result.token_rewards else None,
     )

@@ -66,7 +66,7 @@ async def _orchestrate(run: Run) -> None:
     term = await experience.take(Role.ORCHESTRATOR)
     logger.info("term %d", term.counter)
     pool = ReplicaPool(run, experience, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security)
-    rewards = RewardClient(run, config.reward, proven=await experience.planned() > 0)
+    rewards = RewardClient(run, config.reward, template.token_texts, proven=await experience.planned() > 0)
     wanted = config.rollout.replicas if await run.check() is RunState.STARTING else 1  # a running run continues with what it has
     await together([pool.wait_for(wanted), rewards.wait_for(1)])
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:

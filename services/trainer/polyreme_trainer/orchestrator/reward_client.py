@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -48,7 +48,8 @@ class ScoreError(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is what the model saw."""
+    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is what the model saw; `token_ids` are the
+    response's."""
 
     name: tuple[str | int, ...]
     prompt: str
@@ -57,6 +58,7 @@ class Question:
     label: str
     metadata_json: str
     templated_prompt: str = ""
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -98,6 +100,7 @@ class _Server:
     outstanding: int = 0
     backoff_until: float = 0.0
     rewards: str = ""
+    reads_tokens: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -155,11 +158,14 @@ class RewardClient:
     Args:
         run: has the leases and takes the notices.
         config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
+        token_texts: the text of each token id, for servers with a reward that reads tokens.
         proven: as Health's.
     """
 
-    def __init__(self, run: Run, config: RewardConfig, proven: bool = True) -> None:
-        self._run, self._config = run, config
+    def __init__(
+        self, run: Run, config: RewardConfig, token_texts: Callable[[Sequence[int]], list[str]], proven: bool = True
+    ) -> None:
+        self._run, self._config, self._token_texts = run, config, token_texts
         self._leases = LiveServers(run, "reward")
         self._servers: dict[str, _Server] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -263,8 +269,10 @@ class RewardClient:
             return _Outcome(error=f"no reward server is registered{self._skew()}", counts=False, outage=True)
         try:
             with server.asked(len(positions)):
-                server.rewards = server.rewards or await _describe(server)
-                items = [_item(questions[position], server.rewards) for position in positions]
+                if not server.rewards:
+                    await _describe(server)
+                texts = self._token_texts if server.reads_tokens else None
+                items = [_item(questions[position], server.rewards, texts) for position in positions]
                 request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
                 response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
         except grpc.aio.AioRpcError as error:
@@ -308,14 +316,18 @@ def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreIt
     return outcome
 
 
-async def _describe(server: _Server) -> str:
-    """Names, versions and weights of a server's rewards, as part of item keys."""
+async def _describe(server: _Server) -> None:
+    """Asks a server for its rewards: names, versions and weights, as part of item keys, and whether one reads tokens."""
     listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
-    return json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
+    server.reads_tokens = any(reward.reads_tokens for reward in listed.rewards)
+    server.rewards = json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
 
 
-def _item(question: Question, rewards: str) -> reward_pb2.ScoreItem:
-    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards]
+def _item(question: Question, rewards: str, token_texts: Callable[[Sequence[int]], list[str]] | None) -> reward_pb2.ScoreItem:
+    """The question as an item, with its tokens where `token_texts` is given. Its key names the tokens, too: they may spell one text in
+    two ways."""
+    ids = question.token_ids if token_texts else ()
+    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards, *ids]
     return reward_pb2.ScoreItem(
         key=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         prompt=question.prompt,
@@ -324,6 +336,8 @@ def _item(question: Question, rewards: str) -> reward_pb2.ScoreItem:
         label=question.label,
         metadata_json=question.metadata_json,
         templated_prompt=question.templated_prompt,
+        token_ids=ids,
+        token_texts=token_texts(ids) if token_texts and ids else (),
     )
 
 
