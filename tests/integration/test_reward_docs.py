@@ -45,7 +45,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_python_reward(folder: Path) -> None:
     done = run(commands()[0], folder)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"1 .*OK .* 1 .* 1 .* It is Paris\. .* Paris", done.stdout)
+    assert re.search(r"1 +OK +score 1 .*my_reward 1 .*\n +response It is Paris\.\n +label +Paris", done.stdout)
     assert "mean 0.375 of 2, 0 without a score" in done.stdout
 
 

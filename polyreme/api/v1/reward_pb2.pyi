@@ -78,18 +78,20 @@ class ListRewardsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RewardInfo(_message.Message):
-    __slots__ = ("name", "weight", "version", "description", "reads_tokens")
+    __slots__ = ("name", "weight", "version", "description", "correctness", "reads_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CORRECTNESS_FIELD_NUMBER: _ClassVar[int]
     READS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     weight: float
     version: str
     description: str
+    correctness: bool
     reads_tokens: bool
-    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., version: _Optional[str] = ..., description: _Optional[str] = ..., reads_tokens: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., version: _Optional[str] = ..., description: _Optional[str] = ..., correctness: bool = ..., reads_tokens: bool = ...) -> None: ...
 
 class ListRewardsResponse(_message.Message):
     __slots__ = ("api", "rewards")

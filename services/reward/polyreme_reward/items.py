@@ -213,6 +213,11 @@ class Reward(Protocol):
         ...
 
     @property
+    def correctness(self) -> bool:
+        """Whether a value is 1 for a right answer and 0 for a wrong one, so that a mean of values is an accuracy."""
+        ...
+
+    @property
     def reads_tokens(self) -> bool:
         """Whether it reads an item's tokens, which clients leave out where no reward does."""
         ...

@@ -100,6 +100,7 @@ class _Server:
     outstanding: int = 0
     backoff_until: float = 0.0
     rewards: str = ""
+    """The description of its rewards, as part of item keys; empty until the server was asked."""
     reads_tokens: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -160,6 +161,10 @@ class RewardClient:
         config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
         token_texts: the text of each token id, for servers with a reward that reads tokens.
         proven: as Health's.
+
+    Attributes:
+        measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a wrong
+            answer. False until a server has scored.
     """
 
     def __init__(
@@ -173,6 +178,7 @@ class RewardClient:
         self._drain_timeout = min(config.item_timeout + 1.0, 30.0)  # as in the reward server
         self._remote = tuple(f"{spec.label}: " for spec in config.rewards if spec.urls)
         self.health = Health(config.start_timeout, proven)
+        self.measure_correctness = False
 
     @property
     def paused(self) -> bool:
@@ -270,7 +276,10 @@ class RewardClient:
         try:
             with server.asked(len(positions)):
                 if not server.rewards:
-                    await _describe(server)
+                    listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
+                    server.rewards = _describe(listed)
+                    server.reads_tokens = any(reward.reads_tokens for reward in listed.rewards)
+                    self.measure_correctness = len(listed.rewards) == 1 and listed.rewards[0].correctness
                 texts = self._token_texts if server.reads_tokens else None
                 items = [_item(questions[position], server.rewards, texts) for position in positions]
                 request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
@@ -316,11 +325,9 @@ def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreIt
     return outcome
 
 
-async def _describe(server: _Server) -> None:
-    """Asks a server for its rewards: names, versions and weights, as part of item keys, and whether one reads tokens."""
-    listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
-    server.reads_tokens = any(reward.reads_tokens for reward in listed.rewards)
-    server.rewards = json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
+def _describe(listed: reward_pb2.ListRewardsResponse) -> str:
+    """Names, versions and weights of a server's rewards, as part of item keys."""
+    return json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
 
 
 def _item(question: Question, rewards: str, token_texts: Callable[[Sequence[int]], list[str]] | None) -> reward_pb2.ScoreItem:

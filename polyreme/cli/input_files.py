@@ -1,0 +1,97 @@
+"""The input files of a run: the model directory and the data sets that its configuration names.
+
+Invariant: a missing or truncated input is an error before anything starts. Checks read no weights, only headers.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
+
+_MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_LARGEST_HEADER = 100_000_000
+"""Maximum size of a safetensors header in bytes, the format's own limit."""
+
+
+def read_model_files(model_dir: Path) -> dict[str, bytes]:
+    """The model files that a replica needs besides the weights: architecture, tokenizer, chat template. Contents by file name.
+
+    Raises:
+        ConfigError: the directory is not a Hugging Face model with a fast tokenizer.
+    """
+    _check_model_dir(model_dir)
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(model_dir.iterdir())
+        if path.is_file() and path.suffix in _MODEL_FILE_SUFFIXES and not path.name.endswith(".index.json")
+    }
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Checks that the files of the configuration exist and that the samples fit the model's context.
+
+    Raises:
+        ConfigError: a file is missing or truncated, or samples may exceed the model's context.
+    """
+    _check_model_dir(config.model.path)
+    weights = sorted(config.model.path.glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(
+            f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
+        )
+    for shard in weights:
+        _check_whole(shard)
+    longest = _context(config.model.path / "config.json")
+    if longest is not None and config.rollout.max_model_len > longest:
+        raise ConfigError(
+            f"rollout.max_model_len within the model's context of {longest} tokens (max_position_embeddings)",
+            str(config.rollout.max_model_len),
+            "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer context.",
+        )
+    named = {"data.train": config.data.train, "data.eval": config.data.eval}
+    named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
+    for key, path in named.items():
+        if path is not None and not path.is_file():
+            raise ConfigError(f"a file at {key} = {path}", "no such file", f"Fix {key}, or create the file.")
+
+
+def _check_model_dir(model_dir: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        if not (model_dir / name).is_file():
+            raise ConfigError(
+                f"a Hugging Face model directory at model.path = {model_dir}",
+                f"no {name} in it" if model_dir.is_dir() else "no such directory",
+                "Fix model.path. examples/running_total/prepare.py creates the demo's model.",
+            )
+
+
+def _check_whole(path: Path) -> None:
+    """Refuses a truncated or missing download before anything starts. Reads only the safetensors header."""
+    with open(path, "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(length)) if 8 + length <= min(size, _LARGEST_HEADER) else {}
+            end = (
+                8
+                + length
+                + max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            )
+        except (ValueError, TypeError, LookupError, AttributeError):
+            end = -1
+    if end != size:
+        found = f"{size:,} bytes, which does not match its header" if end >= 0 else "no safetensors header"
+        raise ConfigError(f"complete weights in {path}", found, "Download or save the file again (with Git LFS: `git lfs pull`).")
+
+
+def _context(path: Path) -> int | None:
+    """`max_position_embeddings` of a model's config.json, or None when it is absent or RoPE scaling extends it."""
+    try:
+        model = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"JSON in {path}", str(error), "Save the model with save_pretrained.") from None
+    if not isinstance(model, dict):
+        raise ConfigError(f"a JSON object in {path}", type(model).__name__, "Save the model with save_pretrained.")
+    scaled = model.get("rope_scaling") or (model.get("rope_parameters") or {}).get("rope_type", "default") != "default"
+    return None if scaled else model.get("max_position_embeddings")
