@@ -1,12 +1,13 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load, and its critic as one within it.
+"""A policy as a Hugging Face directory that transformers and vLLM load, with its critic and its moving average as directories within it.
 
-Invariant: a directory of that name is complete, the critic's included.
+Invariant: a directory of that name is complete, those within it included.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,6 +16,8 @@ from polyreme_trainer.megatron.atomic import new_directory
 
 CRITIC = "critic"
 """The critic's directory within the policy's."""
+EMA = "ema"
+"""Likewise of the moving average."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,21 @@ class Export:
     model_files: Mapping[str, bytes]
 
 
-def export_hf(directory: Path, policy: Export, critic: Export | None = None) -> None:
-    """Writes `directory` atomically, replacing what is there; the critic's is a sequence classifier with one label."""
+def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = MappingProxyType({})) -> None:
+    """Writes `directory` atomically, replacing what is there, with the models `beside` in directories of their names.
+
+    The critic is written as a sequence classifier with one label.
+    """
     with new_directory(directory) as temporary:
         _write(temporary, policy)
-        if critic is not None:
-            (temporary / CRITIC).mkdir()
-            files = {**critic.model_files, "config.json": _classifier(critic.model_files["config.json"])}
-            _write(temporary / CRITIC, replace(critic, model_files=files))
+        for name, model in beside.items():
+            (temporary / name).mkdir()
+            _write(temporary / name, as_classifier(model) if name == CRITIC else model)
+
+
+def as_classifier(model: Export) -> Export:
+    """The export with the config.json of the sequence classifier with one label that belongs to a language model's."""
+    return replace(model, model_files={**model.model_files, "config.json": _classifier(model.model_files["config.json"])})
 
 
 def _write(folder: Path, model: Export) -> None:
