@@ -1,4 +1,7 @@
-"""The section `teacher`: whose log-probabilities an on-policy distillation follows."""
+"""The section `teacher`: whose log-probabilities an on-policy distillation follows.
+
+Invariant: where the teacher is, and how it is asked, does not decide the trained weights; which model it is does.
+"""
 
 from typing import Literal
 
