@@ -49,7 +49,18 @@ PER_SAVE = (
 OF_EVERY_RANK = ("gradients summed", "weights stepped", "checkpoint half written")
 ALONE = ParallelConfig()
 LIFE_SECONDS = 600.0
-OF_TIME = ("time", "tokens_per_second", "samples_per_second", "alarms", "staleness/", "mismatch_kl")
+OF_TIME = (
+    "time",
+    "timing/",
+    "e2e_tps",
+    "update_tps",
+    "vllm_tps",
+    "tokens_per_second",
+    "samples_per_second",
+    "alarms",
+    "staleness/",
+    "mismatch_kl",
+)
 PPO_WITH_STATE = {
     "preset": "ppo",
     "minibatches": 2,

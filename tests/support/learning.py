@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,12 @@ class Rank:
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
+        """Trains an iteration. Returns its metrics but for times."""
         greedy = self.engine.algorithm.needs.greedy
-        return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy)))
+        measured = self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy))
+        return {name: value for name, value in measured.items() if not name.startswith("timing/")}
 
-    def write(self, path: Path, results: dict[str, object]) -> None:
+    def write(self, path: Path, results: Mapping[str, object]) -> None:
         """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
         others = self.engine.saved[1:]
         whole = {"": self.engine.policy.full_tensors(), **{f"{role.name}.": role.model.full_tensors() for role in others}}

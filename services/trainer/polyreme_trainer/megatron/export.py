@@ -48,24 +48,26 @@ def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = Ma
 
 def as_classifier(model: Export) -> Export:
     """The export with the config.json of the sequence classifier with one label that belongs to a language model's."""
-    return replace(model, model_files={**model.model_files, "config.json": _classifier(model.model_files["config.json"])})
+    return replace(model, model_files={**model.model_files, "config.json": classifier_config(model.model_files["config.json"])})
 
 
 def _write(folder: Path, model: Export) -> None:
     dtype = str(next(iter(model.tensors.values())).dtype).removeprefix("torch.")
     for name, content in model.model_files.items():
-        (folder / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
+        (folder / name).write_bytes(with_dtype(content, dtype) if name == "config.json" else content)
     save_file(dict(model.tensors), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _classifier(config: bytes) -> bytes:
+def classifier_config(config: bytes) -> bytes:
     """config.json of the sequence classifier with one label that belongs to a language model's."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES  # takes a second
+
     fields = json.loads(config)
-    architectures = [name.replace("ForCausalLM", "ForSequenceClassification") for name in fields["architectures"]]
-    return json.dumps({**fields, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}).encode()
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[fields["model_type"]]
+    return json.dumps({**fields, "architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}).encode()
 
 
-def _with_dtype(config: bytes, dtype: str) -> bytes:
+def with_dtype(config: bytes, dtype: str) -> bytes:
     """config.json that names the dtype of the weights beside it, under the key it already uses."""
     fields = json.loads(config)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype

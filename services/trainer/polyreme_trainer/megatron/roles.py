@@ -26,8 +26,8 @@ Loss = Callable[[MicroBatch, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One of several parts of an optimizer step: the sequences `indices` and the loss on them, see `Role.update`."""
+class LossTerm:
+    """One of several terms of an optimizer step: the sequences `indices` and the loss on them, see `Role.update`."""
 
     sequences: Sequences
     indices: IntArray
@@ -73,7 +73,7 @@ class Role(Generic[Model]):
         loss: Loss,
         lr: float,
         forward: Forward | None = None,
-        beside: Sequence[Part] = (),
+        beside: Sequence[LossTerm] = (),
     ) -> float:
         """One optimizer step on `indices`, shared out over the data ranks.
 
@@ -87,7 +87,7 @@ class Role(Generic[Model]):
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
-        for part in (Part(sequences, indices, loss, forward), *beside):
+        for part in (LossTerm(sequences, indices, loss, forward), *beside):
             for batch in self.shard.micro_batches(part.sequences, part.indices, self.parameters):
                 part.loss(batch, (part.forward or self.forward)(batch)).backward()
         self.optimizer.set_lr(lr)

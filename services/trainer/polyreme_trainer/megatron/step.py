@@ -22,7 +22,7 @@ from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.mixing import ptx_loss
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
-from polyreme_trainer.megatron.roles import Forward, Loss, Part, Role, everything
+from polyreme_trainer.megatron.roles import Forward, Loss, LossTerm, Role, everything
 from polyreme_trainer.megatron.shard import DataShard
 
 PROBE = 16
@@ -262,7 +262,7 @@ class Losses:
 
         return loss
 
-    def of_rows(self, rows: Sequences, coef: float) -> Part:
+    def of_rows(self, rows: Sequences, coef: float) -> LossTerm:
         """The supervised part of an optimizer step."""
         tokens = int(rows.trained.sum())
 
@@ -271,7 +271,7 @@ class Losses:
             self._supervised.append(metrics)
             return value
 
-        return Part(rows, everything(rows), loss)
+        return LossTerm(rows, everything(rows), loss)
 
     def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray, entropy: Tensor | None = None) -> LossInputs:
         """What the policy's loss sees of a micro-batch."""

@@ -80,6 +80,10 @@ ACTOR = (
     Metric("dual_clip_fraction", "1", "Trained tokens whose loss is cut at the dual clip.", "with a dual clip"),
     Metric("reward_kl", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the reward"),
     Metric("kl_coef", "1", "Coefficient of the KL penalty.", "with KL in the reward"),
+    Metric("reference/version", "1", "Version of the policy that the reference was.", "with a reference that is renewed"),
+    Metric(
+        "ptx_loss", "nats", "Mean cross entropy of the response tokens of the supervised rows that are mixed in.", "with `ptx`"
+    ),
     *statistics("critic/advantages", "1", "advantage of a trained token"),
 )
 VALUES = (
@@ -164,6 +168,13 @@ BESIDE = (
     Metric(
         "rollout/mean_score", "score", "Mean score of all groups, dropped ones included.", "`rollout` records of dynamic sampling"
     ),
+    Metric(
+        "rollout/skipped_prompts",
+        "prompts",
+        "Prompts skipped since the plan before, as they were always or never solved.",
+        "`rollout` records with `skip_prompts`",
+    ),
+    Metric("rollout/pass_rate", "1", "Solved samples of the other prompts.", "`rollout` records with `skip_prompts`"),
     Metric("accuracy", "1", "Right answers among the held-out prompts, greedy.", "`eval` records of rewards that are 0 or 1"),
     Metric("score", "score", "Mean score of the held-out prompts, greedy.", "other `eval` records"),
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
