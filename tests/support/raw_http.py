@@ -43,9 +43,8 @@ async def raw_server(handler: Handler, tls: ssl.SSLContext | None = None) -> Asy
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next(
-                    int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
-                )
+                lines = head.lower().split(b"\r\n")
+                length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
                 body = await reader.readexactly(length)
                 seen.heads.append(head)
                 seen.bodies.append(body)

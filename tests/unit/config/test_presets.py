@@ -25,6 +25,7 @@ NAMES = [
     "remax",
     "opo",
     "raft",
+    "distillation",
 ]
 
 

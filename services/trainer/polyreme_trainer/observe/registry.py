@@ -71,6 +71,12 @@ ACTOR = (
     Metric("actor/lr", "1", "Learning rate of the iteration; 0 while only the critic is trained."),
     Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
     Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),
+    Metric(
+        "actor/teacher_kl",
+        "nats",
+        "Mean of log p - log p_teacher over the trained tokens: an estimate of the KL to the teacher.",
+        "with a teacher",
+    ),
     Metric("dual_clip_fraction", "1", "Trained tokens whose loss is cut at the dual clip.", "with a dual clip"),
     Metric("reward_kl", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the reward"),
     Metric("kl_coef", "1", "Coefficient of the KL penalty.", "with KL in the reward"),
