@@ -1,4 +1,4 @@
-"""An HTTP reward behind TLS with a private CA, client certificates and a token: it is asked properly, and what is wrong is said."""
+"""An HTTP reward behind TLS with a private CA, client certificates and a token: requests succeed, and failures name the problem."""
 
 import asyncio
 import ssl

@@ -166,7 +166,7 @@ async def test_refusals(world: World, slots: Any, options: Any, code: grpc.Statu
 
 
 async def test_a_full_queue_refuses(world: World) -> None:
-    """40 slots (simulated), 16 times max_num_seqs = 64 (vLLM): 80 are asked for at once."""
+    """The limits are 40 sequences (simulated) and 16 x max_num_seqs = 64 (vLLM). The test requests 80 at once."""
     calls = [asyncio.ensure_future(world.generate([(i, [], 120, i) for i in range(10)], temperature=1.0)) for _ in range(8)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     refused = [error for error in outcomes if isinstance(error, grpc.aio.AioRpcError)]

@@ -190,7 +190,7 @@ def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(t
 
 @pytest.mark.slow
 def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
-    """vLLM's core is a process of its own: the replica outlives it, and has to notice."""
+    """vLLM's core is a separate process. The replica outlives it and must detect its end."""
     up = Up(task, "name=coreless", "iterations=6")
     up.until(lambda: len(up.records("iteration")) >= 2)
     [service] = [process for process in psutil.Process(up.process.pid).children() if "rollout" in command_line(process)]
@@ -205,7 +205,7 @@ def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_reaches_ninety_percent(tmp_path: Path) -> None:
-    """The promise of `make demo`, on the example as it is."""
+    """The documented result of `make demo`, on the unchanged example."""
     example = Path(__file__).resolve().parents[2] / "examples" / "running_total"
     subprocess.run([sys.executable, str(example / "prepare.py")], check=True, timeout=600)
     command = [sys.executable, "-m", "polyreme", "up", str(example / "run.yaml"), f"output_dir={tmp_path}"]

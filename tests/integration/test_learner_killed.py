@@ -121,7 +121,7 @@ Worlds = Callable[[str, int, ParallelConfig], AbstractAsyncContextManager[World]
 
 @pytest.fixture
 def world(nursery: "Nursery", redis_url: str, redis: Redis, run_id: str, tmp_path: Path, model: Path) -> Worlds:
-    """`async with world(name, max_staleness, layout)`: a run of its own."""
+    """`async with world(name, max_staleness, layout)` provides a separate run."""
 
     @asynccontextmanager
     async def world(name: str, staleness: int, parallel: ParallelConfig) -> AsyncIterator[World]:

@@ -73,7 +73,7 @@ def test_a_program_that_fails_is_no_error_of_the_sandbox(mode: Mode, program: st
 
 
 def test_a_sandbox_that_takes_its_time_breaks_no_limit(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is looked at before the program runs is not the program's."""
+    """Usage before the program starts does not count towards its limits."""
     monkeypatch.setattr(running, "_LOOK_SECONDS", 1e-6)
     assert all(script(mode, "pass").well for _ in range(10))
 
@@ -233,7 +233,7 @@ def test_the_mode_is_the_best_that_the_machine_allows(refused: tuple[str, ...], 
 
 
 def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
-    """Killed with SIGKILL, which leaves nobody to clean up."""
+    """SIGKILL leaves no process that could clean up."""
     starter = (
         "import sys\nfrom polyreme_reward.sandbox.program import Limits, Mode\nfrom polyreme_reward.sandbox.run import run\n"
         "run(Mode(sys.argv[1]), {'kind': 'script', 'program': 'import time; time.sleep(1000)'}, '', Limits(1000.0, 128))"

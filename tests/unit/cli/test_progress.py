@@ -70,7 +70,7 @@ def test_a_repeated_iteration_counts_once_and_its_rates_do_not() -> None:
 
 
 def test_a_long_run_s_progress_is_bounded() -> None:
-    """Sums go on; records are kept of the newest iterations only."""
+    """Sums cover all iterations; records are kept only of the newest ones."""
     short, long = progress_of(*history(100)), progress_of(*history(3000))
     assert len(long.recent) == len(short.recent) < 100
     assert long.summary()["rl_seconds"] == 6000.0

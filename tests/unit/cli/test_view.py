@@ -1,4 +1,4 @@
-"""What is seen of a run: within the terminal, whatever the records hold, and honest about what is not known."""
+"""The views of a run fit the terminal for any records, and do not show unknown values as known."""
 
 import io
 from pathlib import Path

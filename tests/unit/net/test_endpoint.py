@@ -1,4 +1,4 @@
-"""Where a server serves and what it tells others of it: never a loopback address to another machine."""
+"""The bound and the advertised address of a server: another machine never gets a loopback address."""
 
 import socket
 

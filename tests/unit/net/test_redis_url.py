@@ -1,4 +1,4 @@
-"""A password in Redis' URL is taken out of it and never shown, whatever the URL looks like."""
+"""A password is removed from any Redis URL and never shown."""
 
 import os
 from urllib.parse import quote

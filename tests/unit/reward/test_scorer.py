@@ -12,7 +12,7 @@ from support.rewards import item
 
 
 class Scripted:
-    """Answers what `outcomes` says for a response, once `gate` is open; counts the items it was asked."""
+    """Returns the response's entry in `outcomes` when `gate` is open. Counts the requested items."""
 
     version = "v1"
     description = ""

@@ -1,4 +1,4 @@
-"""What a module's source tells about its reward function without running it: the same as loading it would."""
+"""Reading a module's source gives the same reward function signature as loading the module."""
 
 import inspect
 import types

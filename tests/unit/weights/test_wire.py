@@ -1,4 +1,4 @@
-"""Chunks on the wire are StageStreamRequest messages, whoever wrote them."""
+"""Chunks on the wire are valid StageStreamRequest messages, and messages encoded by protobuf are accepted."""
 
 import pytest
 from hypothesis import given
