@@ -243,7 +243,7 @@ async def test_damaged_weights_and_stale_terms_change_nothing(world: World) -> N
     assert (await world.generate([(0, [], 20, 0)]))[0].ids == before
 
 
-async def test_an_arena_that_cannot_be_mapped_is_said_so(world: World) -> None:
+async def test_an_arena_that_cannot_be_mapped_is_reported(world: World) -> None:
     probe = weights_pb2.ProbeRequest(run_id=world.run_id, term=world.learner.term, arena_path="/dev/shm/none", nonce=b"x" * 16)
     answer = await world.weights.Probe(probe, timeout=300)
     assert not answer.can_map

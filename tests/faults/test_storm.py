@@ -68,7 +68,7 @@ async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
     await endure_all(tmp_path, seed_of(own), 15, 15, supervised=False)
 
 
-async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> None:
+async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) -> None:
     """A replica is stopped for longer than its lease, with samples in progress and a weight push under way."""
     nursery = await Nursery.open(MODULES)
     try:

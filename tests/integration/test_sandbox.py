@@ -66,7 +66,7 @@ print(input(), os.listdir(), __name__)
         ("def", None),
     ],
 )
-def test_a_program_that_fails_is_no_error_of_the_sandbox(mode: Mode, program: str, over: str | None) -> None:
+def test_a_failing_program_is_not_a_sandbox_error(mode: Mode, program: str, over: str | None) -> None:
     ended = script(mode, program, limits=SHORT if over == "time" else LIMITS)
     assert (ended.well, ended.over) == (False, over)
     assert not [process for process in descendants() if "-X" in process.cmdline()]
@@ -251,7 +251,7 @@ def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_the_mode_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_mode_is_logged_and_described(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         async with serving({"name": "code"}) as (_, client, _):
             (told,) = (await client.get("/v1/rewards")).json()["rewards"]

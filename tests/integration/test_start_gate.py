@@ -172,7 +172,7 @@ async def test_a_channel_that_closes_under_the_calls_is_a_replica_lost(start: St
     assert comparing.cancelled()
 
 
-async def test_without_a_successor_the_start_ends_in_its_time_and_says_why(start: Start) -> None:
+async def test_without_a_successor_the_start_fails_in_time_with_the_reason(start: Start) -> None:
     start.config = with_rollout(start.config, chunk_timeout=0.5, start_timeout=1.5)
     await start.replica("mute", failures=SILENT)
     await start.publisher.wait_committed(0, 1, 300)

@@ -122,7 +122,7 @@ async def test_a_batch_that_can_never_fit_is_refused_for_good(count: int) -> Non
         await scorer(Scripted()).score([item("x")] * count)
 
 
-async def test_beyond_the_bound_items_are_refused_and_what_is_inside_goes_on() -> None:
+async def test_beyond_the_limit_items_are_refused_and_accepted_ones_continue() -> None:
     reward = Scripted()
     reward.gate.clear()
     service = scorer(reward, limit=10)

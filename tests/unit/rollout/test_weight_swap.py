@@ -289,7 +289,7 @@ async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     assert not engine.paused
 
 
-def test_an_arena_put_in_anothers_place_is_told_from_it() -> None:
+def test_a_replaced_arena_is_detected() -> None:
     run_id, cache = f"test-{uuid.uuid4().hex[:12]}", ArenaCache()
     first = Arena.create(run_id, LAYOUT.nbytes)
     path = str(first.path)
