@@ -52,6 +52,7 @@ def check_inputs(config: RunConfig) -> None:
         )
     named = {"data.train": config.data.train, "data.eval": config.data.eval}
     named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
+    named["algorithm.ptx.data"] = config.algorithm.ptx.data if config.algorithm.ptx else None
     for key, path in named.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"a file at {key} = {path}", "no such file", f"Fix {key}, or create the file.")
