@@ -1,4 +1,7 @@
-"""Writes a Hugging Face directory: safetensors files of bounded size with their index, config.json, and the tokenizer's files."""
+"""Writes a Hugging Face directory: safetensors files of bounded size with their index, config.json, and the tokenizer's files.
+
+Invariant: tensors are written as they are, and at most one file's tensors are in memory.
+"""
 
 import json
 from collections.abc import Iterator, Mapping

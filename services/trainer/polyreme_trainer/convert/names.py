@@ -1,4 +1,7 @@
-"""How Megatron's files name what the mapping table names in one way, and the report of names that do not fit. Pure."""
+"""How Megatron's files name what the mapping table names in one way, and the report of names that do not fit. Pure.
+
+Invariant: a parameter has one name here, whichever layers wrote it.
+"""
 
 import re
 from collections.abc import Iterable, Mapping

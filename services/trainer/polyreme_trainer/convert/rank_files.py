@@ -67,7 +67,7 @@ def file_shapes(arch: Architecture, rank: Rank) -> dict[str, Shape]:
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldSlice:
     """`tensor[piece.param_index]` is `hf[piece.hf_index]`."""
 
     tensor: Tensor
@@ -80,7 +80,7 @@ class RankFiles(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._shapes = hf_mapping.hf_shapes(arch)
-        self._parts: dict[str, list[Part]] = {name: [] for name in self._shapes}
+        self._parts: dict[str, list[HeldSlice]] = {name: [] for name in self._shapes}
         files = _files(folder)
         states = {indices: _weights(file) for indices, file in files.items()}
         _check_one_model(folder, states)
@@ -88,7 +88,7 @@ class RankFiles(Mapping[str, Tensor]):
             state, where = states[indices], str(files[indices].parent.name)
             self._check(arch, rank, state, where)
             for piece in file_slices(arch, rank):
-                self._parts[piece.hf_name].append(Part(state[piece.param], piece, where))
+                self._parts[piece.hf_name].append(HeldSlice(state[piece.param], piece, where))
 
     def __getitem__(self, name: str) -> Tensor:
         parts = sorted(self._parts[name], key=lambda part: not part.piece.primary)

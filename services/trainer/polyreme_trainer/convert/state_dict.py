@@ -1,4 +1,7 @@
-"""Bare state dicts: a file of torch.save or safetensors with Hugging Face's names, which trainers wrap in their own ways."""
+"""Bare state dicts: a file of torch.save or safetensors with Hugging Face's names, which trainers wrap in their own ways.
+
+Invariant: what is read has the model's names and shapes, all of them and no others.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
