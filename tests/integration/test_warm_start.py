@@ -24,7 +24,7 @@ def config_of(folder: Path, model: Path) -> RunConfig:
     """Two phases, of 30 steps and of 10, on two tensor ranks; every tenth step is reported."""
     rows = folder / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "response": str(n + 1)}) for n in range(20)))
-    phases = tuple(SftPhase(data=rows, steps=steps, batch_size=4, lr=1e-3, warmup=3, cooldown=5) for steps in (30, 10))
+    phases = [SftPhase(data=rows, steps=steps, batch_size=4, lr=1e-3, warmup=3, cooldown=5) for steps in (30, 10)]
     config = run_config(folder, model=ModelConfig(path=model))
     trainer = config.trainer.model_copy(update={"parallel": ParallelConfig(tensor=2), "sft": phases})
     return config.model_copy(update={"trainer": trainer})
