@@ -18,9 +18,7 @@ PACKAGES = (
     ROOT / "services" / "trainer" / "polyreme_trainer",
 )
 TRAINER = "services/trainer/polyreme_trainer"
-NOT_CONVERTED = (
-    f"{TRAINER}/megatron",
-)
+NOT_CONVERTED = (f"{TRAINER}/megatron",)
 
 BANNED_MODULES = frozenset(
     {"desk", "drafts", "fleet", "hold", "intake", "pace", "place", "rows", "scratch", "servers", "slots", "snapshots", "usage"}
