@@ -95,9 +95,9 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
 
 
 def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
-    """What the learner's models need at least, of `total` bytes of this machine. Activations, replicas and rewards come on top."""
+    """Compares the memory of the learner's models with the `total` bytes of this machine. Activations, replicas and rewards need more."""
     parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
-    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32; bfloat16 weights beside them
+    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32, plus bfloat16 weights
     actor = load_architecture(config.model.path).parameters
     models = {"actor": (actor, trained)}
     if config.algorithm.has_critic:
