@@ -19,6 +19,7 @@ from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
+from polyreme_trainer.observe.registry import find
 from support import learning
 from support.configs import algorithm, run_config
 from support.models import tiny_model
@@ -130,6 +131,7 @@ def test_every_preset_trains(tmp_path: Path) -> None:
         assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"]), name
         assert all(math.isfinite(value) for each in trained for value in measured(each).values()), name
         assert all(each["trained_samples"] > 0 for each in trained), name
+        assert [metric for each in trained for metric in each if find(metric) is None] == [], name
 
 
 @pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5), ("mixed", None)])

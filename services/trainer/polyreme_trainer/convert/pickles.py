@@ -33,6 +33,10 @@ _PLAIN: dict[tuple[str, str], Any] = {
 """The classes that unpickling creates: tensors, and the index of a torch_dist checkpoint."""
 
 
+DAMAGED = (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, TypeError, AttributeError, KeyError)
+"""What reading a damaged file raises."""
+
+
 class _Empty:
     """The placeholder for an object of any other class."""
 
@@ -66,10 +70,10 @@ def load(file: Path) -> Any:
     """The content of a file of torch.save. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, TypeError, AttributeError, KeyError) as error:
+    except DAMAGED as error:
         raise ConfigError(f"a file of torch.save in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
 
 
 def load_index(stream: BinaryIO) -> Any:
-    """The index of a torch_dist checkpoint. Raises pickle.UnpicklingError and others for a damaged one."""
+    """The index of a torch_dist checkpoint. Raises one of DAMAGED for a damaged one."""
     return _Unpickler(stream).load()

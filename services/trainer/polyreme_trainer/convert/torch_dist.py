@@ -7,7 +7,6 @@ Invariant: a tensor is returned only if the pieces cover all of its numbers.
 """
 
 import io
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -111,7 +110,7 @@ class TorchDist(Mapping[str, Tensor]):
             with file.open("rb") as stream:
                 stream.seek(stored.offset)
                 tensor = torch.load(io.BytesIO(stream.read(stored.length)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except pickles.DAMAGED as error:
             raise ConfigError(f"a piece of {key} in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
         assert isinstance(tensor, Tensor)
         return tensor
@@ -129,7 +128,7 @@ def _load_index(folder: Path) -> Any:
             index = pickles.load_index(stream)
         if not index.state_dict_metadata or not index.storage_data:
             raise ValueError("no tensors")
-    except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, EOFError, OSError, KeyError) as error:
+    except pickles.DAMAGED as error:
         raise ConfigError(
             f"the index of a torch_dist checkpoint in {file}", f"{type(error).__name__}: {error}", "Restore it."
         ) from None

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from polyreme_trainer.observe.trackers.follow import read_cursor
 logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-m", "polyreme_trainer.observe.trackers")
-CLOSE_SECONDS = 60.0
+CLOSE_SECONDS = 30.0
 STALL_SECONDS = 300.0
 """A tracker that sends none of the waiting records for this long is restarted."""
 ATTEMPTS = 20
@@ -67,10 +67,14 @@ class TrackerProcess:
         """Runs the process and restarts it after each failure. Returns after ATTEMPTS failures in a row; cancel it to end earlier."""
         attempt = 0
         while attempt < ATTEMPTS:
-            before = self.offset
-            await self._watch(self._spawn())
-            attempt = attempt + 1 if self.offset == before else 1
-            await self._report()
+            attempt += 1
+            try:
+                before = self.offset
+                await self._watch(self._spawn())
+                attempt = attempt if self.offset == before else 1
+                await self._report()
+            except (PolyremeError, OSError) as error:  # no process can be started, or its cursor cannot be read
+                await self._report(str(error))
             await asyncio.sleep(_BACKOFF.draw(attempt))
         await self._notice(
             f"the tracker {self._kind} failed {ATTEMPTS} times in a row and is not restarted; a resume sends the rest"
@@ -114,14 +118,14 @@ class TrackerProcess:
                 await child.reap()
                 return
 
-    async def _report(self) -> None:
-        """Counts a failure; the first one is a notice."""
+    async def _report(self, reason: str = "") -> None:
+        """Counts a failure; the first one is a notice. Without a reason, the end of the process's output is it."""
         self.failures += 1
-        tail = self._child.log_tail(1) if self._child else ""
+        text = reason or (self._child.log_tail(1) if self._child else "")
         if self.failures == 1:
-            await self._notice(f"the tracker {self._kind} failed and is restarted: {tail}; see {self._log_path}")
+            await self._notice(f"the tracker {self._kind} failed and is restarted: {text}; see {self._log_path}")
         with suppress(PolyremeError):  # Redis may be unreachable
-            await self._emit({"kind": "tracker_failed", "tracker": self._kind, "failures": self.failures, "text": tail})
+            await self._emit({"kind": "tracker_failed", "tracker": self._kind, "failures": self.failures, "text": text})
 
     async def _notice(self, text: str) -> None:
         logger.warning("%s", text)
@@ -144,11 +148,15 @@ class TrackerProcesses:
         """Lets all trackers send the remaining records within `seconds`, then ends them."""
         for task in self._tasks:
             task.cancel()
-        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, Exception):
-                logger.error("a tracker's supervision failed: %s", error)
+        await _all(self._tasks)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asyncio.gather(*(tracker.close() for tracker in self.each))
-        await asyncio.gather(*(tracker.end() for tracker in self.each))
+                await _all(tracker.close() for tracker in self.each)
+        await _all(tracker.end() for tracker in self.each)
+
+
+async def _all(work: Iterable[Awaitable[None]]) -> None:
+    """Waits for all; what one raises is logged, since a tracker's failure is not the run's."""
+    for error in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(error, Exception):
+            logger.error("a tracker failed: %s", error)

@@ -213,7 +213,8 @@ class MegatronEngine:
 
     def part_weights(self) -> dict[str, float] | None:
         """The weights of the reward's named parts, when the algorithm normalises each of them."""
-        return {spec.label: spec.weight for spec in self.config.reward.rewards} if self.algorithm.needs.parts else None
+        rewards = self.config.reward.rewards if self.config.reward else []
+        return {spec.label: spec.weight for spec in rewards} if self.algorithm.needs.parts else None
 
     def write(self, slot: int, version: int, term: int) -> Written:
         return self.writer.write(slot, version, term)

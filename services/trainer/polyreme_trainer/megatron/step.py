@@ -35,6 +35,7 @@ RECORDED_AS = {
     "ppo_kl": "actor/ppo_kl",
     "kl": "actor/kl_loss",
     "entropy": "actor/entropy",
+    "teacher_kl": "actor/teacher_kl",
     "value_loss": "critic/vf_loss",
     "value_clip_fraction": "critic/vf_clipfrac",
     "explained_variance": "critic/explained_variance",

@@ -100,7 +100,7 @@ def timings(
     groups: Sequence[GroupRecord], trained: Mapping[str, Any], seconds: Mapping[str, float], config: RunConfig
 ) -> dict[str, float]:
     """The `timing/` metrics that the training itself does not measure, in seconds."""
-    specs = config.reward.rewards
+    specs = config.reward.rewards if config.reward else []
     generated, scored = (max(group.generate_seconds for group in groups), max(group.score_seconds for group in groups))
     exposed = min(scored, max(0.0, seconds["learner_wait"] - generated))
     by_rule, by_model = any(spec.model is None for spec in specs), any(spec.model is not None for spec in specs)

@@ -71,6 +71,12 @@ ACTOR = (
     Metric("actor/lr", "1", "Learning rate of the iteration; 0 while only the critic is trained."),
     Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
     Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),
+    Metric(
+        "actor/teacher_kl",
+        "nats",
+        "Mean of log p - log p_teacher over the trained tokens: an estimate of the KL to the teacher.",
+        "with a teacher",
+    ),
     Metric("dual_clip_fraction", "1", "Trained tokens whose loss is cut at the dual clip.", "with a dual clip"),
     Metric("reward_kl", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the reward"),
     Metric("kl_coef", "1", "Coefficient of the KL penalty.", "with KL in the reward"),
@@ -147,7 +153,7 @@ TIMING = (
     ),
     Metric("timing/non_overlap_reward_model", "s", "The same of `timing/reward_model`."),
 )
-_TOKENS = "(response_length/mean + prompt_length/mean) x samples"
+_TOKENS = "(response_length/mean + prompt_length/mean) x samples, greedy baselines included,"
 THROUGHPUT = (
     Metric("e2e_tps", "tokens/s per device", f"{_TOKENS} / (learner ranks + devices of the configured replicas) / timing/all."),
     Metric("update_tps", "tokens/s per device", f"{_TOKENS} / learner ranks / timing/update.", "where the actor is trained"),
@@ -172,8 +178,9 @@ BESIDE = (
     Metric("accuracy", "1", "Right answers among the held-out prompts, greedy.", "`eval` records of rewards that are 0 or 1"),
     Metric("score", "score", "Mean score of the held-out prompts, greedy.", "other `eval` records"),
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
-    Metric("stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
-    Metric("reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric("weights/stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
+    Metric("weights/reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric("checkpoint/seconds", "s", "Time that saving took.", "`saved` records"),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )
 

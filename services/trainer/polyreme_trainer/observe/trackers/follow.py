@@ -16,6 +16,7 @@ from typing import Any
 from polyreme.cli.run_records import write_atomically
 from polyreme.config.run import RunConfig
 from polyreme.config.trackers import TrackerSection
+from polyreme.errors import PolyremeError
 from polyreme_trainer.observe.records import scalars
 from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, Tracker, open_tracker
 
@@ -45,12 +46,17 @@ def cursor_path(run_dir: Path, kind: str) -> Path:
 
 
 def read_cursor(run_dir: Path, kind: str, run_id: str) -> Cursor:
-    """The tracker's cursor; a new one when the stored cursor belongs to another run."""
-    with suppress(FileNotFoundError):
-        found = Cursor(**json.loads(cursor_path(run_dir, kind).read_text()))
-        if found.run == run_id:
-            return found
-    return Cursor(run_id)
+    """The tracker's cursor; a new one when the stored cursor belongs to another run. Raises PolyremeError when it is damaged."""
+    path = cursor_path(run_dir, kind)
+    try:
+        found = Cursor(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Cursor(run_id)
+    except (ValueError, TypeError) as error:
+        raise PolyremeError(
+            f"a tracker's cursor in {path}", str(error), "Remove the file: the tracker then gets a new run with all records."
+        ) from None
+    return found if found.run == run_id else Cursor(run_id)
 
 
 def write_cursor(run_dir: Path, kind: str, cursor: Cursor) -> None:
