@@ -59,7 +59,7 @@ class RunConfig(Section):
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
     trackers: Operational[list[TrackerConfig]] = Field(
-        [], description="Trackers that get the metrics beside metrics.jsonl and TensorBoard, at most one of each kind."
+        [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."
     )
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of all services. The section `reward.security` replaces it for the reward service."
