@@ -1,4 +1,4 @@
-"""Every preset on the demo's task, from one and the same warm start.
+"""Every preset on the demo's task, from the same warm start.
 
     python bench/algorithms.py                                  # every preset, seed 0: two to three minutes each
     python bench/algorithms.py --presets ppo grpo --seeds 0 1 2

@@ -74,7 +74,7 @@ def client_context(trusted: Issued, shown: Issued | None = None) -> ssl.SSLConte
     return context
 
 
-async def test_tls_is_needed_and_the_server_must_be_who_it_says(ours: Issued, tmp_path: Path) -> None:
+async def test_tls_is_required_and_the_server_name_is_checked(ours: Issued, tmp_path: Path) -> None:
     stranger = issue(tmp_path / "stranger")
     async with secured(ours.section()) as (addresses, security):
         assert addresses.url.startswith("https://127.0.0.1:")

@@ -1,4 +1,4 @@
-"""The guide to rewards does what it says: its files are written, its commands are run."""
+"""The guide to rewards is correct: the test writes its files and runs its commands."""
 
 import os
 import re
@@ -20,7 +20,7 @@ BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The guide's files, with a free port in place of the one they name."""
+    """The guide's files, with a free port instead of the documented one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     for _, info, text in BLOCK.findall(GUIDE.read_text()):

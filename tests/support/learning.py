@@ -159,7 +159,11 @@ def save_and_continue(config_json: str, out: str) -> None:
         if iteration == 3:
             rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
             gates = rank.engine.compare_hf(rank.engine.hf_path(3))
-    results = {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json(), "metrics": metrics}
+    results: dict[str, object] = {
+        "gates": [gate.record() for gate in gates],
+        "state": rank.engine.state.to_json(),
+        "metrics": metrics,
+    }
     rank.write(Path(out, "whole"), results)
     rank.engine.close()
 

@@ -38,7 +38,7 @@ def test_numbers_are_scores(answer: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_anything_else_is_invalid_and_says_what_it_was(answer: Any, wrapped: bool) -> None:
+def test_any_other_answer_is_invalid_and_shown(answer: Any, wrapped: bool) -> None:
     outcome = judge({"score": answer} if wrapped else answer)
     assert outcome.status is Status.INVALID
     assert "found" in outcome.message
@@ -119,7 +119,7 @@ def test_messages_are_bounded_and_printable() -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "3", "[" * 100_000])
-def test_metadata_that_is_no_object_is_an_error(text: str) -> None:
+def test_metadata_that_is_not_an_object_is_an_error(text: str) -> None:
     with pytest.raises(RewardError, match="metadata_json"):
         _ = Item("", "", "", metadata_json=text).metadata
 

@@ -179,7 +179,7 @@ def test_failures_that_may_be_the_items_doing_do_not_count() -> None:
         endpoints.give_back(endpoint, None)
 
 
-def test_an_endpoint_that_lets_deadlines_pass_and_answers_nobody_is_left_alone() -> None:
+def test_an_endpoint_that_misses_deadlines_and_answers_nothing_is_avoided() -> None:
     clock = Clock()
     endpoints = RewardEndpoints(["a", "b"], 1.0, clock)
     silent, other = endpoints.take(), endpoints.take()

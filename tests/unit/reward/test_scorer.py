@@ -12,7 +12,7 @@ from support.rewards import item
 
 
 class Scripted:
-    """Answers what `outcomes` says for a response, once `gate` is open; counts the items it was asked."""
+    """Returns the response's entry in `outcomes` when `gate` is open. Counts the requested items."""
 
     version = "v1"
     description = ""
@@ -139,7 +139,7 @@ async def test_a_batch_that_can_never_fit_is_refused_for_good(count: int) -> Non
         await scorer(Scripted()).score([item("x")] * count)
 
 
-async def test_beyond_the_bound_items_are_refused_and_what_is_inside_goes_on() -> None:
+async def test_beyond_the_limit_items_are_refused_and_accepted_ones_continue() -> None:
     reward = Scripted()
     reward.gate.clear()
     service = scorer(reward, limit=10)

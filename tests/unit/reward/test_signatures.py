@@ -178,7 +178,7 @@ def test_a_generator_function_is_refused_at_load(function: Callable[..., Any]) -
         adapt(function, {})
 
 
-def test_a_generator_as_answer_is_an_error_that_says_so() -> None:
+def test_a_generator_as_answer_is_an_error() -> None:
     with pytest.raises(RewardError, match="generator"):
         adapt(lambda response: (number for number in [1.0]), {}).call(ITEM)
     with pytest.raises(RewardError, match="generator"):

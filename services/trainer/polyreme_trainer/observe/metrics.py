@@ -30,7 +30,7 @@ def iteration_record(
         trained: metrics of the training itself.
         seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
-        config: of the run: its rewards and devices.
+        config: the run's configuration, for its rewards and devices.
     """
     samples = [sample for group in groups for sample in group.sampled]
     scores = np.array([sample.score for sample in samples])
@@ -85,7 +85,7 @@ def part_means(samples: Sequence[SampleRecord]) -> dict[str, float]:
 
 
 def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]:
-    """How far behind the trained policy the samples were."""
+    """The staleness metrics: how many versions the samples are behind the trained policy."""
     versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
     lag = np.array([iteration - 1 - min(written_by) for written_by in versions])
     return {
@@ -124,8 +124,8 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
     """The `_tps` metrics, in tokens per second and device.
 
     Args:
-        tokens: of all prompts (once per sample) and responses.
-        update: seconds of the actor's optimizer steps; 0: there was none, or it was not measured.
+        tokens: the number of tokens of all prompts (once per sample) and responses.
+        update: seconds of the actor's optimizer steps; 0 when there was none or it was not measured.
     """
     ranks, replicas = config.trainer.parallel.world_size, max(1, config.rollout.replicas) * config.rollout.tensor_parallel
     parts = {
