@@ -49,7 +49,18 @@ PER_SAVE = (
 OF_EVERY_RANK = ("gradients summed", "weights stepped", "checkpoint half written")
 ALONE = ParallelConfig()
 LIFE_SECONDS = 600.0
-OF_TIME = ("time", "tokens_per_second", "samples_per_second", "alarms", "staleness/", "mismatch_kl")
+OF_TIME = (
+    "time",
+    "timing/",
+    "e2e_tps",
+    "update_tps",
+    "vllm_tps",
+    "tokens_per_second",
+    "samples_per_second",
+    "alarms",
+    "staleness/",
+    "mismatch_kl",
+)
 PPO_WITH_STATE = {
     "preset": "ppo",
     "minibatches": 2,
@@ -146,7 +157,7 @@ Worlds = Callable[[str, int, ParallelConfig, str], AbstractAsyncContextManager[W
 
 @pytest.fixture
 def world(nursery: "Nursery", redis_url: str, redis: Redis, run_id: str, tmp_path: Path, model: Path) -> Worlds:
-    """`async with world(name, max_staleness, layout, preset)`: a run of its own."""
+    """`async with world(name, max_staleness, layout, preset)` provides a separate run."""
 
     @asynccontextmanager
     async def world(name: str, staleness: int, parallel: ParallelConfig, preset: str) -> AsyncIterator[World]:

@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
                     spans=[(max(0, iteration - 1 - (index + sample) % 2), 0, length)],
                     score=score,
                     parts=[RewardPart("exact", score, score)],
+                    teacher_logprobs=np.full(length, -1, dtype=np.float32),
                 )
             )
         prompt = random.integers(1, vocab, int(random.integers(2, 12)), dtype=np.int32)
@@ -91,10 +93,12 @@ class Rank:
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
+        """Trains an iteration. Returns its metrics but for times."""
         greedy = self.engine.algorithm.needs.greedy
-        return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy)))
+        measured = self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy))
+        return {name: value for name, value in measured.items() if not name.startswith("timing/")}
 
-    def write(self, path: Path, results: dict[str, object]) -> None:
+    def write(self, path: Path, results: Mapping[str, object]) -> None:
         """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
         others = self.engine.saved[1:]
         whole = {"": self.engine.policy.full_tensors(), **{f"{role.name}.": role.model.full_tensors() for role in others}}
@@ -155,7 +159,11 @@ def save_and_continue(config_json: str, out: str) -> None:
         if iteration == 3:
             rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
             gates = rank.engine.compare_hf(rank.engine.hf_path(3))
-    results = {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json(), "metrics": metrics}
+    results: dict[str, object] = {
+        "gates": [gate.record() for gate in gates],
+        "state": rank.engine.state.to_json(),
+        "metrics": metrics,
+    }
     rank.write(Path(out, "whole"), results)
     rank.engine.close()
 

@@ -3,8 +3,9 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.cli.fork import copy_start
 from polyreme.cli.run_directory import EMBEDDED
@@ -47,21 +48,26 @@ async def check_log(run: Run, before: int = 0) -> tuple[int, int]:
     return len(sampled), len(skipped)
 
 
-async def kill_orchestrator(started: SimulatedRun, iteration: int) -> None:
+async def kill_children(started: SimulatedRun, iteration: int) -> None:
+    """Kills orchestrator and learner once an iteration is recorded."""
+
     async def reached() -> bool:
         return any(record["iteration"] == iteration for record in await started.records("iteration"))
 
     await until(reached)
     children = psutil.Process(started.children["train"].pid).children()
-    [orchestrator] = [child for child in children if "polyreme_trainer.orchestrator" in command_line(child)]
-    orchestrator.kill()
+    named = ("polyreme_trainer.orchestrator", "polyreme_trainer.testing.simulated_learner")
+    writers = [child for child in children if set(named) & set(command_line(child))]
+    assert len(writers) == 2
+    for child in writers:
+        child.kill()
 
 
 async def test_always_solved_prompts_are_skipped_over_a_kill_and_in_a_fork(redis_url: str, run_id: str, tmp_path: Path) -> None:
     reward, passes = constant_reward(tmp_path), -(-len(ROWS) // 4)
-    sections = {"algorithm": SKIP, "reward": reward, "iterations": passes + 4}
+    sections: dict[str, Any] = {"algorithm": SKIP, "reward": reward, "iterations": passes + 4}
     async with simulated_run(redis_url, run_id, tmp_path, **sections) as started:
-        await kill_orchestrator(started, passes + 1)
+        await kill_children(started, passes + 1)
         assert await started.ended(300) == ("done", ""), started.logs()
         config = await started.run.config()
         sampled, skipped = await check_log(started.run)

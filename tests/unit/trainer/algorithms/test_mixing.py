@@ -34,7 +34,8 @@ def test_value_gradient_and_metric_are_those_of_the_whole_step_however_it_is_cut
         total = torch.stack(losses).sum()
         total.backward()
         assert total.item() == pytest.approx(expected, rel=1e-12)
-        assert [x for part in parts for x in part.grad.tolist()] == pytest.approx([-0.3 / 6] * 6, rel=1e-12)
+        gradients = [part.grad for part in parts if part.grad is not None]
+        assert torch.cat(gradients).tolist() == pytest.approx([-0.3 / 6] * 6, rel=1e-12)
         assert finish(combine(metrics)) == {"ptx_loss": pytest.approx(expected / 0.3)}
 
 

@@ -61,12 +61,15 @@ def test_a_sample_is_as_stale_as_its_oldest_token(tmp_path: Path) -> None:
     assert (record["staleness/samples"], record["staleness/max"], record["staleness/mixed_fraction"]) == ([1, 0, 1], 2, 0.5)
 
 
-def test_a_greedy_baseline_counts_as_generated_and_in_nothing_else() -> None:
-    """ReMax's, which scores better than what is trained on."""
+def test_a_greedy_baseline_counts_as_generated_and_in_nothing_else(tmp_path: Path) -> None:
+    """ReMax's greedy sample scores better than the samples that are trained on."""
     greedy = replace(sample(40, 1.0), loss_mask=np.zeros(40, dtype=np.uint8))
     groups = [replace(group, samples=[*group.samples, greedy]) for group in GROUPS]
-    record, without = (iteration_record(5, each, TRAINED, SECONDS, now=100.0) for each in (groups, GROUPS))
+    config = run_config(tmp_path)
+    record, without = (iteration_record(5, each, TRAINED, SECONDS, 100.0, config) for each in (groups, GROUPS))
     assert (record.pop("tokens/generated"), record.pop("tokens_per_second"), record.pop("samples_per_second")) == (120, 60.0, 3.0)
+    tokens = 120 + 6  # responses, and the prompt once for each of them
+    assert (record.pop("e2e_tps"), record.pop("vllm_tps")) == pytest.approx((tokens / 2 / 2.0, tokens / 0.7))
     assert record == {name: without[name] for name in record}
     assert observe(5, groups, TRAINED, 7) == observe(5, GROUPS, TRAINED, 7)
     assert [group.mean_reward for group in groups] == [0.5, 0.0]
