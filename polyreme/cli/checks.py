@@ -1,7 +1,8 @@
 """Everything that can be checked before processes start, by the core and by each service installed here.
 
 A service registers its check in the entry-point group `polyreme.checks`: a function of the configuration that yields notices (text)
-and errors (PolyremeError). It may also raise one, after which it has nothing more to say.
+and errors (PolyremeError). It may also raise one, after which it has nothing more to say. Checks of stages are in the group
+`polyreme.stage_checks`.
 
 Invariant: a check starts no service, runs no code of the user's, and changes nothing.
 """
@@ -9,14 +10,18 @@ Invariant: a check starts no service, runs no code of the user's, and changes no
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import Any
 
-from polyreme.cli.run_directory import check_inputs
+from polyreme.cli.run_directory import check_inputs, check_stage_inputs
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import PolyremeError
 from polyreme.net import tls
 
 GROUP = "polyreme.checks"
-Check = Callable[[RunConfig], Iterator[str | PolyremeError]]
+STAGE_GROUP = "polyreme.stage_checks"
+Check = Callable[[Any], Iterator[str | PolyremeError]]
+"""Of a RunConfig, or in the group of stages of a StageConfig."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Findings:
     notices: tuple[str, ...]
 
 
-def check_run(config: RunConfig, only: str | None = None) -> tuple[str, ...]:
+def check_run(config: RunConfig | StageConfig, only: str | None = None) -> tuple[str, ...]:
     """The notices of all checks. Raises the first error.
 
     Args:
@@ -40,15 +45,19 @@ def check_run(config: RunConfig, only: str | None = None) -> tuple[str, ...]:
     return found.notices
 
 
-def findings(config: RunConfig, only: str | None = None) -> Findings:
+def findings(config: RunConfig | StageConfig, only: str | None = None) -> Findings:
     """What all checks find; `only` as in `check_run`. The services are asked once the files that they read are there."""
     try:
-        check_inputs(config)
-        if config.security is not None:
-            tls.check_files(config.security)
+        if isinstance(config, StageConfig):
+            check_stage_inputs(config)
+        else:
+            check_inputs(config)
+            if config.security is not None:
+                tls.check_files(config.security)
     except PolyremeError as error:
         return Findings((error,), ())
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    group = STAGE_GROUP if isinstance(config, StageConfig) else GROUP
+    points = sorted(entry_points(group=group), key=lambda point: point.name)
     errors: list[PolyremeError] = []
     notices: list[str] = []
     for point in points:
@@ -62,7 +71,7 @@ def findings(config: RunConfig, only: str | None = None) -> Findings:
     return Findings(tuple(errors), tuple(notices))
 
 
-def _results(check: Check, config: RunConfig) -> Iterator[str | PolyremeError]:
+def _results(check: Check, config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
     try:
         yield from check(config)
     except PolyremeError as error:

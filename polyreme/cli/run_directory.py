@@ -14,14 +14,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
 from redis.asyncio import Redis
 
 from polyreme.cli.run_records import write_atomically
-from polyreme.config.load import parse_config
+from polyreme.config.base import BaseConfig
+from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
 
@@ -29,6 +30,10 @@ _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _LARGEST_HEADER = 100_000_000
 """Bytes; safetensors' own limit."""
 EMBEDDED = "embedded"
+NO_REDIS = ""
+"""`redis` of run.json of a stage, which needs none."""
+
+Kind = TypeVar("Kind", bound=BaseConfig)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class RunFile:
     replicas: Mapping[str, str] = field(default_factory=dict)
 
 
-def claim(config: RunConfig, resume: bool) -> RunFile | None:
+def claim(config: BaseConfig, resume: bool) -> RunFile | None:
     """Decides which run a start in the configuration's directory means.
 
     Args:
@@ -73,7 +78,8 @@ def claim(config: RunConfig, resume: bool) -> RunFile | None:
         ConfigError: the directory holds a run and `resume` is not set, or the run to resume was trained with other values.
     """
     existing = read_run_file(config.run_dir)
-    if existing is None or not (resume or checkpoints(config.run_dir)):
+    saved = checkpoints(config.run_dir, config.checkpoint_prefix)
+    if existing is None or not (resume or saved):
         return None
     if not resume:
         raise ConfigError(
@@ -82,9 +88,9 @@ def claim(config: RunConfig, resume: bool) -> RunFile | None:
             "Add --resume to continue it, or name=... to start another one. "
             "--fork starts a run in a new directory from a copy of its newest checkpoint.",
         )
-    before = read_config(config.run_dir)
+    before = _read_config(config.run_dir, type(config))
     if before.fingerprint() != config.fingerprint():
-        if not checkpoints(config.run_dir):
+        if not saved:
             return None
         raise ConfigError(
             f"the configuration that run {existing.run_id} was trained with",
@@ -94,11 +100,10 @@ def claim(config: RunConfig, resume: bool) -> RunFile | None:
     return existing
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
+def checkpoints(run_dir: Path, prefix: str = RunConfig.checkpoint_prefix) -> list[Path]:
     """The directory's complete checkpoints, oldest first; their content is not read."""
-    return sorted(
-        path for path in (run_dir / "checkpoints").glob("iteration-*") if path.name.removeprefix("iteration-").isdigit()
-    )
+    found = (run_dir / "checkpoints").glob(f"{prefix}-*")
+    return sorted(path for path in found if path.name.removeprefix(f"{prefix}-").isdigit())
 
 
 async def open_run(
@@ -130,7 +135,15 @@ async def open_run(
     return run
 
 
-def new_run_id(config: RunConfig) -> str:
+def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
+    """Writes config.yaml and run.json of a stage that starts, or starts again. Returns the latter's content."""
+    found = existing or RunFile(new_run_id(config), NO_REDIS)
+    write_atomically(config.run_dir / "config.yaml", config.to_yaml())
+    _write_run_file(config.run_dir, found)
+    return found
+
+
+def new_run_id(config: BaseConfig) -> str:
     """A run id that no other run has. It prefixes Redis keys and names of shared memory."""
     return f"{config.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
@@ -204,15 +217,27 @@ def _write_run_file(run_dir: Path, content: RunFile) -> None:
 
 
 def read_config(run_dir: Path) -> RunConfig:
-    """The resolved configuration that the directory's run was last started with."""
-    path = run_dir / "config.yaml"
-    try:
-        return parse_config(yaml.safe_load(path.read_text()), str(path))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"the run's configuration in {path}", str(error).replace("\n", " "), "Restore the file.") from None
+    """The resolved configuration that the directory's run was last started with. Raises ConfigError."""
+    return _read_config(run_dir, RunConfig)
 
 
-def differences(before: RunConfig, after: RunConfig) -> list[str]:
+def read_stage_config(run_dir: Path) -> StageConfig:
+    """The same of a stage."""
+    return _read_config(run_dir, StageConfig)
+
+
+def _read_config(run_dir: Path, kind: type[Kind]) -> Kind:
+    config = load_any(run_dir / "config.yaml")
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"a run of the same kind in {run_dir}",
+            f"the stage {config.stage}" if isinstance(config, StageConfig) else "a run with rollout",
+            "Choose another name=...",
+        )
+    return config
+
+
+def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
     """Dotted keys whose values differ, sorted."""
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
@@ -250,23 +275,42 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         ConfigError: for the first file that is missing; or samples could be longer than the model's context.
     """
-    _check_model_dir(config.model.path)
-    weights = sorted(config.model.path.glob("*.safetensors"))
-    if not weights:
-        raise ConfigError(
-            f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
-        )
-    for shard in weights:
-        _check_whole(shard)
-    longest = _context(config.model.path / "config.json")
-    if longest is not None and config.rollout.max_model_len > longest:
-        raise ConfigError(
-            f"rollout.max_model_len within the model's context of {longest} tokens (max_position_embeddings)",
-            str(config.rollout.max_model_len),
-            "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or take a model of longer context.",
-        )
+    _check_weights(config.model.path)
+    _check_context(
+        config.model.path,
+        "rollout.max_model_len",
+        config.rollout.max_model_len,
+        "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or take a model of longer context.",
+    )
     named = {"data.train": config.data.train, "data.eval": config.data.eval}
     named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
+    _check_files(named)
+
+
+def check_stage_inputs(config: StageConfig) -> None:
+    """The same of a stage."""
+    _check_weights(config.model.path)
+    advice = "Lower data.max_tokens, or take a model of longer context."
+    _check_context(config.model.path, "data.max_tokens", config.data.max_tokens, advice)
+    _check_files({"data.train": config.data.train, "data.eval": config.data.eval})
+
+
+def _check_weights(model_dir: Path) -> None:
+    _check_model_dir(model_dir)
+    weights = sorted(model_dir.glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(f"weights (*.safetensors) in model.path = {model_dir}", "none", "Save the model with save_pretrained.")
+    for shard in weights:
+        _check_whole(shard)
+
+
+def _check_context(model_dir: Path, key: str, longest: int, advice: str) -> None:
+    context = _context(model_dir / "config.json")
+    if context is not None and longest > context:
+        raise ConfigError(f"{key} within the model's context of {context} tokens (max_position_embeddings)", str(longest), advice)
+
+
+def _check_files(named: Mapping[str, Path | None]) -> None:
     for key, path in named.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"a file at {key} = {path}", "nothing there", f"Set {key}, or make the file.")

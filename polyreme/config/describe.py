@@ -13,8 +13,10 @@ import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
+from polyreme.config.base import BaseConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, is_operational, subsections
+from polyreme.config.stage import STAGES, StageTrainer
 
 _WIDTH = 120
 _PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
@@ -32,15 +34,27 @@ A run may be resumed (`--resume`) with another value of an *operational* key (ma
 `iterations` counts as operational while the learning rate is constant.
 """
 
+_STAGES_HEAD = """
+## Stages
 
-def annotated_yaml(config: RunConfig) -> str:
+A [stage](../stages.md) is configured by a file of its own, whose key `stage` names it. `model`, `trainer.parallel` and `trainer.optimizer`
+have the keys that they have in a run, and `optimizer.warmup` counts steps. The length (`trainer.steps`, `trainer.epochs`) counts as
+operational while the learning rate is constant.
+"""
+
+
+def annotated_yaml(config: BaseConfig) -> str:
     """The resolved configuration as YAML that reads back as `config`. Each key has its description and default as a comment."""
     return "\n".join(_section_lines(config, "")) + "\n"
 
 
 def reference() -> str:
     """All keys of the schema as Markdown: type, default, description; a table per section."""
-    return _HEAD + "".join(_tables(RunConfig, ""))
+    parts = [_HEAD, *_tables(RunConfig, ""), _STAGES_HEAD]
+    for name, schema in STAGES.items():
+        parts += _tables(schema, "", f", stage {name}", without=("model", "trainer"))
+    parts += _tables(StageTrainer, "trainer", ", all stages", without=("parallel", "optimizer"))
+    return "".join(parts)
 
 
 def _section_lines(section: Section, indent: str, described: bool = True) -> Iterator[str]:
@@ -74,7 +88,8 @@ def _comment(section: type[Section], name: str, value: Any, indent: str) -> list
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _tables(section: type[Section], place: str, variant: str = "") -> Iterator[str]:
+def _tables(section: type[Section], place: str, variant: str = "", without: tuple[str, ...] = ()) -> Iterator[str]:
+    """The section's table, then those of its subsections but those named in `without`."""
     yield f"\n## {f'`{place}`' if place else 'Top level'}{variant}\n\n"
     if about := _doc(section):
         yield f"{about}\n\n"
@@ -83,10 +98,10 @@ def _tables(section: type[Section], place: str, variant: str = "") -> Iterator[s
         mark = " ○" if is_operational(field) else ""
         yield f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
     for name, field in section.model_fields.items():
-        inner, listed = subsections(field), get_origin(field.annotation) in (list, tuple)
+        inner, listed = () if name in without else subsections(field), get_origin(field.annotation) in (list, tuple)
         for kind in inner:
             deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
-            yield from _tables(kind, deeper, f", {_name(kind)}" if len(inner) > 1 else "")
+            yield from _tables(kind, deeper, f"{variant}, {_name(kind)}" if len(inner) > 1 else variant)
 
 
 def _doc(section: type[Section]) -> str:

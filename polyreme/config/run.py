@@ -3,33 +3,24 @@
 Invariant: some part of the system reads every key, and an unknown key is an error.
 """
 
-import hashlib
-import json
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import yaml
 from pydantic import Field, model_validator
 
 from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.recipe import Recipe
 from polyreme.config.recipe_checks import check
 from polyreme.config.reward import RewardConfig
 from polyreme.config.rollout import RolloutConfig
-from polyreme.config.section import Operational, Section, without_operational
+from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
 from polyreme.config.trainer import TrainerConfig
 
 
-class RunConfig(Section):
-    name: Operational[str] = Field(
-        "run", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name of the run: lower-case letters, digits, hyphens."
-    )
-    output_dir: Operational[Path] = Field(Path("runs"), description="The run directory is output_dir/name.")
-    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial values.")
-    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="Kind of device of learner and replicas.")
+class RunConfig(BaseConfig):
     iterations: Operational[int] = Field(ge=1, description="Iterations to train.")
     groups_per_iteration: int = Field(ge=1, description="Prompts per iteration.")
     group_size: int = Field(ge=1, description="Samples per prompt.")
@@ -83,10 +74,6 @@ class RunConfig(Section):
             raise ValueError("trainer.optimizer.min_lr is above trainer.optimizer.lr")
         return self
 
-    @property
-    def run_dir(self) -> Path:
-        return self.output_dir / self.name
-
     def evaluates(self, version: int) -> bool:
         """Whether the schedule asks for an evaluation of `version`. The run's first version is evaluated in any case."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
@@ -110,16 +97,5 @@ class RunConfig(Section):
     def samples_per_iteration(self) -> int:
         return self.groups_per_iteration * self.group_size
 
-    def to_yaml(self) -> str:
-        """The resolved configuration, as YAML that `load_config` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
-    def fingerprint(self) -> str:
-        """Digest (16 hex digits) of what decides the trained weights, for a resume that must repeat them.
-
-        It leaves out operational fields. The number of iterations counts only where the learning rate depends on it.
-        """
-        fields = without_operational(self)
-        if self.trainer.optimizer.schedule != "constant":
-            fields["iterations"] = self.iterations
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+    def decisive_length(self) -> dict[str, Any]:
+        return {} if self.trainer.optimizer.schedule == "constant" else {"iterations": self.iterations}

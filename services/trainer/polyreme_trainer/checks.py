@@ -29,6 +29,19 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     except ConfigError as error:
         yield error
     template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check
+    yield from check_template(template)
+    for path in filter(None, (config.data.train, config.data.eval)):
+        yield from _check_prompts(path, config, template)
+    for phase in config.trainer.sft:
+        yield from _check_examples(phase.data, config, template)
+    if config.algorithm.source is not None:
+        yield from _check_functions(config.algorithm.source)
+    if config.algorithm.has_critic and config.trainer.critic.path is not None:
+        yield from _check_critic(config.trainer.critic.path, config)
+
+
+def check_template(template: Template) -> Iterator[str | PolyremeError]:
+    """Whether the tokenizer fits the embeddings, and its stop tokens the chat template."""
     if template.tokens > template.embeddings:
         yield ConfigError(
             f"a tokenizer of at most {template.embeddings} tokens, the model's embeddings (vocab_size in config.json)",
@@ -41,14 +54,6 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             f"the chat template ends an answer with {' '.join(template.unstopped)}, which stops no rollout; {end} does."
             " Add its id to eos_token_id in generation_config.json if it should"
         )
-    for path in filter(None, (config.data.train, config.data.eval)):
-        yield from _check_prompts(path, config, template)
-    for phase in config.trainer.sft:
-        yield from _check_examples(phase.data, config, template)
-    if config.algorithm.source is not None:
-        yield from _check_functions(config.algorithm.source)
-    if config.algorithm.has_critic and config.trainer.critic.path is not None:
-        yield from _check_critic(config.trainer.critic.path, config)
 
 
 def _check_functions(source: AlgorithmSource) -> Iterator[PolyremeError]:

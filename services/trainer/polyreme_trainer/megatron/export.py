@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,8 +38,15 @@ def export_hf(directory: Path, policy: Export, critic: Export | None = None) -> 
         _write(temporary, policy)
         if critic is not None:
             (temporary / CRITIC).mkdir()
-            files = {**critic.model_files, "config.json": _classifier(critic.model_files["config.json"])}
-            _write(temporary / CRITIC, replace(critic, model_files=files))
+            _write(temporary / CRITIC, classifier(critic))
+
+
+def classifier(model: Export, **fields: Any) -> Export:
+    """The export as a sequence classifier with one label. `fields` replace those of its config.json."""
+    config = json.loads(model.model_files["config.json"])
+    architectures = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
+    config |= {"architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}, **fields}
+    return replace(model, model_files={**model.model_files, "config.json": json.dumps(config).encode()})
 
 
 def _write(folder: Path, model: Export) -> None:
@@ -46,13 +54,6 @@ def _write(folder: Path, model: Export) -> None:
     for name, content in model.model_files.items():
         (folder / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
     save_file(dict(model.tensors), folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _classifier(config: bytes) -> bytes:
-    """config.json of the sequence classifier with one label that belongs to a language model's."""
-    fields = json.loads(config)
-    architectures = [name.replace("ForCausalLM", "ForSequenceClassification") for name in fields["architectures"]]
-    return json.dumps({**fields, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}).encode()
 
 
 def _with_dtype(config: bytes, dtype: str) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,11 +42,15 @@ class DataShard:
         """This rank's share of `indices`, padded.
 
         Args:
+            indices: with each sequence those that stay together with it.
             parameters: of the whole model; decides how many tokens the fixed cost of a micro-batch is worth.
         """
-        mine = share(sequences.lengths, indices, self.rank, self.ranks)
-        for part in plan_micro_batches(sequences.lengths, mine, self.micro_batch_tokens, OVERHEAD_FLOPS / (6 * parameters)):
-            yield pad(sequences, part, self.device)
+        together = sequences.together
+        lengths = sequences.lengths.reshape(-1, together).max(axis=1)  # of each row of sequences that stay together
+        rows = indices[::together] // together
+        budget, overhead = self.micro_batch_tokens // together, OVERHEAD_FLOPS / (6 * parameters) / together
+        for part in plan_micro_batches(lengths, share(lengths, rows, self.rank, self.ranks), budget, overhead):
+            yield pad(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """`tensor`, summed over the data-parallel ranks in place."""
