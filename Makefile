@@ -37,9 +37,10 @@ test: test-light test-real
 test-light: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
 
-## test-real: what starts vLLM or learner ranks; one after the other
+# Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
+## test-real: what starts vLLM or learner ranks
 test-real: $(VENV)/.dev
-	$(PYTEST) -m "not slow and real" $(ARGS)
+	$(PYTEST) -m "not slow and real" -n 2 --dist loadfile $(ARGS)
 
 ## test-slow: the rest: storms of a thousand faults, machines as network namespaces, whole runs (an hour, and root for some),
 ## random seeds where the others are fixed, and the light suite on a machine that has hardly any time for it

@@ -62,6 +62,8 @@ def measure(folder: Path, model: Path, preset: str, seed: int) -> dict[str, floa
         algorithm = json.dumps({"preset": preset, "kl": None, **own})
         settings = (f"iterations={ITERATIONS}", "eval_interval=0", f"seed={seed}", f"algorithm={algorithm}")
         summary = up(folder, name, f"model.path={model}", "trainer.sft=[]", *settings, *others)
+        if summary["state"] != "done":
+            raise RuntimeError(f"the run {folder / name} ended as {summary['state']}: {summary['reason']}")
         measured = {"before": summary["accuracy_before"], "after": summary["accuracy_after"], "seconds": summary["rl_seconds"]}
         result.write_text(json.dumps(measured) + "\n")
         print(name, json.dumps(measured), flush=True)

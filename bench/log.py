@@ -27,7 +27,7 @@ from rich.table import Table
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.config.run import RunConfig
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
 from polyreme.experience.run import Run
 from polyreme.experience.store import EmbeddedServer, connect
@@ -118,8 +118,8 @@ async def measure(url: str, iterations: int) -> tuple[Times, bool]:
     times: Times = defaultdict(list)
     run = await Run.create(one, f"bench-{uuid4().hex[:8]}", config(), {})
     orchestrator, learner = ExperienceLog(run), ExperienceLog(Run(two, run.run_id))
-    await orchestrator.take(Role.ORCHESTRATOR)
-    await learner.take(Role.LEARNER)
+    await orchestrator.take(Writer.ORCHESTRATOR)
+    await learner.take(Writer.LEARNER)
     await learner.begin(0)
     rng = np.random.default_rng(0)
     warm_up = 5

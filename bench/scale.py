@@ -35,11 +35,11 @@ from rich.table import Table
 from simulated_side.runs import COUNT, Stretch, measured
 
 from polyreme.experience.store import EmbeddedServer
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme_rollout.engine.protocol import CHUNK_TOKENS, Delta, EngineRequest, Sampling
 from polyreme_rollout.run_spec import fetch_run_spec
 from polyreme_rollout.serving import serve
-from polyreme_rollout.testing.simulated_engine import WEIGHT_NAMES, Lengths, SimulatedEngine, sample
+from polyreme_rollout.testing.simulated_engine import WEIGHT_NAMES, Lengths, SimulatedInferenceEngine, sample
 from support.simulated import VOCAB
 from support.simulated_run import SimulatedRun, simulated_run
 
@@ -52,7 +52,7 @@ JOIN_SECONDS = 60.0
 CONTEXT = LONGEST + 32
 
 
-class JoiningEngine(SimulatedEngine):
+class JoiningEngine(SimulatedInferenceEngine):
     """Notes when its first call comes, and when the first group is whole."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -76,7 +76,7 @@ async def join(started: SimulatedRun, options: argparse.Namespace) -> dict[str, 
     spec = await fetch_run_spec(started.redis_url, started.run.run_id)
     engine = JoiningEngine(WEIGHT_NAMES, CONTEXT, VOCAB, options.step, options.slots, LENGTHS)
     stop, began = asyncio.Event(), time.perf_counter()
-    serving = asyncio.create_task(serve(engine, spec, started.redis_url, Place(http_port=None), stop))
+    serving = asyncio.create_task(serve(engine, spec, started.redis_url, Endpoint(http_port=None), stop))
     try:
         whole = await asyncio.wait_for(engine.whole, JOIN_SECONDS)
         assert engine.called is not None

@@ -46,10 +46,10 @@ from weights_side import streams
 
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
-from polyreme.cli.run_directory import read_model_files
+from polyreme.cli.input_files import read_model_files
 from polyreme.config.load import load_config
 from polyreme.experience.leases import Registry
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import EmbeddedServer, connect
 from polyreme.net import rpc
@@ -230,7 +230,7 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
     with EmbeddedServer.start(folder / "redis") as server:
         redis = await connect(server.url)
         run = await Run.create(redis, f"bench-{uuid.uuid4().hex[:8]}", config, read_model_files(config.model.path))
-        term = await ExperienceLog(run).take(Role.LEARNER)
+        term = await ExperienceLog(run).take(Writer.LEARNER)
         command = [sys.executable, "-m", "polyreme", "rollout", "--redis", server.url, "--run", run.run_id]
         replica = Child.spawn("rollout", command, log_path=folder / "rollout.log")
         arena = Arena.create(run.run_id, plan.nbytes)

@@ -1,7 +1,7 @@
-"""What all Polyreme services share: config, contracts, the experience log, weights in transit, and the `polyreme` command.
+"""The core that all Polyreme services share: configuration, contracts, the experience log, weight transfer, the `polyreme` command.
 
-Imports no torch, vllm, megatron or fastapi, also not transitively, so that every image and every process can afford it.
+Invariant: the core imports no torch, vllm, megatron or fastapi, not even transitively, so every image and every process can import it.
 """
 
 API_VERSION = 1
-"""Schema number of proto/polyreme/api/v1. Services of different numbers refuse each other."""
+"""Schema number of proto/polyreme/api/v1. Services with different numbers refuse each other."""

@@ -1,4 +1,4 @@
-"""`python -m polyreme`: the same command, by this interpreter."""
+"""`python -m polyreme` runs the `polyreme` command with this interpreter."""
 
 from polyreme.cli.main import main
 

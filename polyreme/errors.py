@@ -27,7 +27,7 @@ class PolyremeError(Exception):
 
 
 class ConfigError(PolyremeError, ValueError):
-    """The run's configuration, or what it names, cannot be used. Nothing was started."""
+    """The configuration, or a file that it names, cannot be used. Nothing was started."""
 
     exit_code = 2
 

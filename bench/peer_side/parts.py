@@ -52,7 +52,7 @@ def measure(engine: Any, config: Any, iterations: int, after: str) -> dict[str, 
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2
-    from polyreme.cli.run_directory import read_model_files
+    from polyreme.cli.input_files import read_model_files
     from polyreme.experience.records import GroupRecord, SampleRecord
     from polyreme_trainer.algorithms.grpo import group_advantages
     from polyreme_trainer.data.prompts import load_prompts

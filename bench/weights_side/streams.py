@@ -18,7 +18,7 @@ from weights_side.replica import names
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.leases import Registry
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import EmbeddedServer, connect
 from polyreme.weights.arena import Arena
@@ -157,7 +157,7 @@ async def to_many(nbytes: int, counts: Sequence[int], repeats: int, config: RunC
 
 async def publish_to(run: Run, redis_url: str, nbytes: int, count: int, repeats: int) -> float:
     """Median seconds from a version's publishing to the last of `count` commits."""
-    term = await ExperienceLog(run).take(Role.LEARNER)
+    term = await ExperienceLog(run).take(Writer.LEARNER)
     versions = Versions(nbytes, run.run_id)
     versions.arena.unlink()  # as on another host
     publisher = Publisher(redis_url, run.run_id, term, versions.arena)

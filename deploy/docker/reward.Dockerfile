@@ -30,6 +30,9 @@ COPY requirements/${REQUIREMENTS}.txt /src/requirements/
 RUN install.sh requirements /src/requirements/${REQUIREMENTS}.txt
 
 FROM dependencies AS app
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_NO_INDEX
 COPY pyproject.toml README.md /src/
 COPY requirements/cpu.txt /src/requirements/
 COPY polyreme /src/polyreme

@@ -30,6 +30,9 @@ COPY requirements/trainer.txt /src/requirements/
 RUN install.sh requirements /src/requirements/trainer.txt
 
 FROM dependencies AS app
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_NO_INDEX
 COPY pyproject.toml README.md /src/
 COPY requirements/cpu.txt /src/requirements/
 COPY polyreme /src/polyreme
@@ -58,6 +61,9 @@ COPY requirements/cuda.txt /src/requirements/
 RUN TORCH_INDEX=$CUDA_TORCH_INDEX install.sh requirements /src/requirements/cuda.txt
 
 FROM dependencies-cuda AS app-cuda
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_NO_INDEX
 COPY pyproject.toml README.md /src/
 COPY requirements/cpu.txt /src/requirements/
 COPY polyreme /src/polyreme
@@ -93,6 +99,9 @@ COPY requirements/npu.txt /src/requirements/
 RUN install.sh requirements /src/requirements/npu.txt
 
 FROM dependencies-npu AS app-npu
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_NO_INDEX
 COPY pyproject.toml README.md /src/
 COPY requirements/cpu.txt /src/requirements/
 COPY polyreme /src/polyreme

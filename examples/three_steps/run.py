@@ -41,7 +41,16 @@ def summary(command: str, output: Path) -> dict[str, Any]:
 
 def step(command: str, output: Path, extra: list[str]) -> int:
     """Runs one step to its end. Returns its exit status; a signal that ends this script reaches the step first."""
-    words = [sys.executable, "-m", "polyreme", command, str(HERE / FILES[command]), *overrides(command, output), *extra, "--resume"]
+    words = [
+        sys.executable,
+        "-m",
+        "polyreme",
+        command,
+        str(HERE / FILES[command]),
+        *overrides(command, output),
+        *extra,
+        "--resume",
+    ]
     print(f"== polyreme {command}", flush=True)
     process = subprocess.Popen(words)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

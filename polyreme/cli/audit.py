@@ -1,4 +1,7 @@
-"""`polyreme audit`: the account of a run's experience log, from its Redis: a running one, or that of a run directory whose run has ended."""
+"""`polyreme audit`: accounts for every group of a run's experience log.
+
+Invariant: an audit changes no run. It reads the Redis of a running run, or starts the stored one of a run that has ended.
+"""
 
 import asyncio
 from pathlib import Path
@@ -15,26 +18,26 @@ from polyreme.net.redis_url import redis_option, without_password
 
 def audit(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="A run's directory, running or not; its own Redis is started when needed.")
+        Path | None, typer.Argument(help="Directory of a run, running or ended. Starts the run's own Redis if needed.")
     ] = None,
-    redis: Annotated[str | None, redis_option("The Redis of a run.")] = None,
-    run: Annotated[str | None, typer.Option(help="Run id; none: the directory's, or the newest.")] = None,
+    redis: Annotated[str | None, redis_option("Redis of the run.")] = None,
+    run: Annotated[str | None, typer.Option(help="Run id. Default: the directory's run, or the newest one in Redis.")] = None,
 ) -> None:
-    """Account for every group of a run's experience log. The exit status is 0 when nothing is missing or double."""
+    """Account for every group of a run's experience log. The exit status is 0 when no group is missing or duplicated."""
     found = read_run_file(run_dir) if run_dir else None
     if run_dir and found is None:
-        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Give output_dir/name of a run, or --redis.")
+        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run, or --redis.")
     run_id = run or (found.run_id if found else None)
     if address := redis or (run_dir and found and _live(run_dir, found)):
         raise typer.Exit(asyncio.run(audit_main(address, run_id)))
     if run_dir is None or found is None:
-        raise ConfigError("a run to audit", "neither a run directory nor --redis", "Give one of them.")
+        raise ConfigError("a run to audit", "neither a run directory nor --redis", "Pass one of them.")
     with owned(run_dir), EmbeddedServer.start(run_dir / "redis") as server:
         raise typer.Exit(asyncio.run(audit_main(server.url, run_id)))
 
 
 def _live(run_dir: Path, found: RunFile) -> str | None:
-    """URL of the directory's Redis where one runs: the user's own, or that of a run which another process has under way."""
+    """URL of the directory's Redis when it is up: an external one, or the own one of a run that is in progress. Else None."""
     if found.redis != EMBEDDED:
         return without_password(found.redis)
     with unused(run_dir) as free:

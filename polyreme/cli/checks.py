@@ -1,10 +1,9 @@
-"""Everything that can be checked before processes start, by the core and by each service installed here.
+"""Everything that can be checked before processes start, by the core and by each installed service.
 
-A service registers its check in the entry-point group `polyreme.checks`: a function of the configuration that yields notices (text)
-and errors (PolyremeError). It may also raise one, after which it has nothing more to say. Checks of stages are in the group
-`polyreme.stage_checks`.
+A service registers its check in the entry-point group `polyreme.checks`: a function of the configuration that yields notices (str) and
+errors (PolyremeError). Raising an error ends the check. Checks of stages are in the group `polyreme.stage_checks`.
 
-Invariant: a check starts no service, runs no code of the user's, and changes nothing.
+Invariant: a check starts no service, runs no user code, and changes nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from polyreme.cli.run_directory import check_inputs, check_stage_inputs
+from polyreme.cli.input_files import check_inputs, check_stage_inputs
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.errors import PolyremeError
@@ -21,23 +20,23 @@ from polyreme.net import tls
 GROUP = "polyreme.checks"
 STAGE_GROUP = "polyreme.stage_checks"
 Check = Callable[[Any], Iterator[str | PolyremeError]]
-"""Of a RunConfig, or in the group of stages of a StageConfig."""
+"""Takes a RunConfig, in the group of stages a StageConfig."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What is wrong with a run, and what its user should know."""
+    """The errors that prevent a run, and notices for its user."""
 
     errors: tuple[PolyremeError, ...]
     notices: tuple[str, ...]
 
 
 def check_run(config: RunConfig | StageConfig, only: str | None = None) -> tuple[str, ...]:
-    """The notices of all checks. Raises the first error.
+    """Runs all checks and returns their notices. Raises the first error.
 
     Args:
-        only: the one service that this machine is sure to run, by the name of its check; None: all. What another service lacks here
-            is a notice then: it may run on a machine that has it.
+        only: name of the check of the one service that will certainly run on this machine, or None for all services. An error of another
+            service becomes a notice, since that service may run on a different machine.
     """
     found = findings(config, only)
     if found.errors:
@@ -46,7 +45,7 @@ def check_run(config: RunConfig | StageConfig, only: str | None = None) -> tuple
 
 
 def findings(config: RunConfig | StageConfig, only: str | None = None) -> Findings:
-    """What all checks find; `only` as in `check_run`. The services are asked once the files that they read are there."""
+    """The results of all checks; `only` as in `check_run`. The services' checks run only after the files that they read are found."""
     try:
         if isinstance(config, StageConfig):
             check_stage_inputs(config)
@@ -67,7 +66,7 @@ def findings(config: RunConfig | StageConfig, only: str | None = None) -> Findin
             elif only in (None, point.name):
                 errors.append(result)
             else:
-                notices.append(f"the {point.name} service could not start here: {result}")
+                notices.append(f"the {point.name} service cannot start on this machine: {result}")
     return Findings(tuple(errors), tuple(notices))
 
 

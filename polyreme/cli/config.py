@@ -1,4 +1,7 @@
-"""`polyreme config`: a run's configuration, shown, checked, and the reference of all keys. Starts nothing."""
+"""`polyreme config`: shows or checks a run's configuration, and prints the reference of all keys.
+
+Invariant: no subcommand starts a process or writes a file.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,14 +15,14 @@ from polyreme.config.load import load_any
 from polyreme.errors import PolyremeError
 
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file of a run or a stage.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
 
 config = typer.Typer(no_args_is_help=True, help="Show or check a run's configuration.")
 
 
 @config.command("show")
 def show(file: ConfigFile, overrides: Overrides = None) -> None:
-    """Print the resolved configuration with every default, and each key's description as a comment."""
+    """Print the resolved configuration with all defaults, and the description of each key as a comment."""
     print(annotated_yaml(load_any(file, overrides or ())), end="")
 
 
@@ -46,7 +49,7 @@ def print_reference() -> None:
 
 
 class _Several(PolyremeError):
-    """Several errors at once, each on a line of its own."""
+    """Several errors, printed on one line each."""
 
     exit_code = 2
 

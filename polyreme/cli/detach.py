@@ -1,7 +1,7 @@
 """A command that continues in the background.
 
-Invariant: the foreground process ends when the background one has announced that it runs, or with the status and the message of a
-background process that ended before.
+Invariant: the foreground process ends when the background process announces that it runs. If the background process ends before that,
+the foreground process ends with its status and message.
 """
 
 import os
@@ -13,12 +13,12 @@ _TAIL_LINES = 20
 
 
 def into_background(log: Path) -> Callable[[str], None]:
-    """Splits off a process without a terminal, whose output goes to the end of `log`. Returns only in that process.
+    """Forks a process without a terminal that appends its output to `log`. Returns only in that process.
 
-    Call it before any thread or event loop starts.
+    Must be called before any thread or event loop starts.
 
     Returns:
-        `announce(text)`: the foreground process prints the text and ends with status 0.
+        `announce(text)`, after which the foreground process prints the text and exits with status 0.
     """
     read_end, write_end = os.pipe()
     sys.stdout.flush()
@@ -41,7 +41,7 @@ def into_background(log: Path) -> Callable[[str], None]:
         try:
             os.write(write_end, text.encode())
         except BrokenPipeError:
-            pass  # the foreground process was ended; the run is not
+            pass  # the foreground process has been killed, but the run continues
         finally:
             os.close(write_end)
 
@@ -49,7 +49,7 @@ def into_background(log: Path) -> Callable[[str], None]:
 
 
 def _wait(read_end: int, child: int, log: Path) -> None:
-    """The foreground process: ends it. What it owns now belongs to the background process, so no cleanup runs here."""
+    """Ends the foreground process. Runs no cleanup, since the background process now owns all resources."""
     with os.fdopen(read_end, "rb") as pipe:
         announced = pipe.read()
     if announced:

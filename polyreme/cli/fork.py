@@ -1,6 +1,6 @@
-"""Forks: a new run that starts from a copy of another run's newest checkpoint.
+"""A fork is a new run that starts from a copy of another run's newest checkpoint.
 
-Invariant: nothing below the parent's directory changes, and the fork needs nothing of it once it has begun.
+Invariant: a fork changes nothing in the parent's directory, and needs nothing from it after the copy.
 """
 
 import json
@@ -20,16 +20,17 @@ _BLOCK = 1 << 24
 
 
 def plan_fork(config: RunConfig, file_run_dir: Path) -> tuple[Path, RunConfig]:
-    """The directory to fork from, and the configuration with the fork's name.
+    """Returns the directory to fork from, and the configuration with the fork's name.
 
-    The configuration's own run is the parent, and the fork is called NAME-fork-N. When there is none, a `name=` override names the
-    fork, and the run of the configuration file is the parent.
+    When the configuration's directory holds a run, that run is the parent and the fork is called NAME-fork-N. Otherwise a `name=`
+    override names the fork, and the run of the configuration file is the parent.
 
     Args:
+        config: the resolved configuration, with overrides.
         file_run_dir: run directory of the configuration without a `name=` override.
 
     Raises:
-        ConfigError: neither directory holds a run, or the one that was named holds something else.
+        ConfigError: neither directory holds a run, or the fork's directory already has checkpoints.
     """
     if read_run_file(config.run_dir) is not None:
         stem, number = re.sub(r"-fork-\d+$", "", config.name), 1
@@ -37,35 +38,39 @@ def plan_fork(config: RunConfig, file_run_dir: Path) -> tuple[Path, RunConfig]:
             number += 1
         return config.run_dir, config.model_copy(update={"name": f"{stem}-fork-{number}"})
     if read_run_file(file_run_dir) is None:
-        raise ConfigError(f"a run to fork in {config.run_dir}", "no run.json in it", "Give name=... of a run, or drop --fork.")
+        raise ConfigError(f"a run to fork in {config.run_dir}", "no run.json in it", "Pass name=... of a run, or omit --fork.")
     if checkpoints(config.run_dir):
         raise ConfigError(
-            f"nothing in the fork's directory {config.run_dir} yet", "checkpoints", "Choose another name=..., or remove it."
+            f"an empty fork directory {config.run_dir}", "checkpoints", "Choose another name=..., or remove the directory."
         )
     return file_run_dir, config
 
 
 def copy_start(parent: Path, config: RunConfig) -> Origin:
-    """Copies what a run starts from into the fork's directory: the newest whole checkpoint, its Hugging Face directory, and that of
-    version 0 (the reference policy).
+    """Copies the newest intact checkpoint, its Hugging Face directory, and that of version 0 (the reference policy) into the fork's
+    directory.
 
     Raises:
-        ConfigError: the parent still runs, has no whole checkpoint, or has trained as many iterations as the fork asks for.
+        ConfigError: the parent is running, has no intact checkpoint, or its checkpoint is not older than the fork's last iteration.
     """
     with unused(parent) as free:
         run_file = read_run_file(parent)
         assert run_file is not None
         if not free:
             raise ConfigError(
-                f"run {run_file.run_id} to have ended", "it still runs", "Stop it first (SIGTERM saves), then fork."
+                f"run {run_file.run_id} to have ended",
+                "it is still running",
+                "Stop it first (SIGTERM saves a checkpoint), then fork.",
             )
         checkpoint = next((path for path in reversed(checkpoints(parent)) if is_whole(path)), None)
         if checkpoint is None:
-            raise ConfigError(f"a whole checkpoint in {parent / 'checkpoints'}", "none", "Start a new run with name=...")
+            raise ConfigError(f"an intact checkpoint in {parent / 'checkpoints'}", "none", "Start a new run with name=...")
         iteration = int(checkpoint.name.removeprefix("iteration-"))
         if config.iterations <= iteration:
             raise ConfigError(
-                f"more iterations than the parent's checkpoint has ({iteration})", str(config.iterations), "Raise iterations."
+                f"iterations above {iteration}, the iteration of the parent's checkpoint",
+                str(config.iterations),
+                "Raise iterations.",
             )
         wanted = [checkpoint, *(parent / "hf" / f"iteration-{version:06d}" for version in sorted({0, iteration}))]
         copied: list[Path] = []
@@ -81,9 +86,9 @@ def copy_start(parent: Path, config: RunConfig) -> Origin:
 
 
 def next_group(run_dir: Path, run_file: RunFile, iteration: int) -> int:
-    """The index after the highest group that a run has trained up to `iteration`.
+    """The index of the first group that a run has not trained by the end of `iteration`.
 
-    Iterations that were killed before they were recorded count as `groups_per_iteration` groups each.
+    An iteration without a record (the trainer was killed before it wrote one) counts as `groups_per_iteration` groups.
     """
     origin = run_file.forked_from
     recorded, group = (origin.iteration, origin.group) if origin else (0, 0)
@@ -97,11 +102,11 @@ def next_group(run_dir: Path, run_file: RunFile, iteration: int) -> int:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether the files that the checkpoint's manifest names have the xxh3_64 digests that it gives."""
+    """Whether all files of the checkpoint have the xxh3_64 digests in its manifest."""
     try:
         text = (checkpoint / "checkpoint.json").read_text()
     except FileNotFoundError:
-        return any(checkpoint.iterdir())  # a simulated learner's has no manifest
+        return any(checkpoint.iterdir())  # a checkpoint of the simulated engine has no manifest
     try:
         files = json.loads(text)["files"]
         return bool(files) and all(_digest(checkpoint / name) == digest for name, digest in files.items())
@@ -118,7 +123,7 @@ def _digest(path: Path) -> str:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """The copy appears under its name when it is complete."""
+    """Copies a directory. The copy gets its name only when it is complete."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial)

@@ -1,8 +1,8 @@
 """The `polyreme` command.
 
-Services add subcommands through the entry-point group `polyreme.commands`: functions with typer annotations.
+Services add subcommands through the entry-point group `polyreme.commands`. Each is a function with typer annotations.
 
-Invariant: only the subcommand on the command line is imported. So `polyreme --help` is fast, and shows what is installed here.
+Invariant: only the subcommand on the command line is imported, so `polyreme --help` is fast. It lists the installed subcommands.
 """
 
 import ast
@@ -25,7 +25,7 @@ from polyreme.process.lifecycle import exit_on_error
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand that is not imported yet: a function, or a typer application with subcommands of its own."""
+    """A subcommand that is imported on demand: a function, or a typer application with its own subcommands."""
 
     name: str
     help: str
@@ -33,7 +33,7 @@ class Command:
 
 
 def commands() -> list[Command]:
-    """The core's own subcommands, then those of the services installed here."""
+    """The subcommands of the core, then those of the installed services."""
     found = [
         Command(
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
@@ -47,7 +47,7 @@ def commands() -> list[Command]:
 
 
 def build_app(argv: Sequence[str]) -> typer.Typer:
-    """The command line for `argv`: the subcommand it names is imported, the others are names with a line of help."""
+    """The command line for `argv`. Imports the subcommand that it names; the others are names with one line of help."""
     app = typer.Typer(
         name="polyreme",
         no_args_is_help=True,
@@ -66,11 +66,11 @@ def build_app(argv: Sequence[str]) -> typer.Typer:
 
 
 def main() -> None:
-    """Runs the command of this process's arguments. An error that the user can act on is one message and an exit code."""
+    """Runs the command on the process's arguments. Prints a PolyremeError as one message and exits with its code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a character that the terminal lacks must not end a run
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a container's first process ignores SIGTERM by default
+            stream.reconfigure(errors="backslashreplace")  # an unencodable character must not end a run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container ignores SIGTERM by default
     with exit_on_error("polyreme"):
         build_app(sys.argv[1:])(prog_name="polyreme")
 
@@ -94,7 +94,7 @@ def _not_imported() -> None:
 
 
 def _first_line(point: EntryPoint) -> str:
-    """The first line of a function's docstring, read from the source, as importing it may take seconds."""
+    """The first line of a function's docstring. Reads the source, since an import may take seconds."""
     package, *inside = point.module.split(".")
     spec = find_spec(package)
     [folder] = spec.submodule_search_locations or [] if spec else []

@@ -1,8 +1,8 @@
-"""A run's progress, folded from its metric records. The live view, the summary and the exporter read it.
+"""A run's progress, accumulated from its metric records. The live view, the summary and the exporter read it.
 
-Invariant: pure (records in, in the order of the metrics stream; no clock, no I/O), and of a bounded size however long the run is: it
-keeps sums and the newest records. An iteration counts once: a resumed learner repeats iterations from the log, and of those the first
-record is the true one (a repetition waits for nothing, so its rates mean nothing).
+Invariant: a pure function of the records in stream order, without a clock or I/O, in bounded memory: it keeps sums and the newest
+records. An iteration counts once. A resumed learner repeats iterations from the log; only the first record counts, since a repetition
+does not wait for samples and its rates are meaningless.
 """
 
 from collections import deque
@@ -13,37 +13,38 @@ from typing import Any
 Record = dict[str, Any]
 
 SPLIT = {"waiting for samples": "time/learner_wait", "training": "time/train", "writing weights": "time/write"}
-"""Where an iteration's wall time goes, by the record key that measures it; what these leave is overhead."""
+"""Parts of an iteration's wall time, with the record key of each. The remainder is overhead."""
 RECENT = 64
-"""Newest iterations whose records are kept."""
+"""Number of newest iterations whose records are kept."""
 NOTICE_SECONDS = 300.0
-"""How long a notice or an alarm is worth showing."""
+"""How long a notice or an alarm is shown."""
 
 
 def stream_time(stream_id: str) -> float:
-    """Unix seconds at which Redis received an entry: the first half of its id is milliseconds."""
+    """Unix time in seconds at which Redis received an entry. The first half of its id is that time in milliseconds."""
     return int(stream_id.partition("-")[0]) / 1000
 
 
 def evaluation_of(record: Record) -> tuple[str, float]:
-    """The name and value of an `eval` record's result: `accuracy` where every answer is right or wrong, else the mean `score`."""
+    """The name and value of an `eval` record's result: `accuracy` when every answer is right or wrong, else the mean `score`."""
     name = "accuracy" if "accuracy" in record else "score"
     return name, float(record[name])
 
 
 @dataclass
 class Progress:
-    """What is known of a run. All times are Unix seconds, all durations seconds.
+    """The state of a run as far as its records show it. Times are Unix seconds, durations are seconds.
 
     Attributes:
         recent: the records of the newest iterations, oldest first.
-        first, newest: number of the first iteration (a fork's is not 1) and of the newest; 0 before one.
-        iterations: how many there are.
-        evaluations: result by version. `metric` names it, `evaluation` is the newest one's record.
-        failed_evaluations: why a version has no evaluation; the newest ones.
-        versions: served version by replica; `replicas` has the URL of each replica's /v1 and only those that are there.
-        starts: how often the run was started; `started` is the time of the newest start.
-        restarts: by process, since the newest start.
+        first, newest: the first iteration (above 1 for a fork) and the newest one; 0 before the first record.
+        iterations: number of recorded iterations.
+        evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version.
+        failed_evaluations: reason by version, for the newest failures.
+        versions: served version by replica.
+        replicas: URL of /v1 by replica, for the registered replicas.
+        starts: number of starts of the run; `started` is the time of the newest one.
+        restarts: number of restarts by process since the newest start.
     """
 
     samples_per_iteration: int
@@ -79,11 +80,11 @@ class Progress:
     _mismatch: float | None = None
 
     def repeats(self, record: Record) -> bool:
-        """Whether the record is of an iteration that is there already."""
+        """Whether the record repeats an iteration that has been counted."""
         return record.get("kind") == "iteration" and record["iteration"] <= self.newest
 
     def add(self, record: Record) -> None:
-        """Adds the next record. It has a `time`; unknown kinds and repeated iterations change nothing."""
+        """Adds the next record, which has a `time`. Ignores unknown kinds and repeated iterations."""
         match record.get("kind"):
             case "start":
                 self._start(record)
@@ -124,46 +125,46 @@ class Progress:
 
     @property
     def last(self) -> Record | None:
-        """The newest iteration's record."""
+        """The record of the newest iteration."""
         return self.recent[-1] if self.recent else None
 
     def score(self, first: bool = False) -> float | None:
-        """Result of the newest (or the first) evaluation; `metric` names it."""
+        """Result of the newest (or the first) evaluation; `metric` is its name."""
         return self.evaluations[(min if first else max)(self.evaluations)] if self.evaluations else None
 
     def score_after(self) -> float | None:
-        """Result of the trained version. None when it was not evaluated: an older version's result says nothing about it."""
+        """Result of the newest version, or None when it was not evaluated. An older version's result does not stand in for it."""
         return self.evaluations.get(self.newest) if self.iterations else None
 
     def rollout_wait(self, iteration: int) -> float | None:
-        """Seconds in which replicas were idle before a recent iteration; see orchestrator/idle_time.py."""
+        """Idle seconds of the replicas before a recent iteration; see orchestrator/idle_time.py."""
         return self._waits.get(iteration)
 
     def rl_seconds(self) -> float:
-        """Wall time of all iterations. The first begins when the evaluation before it has ended."""
+        """Wall time of all iterations in seconds. The first iteration starts when the evaluation before it ends."""
         return self._seconds
 
     def time_split(self) -> dict[str, float]:
-        """Seconds of the iterations by what the learner did; they sum to `rl_seconds()`."""
+        """Seconds of all iterations by activity of the learner. They sum to `rl_seconds()`."""
         return {**self._split, "other": max(0.0, self._seconds - sum(self._split.values()))}
 
     def staleness(self) -> list[int]:
-        """Trained samples of staleness 0, 1, ... over all iterations."""
+        """Number of trained samples with staleness 0, 1, ... over all iterations."""
         return list(self._staleness)
 
     def remaining_seconds(self, iterations: int) -> float | None:
-        """Estimate for the iterations that are missing, by the mean of the newest; None before the first."""
+        """Estimated seconds for the remaining iterations, from the mean of the newest ones; None before the first."""
         newest = [float(record["time/iteration"]) for record in self.recent][-20:]
         return max(0, iterations - self.newest) * sum(newest) / len(newest) if newest else None
 
     def reward_parts(self) -> dict[str, float]:
-        """Mean raw value of each reward and sub-part in the newest iteration."""
+        """Mean unweighted value of each reward and sub-part in the newest iteration."""
         record = self.last or {}
         names = (name for name in record if name.startswith("reward/") and name not in ("reward/mean", "reward/std"))
         return {name.removeprefix("reward/"): float(record[name]) for name in names}
 
     def summary(self) -> Record:
-        """The numbers of summary.json."""
+        """The values of summary.json."""
         seconds, split = self._seconds, self.time_split()
         return {
             f"{self.metric}_before": self.score(first=True),
@@ -186,7 +187,7 @@ class Progress:
         }
 
     def _start(self, record: Record) -> None:
-        """Processes of the start before are gone."""
+        """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
         self.sft, self.learned = None, False

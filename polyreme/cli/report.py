@@ -1,4 +1,7 @@
-"""A run in lines of text: one per record while it goes on, and the report at its end. Pure: from records and Progress to strings."""
+"""A run as text: one line per record while it runs, and a report at its end.
+
+Invariant: pure functions from records and Progress to strings.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from polyreme.experience.run import RunState
 
 
 def plain_line(record: Record, progress: Progress, iterations: int) -> str | None:
-    """A record as a line of text; None for kinds that are not shown."""
+    """A record as a line of text, or None for kinds that are not shown."""
     match record["kind"]:
         case "iteration":
             number = f"iteration {record['iteration']:>{len(str(iterations))}}/{iterations}"
@@ -21,7 +24,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
                 f"  {progress.metric} {'-' if score is None else format(score, '.3f')}"
                 f"  length {record['response/length_mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
                 f"  {record['time/iteration']:.2f} s ({shares_of(record, progress)}){staleness_of(record)}  {versions}"
-                + ("  ALARM" if record.get("alarms") else "")  # its record has the text, once
+                + ("  ALARM" if record.get("alarms") else "")  # the alarm's own record has the text
             )
         case "eval":
             name, value = evaluation_of(record)
@@ -41,7 +44,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
                 ", ".join(f"{name} {url}".strip() for name, url in sorted(record["replicas"].items())) or "none"
             )
         case "restart":
-            return f"{record['process']} is restarted: {record['text']}"
+            return f"{record['process']} restarts: {record['text']}"
         case "alarm":
             return f"ALARM {record['text']}"
         case "notice":
@@ -50,7 +53,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
 
 
 def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:
-    """What is printed at the end: how the run ended, results before and after, five answers, where the time went, where things are."""
+    """The final report: how the run ended, results before and after, five answers, the split of the time, and the paths."""
     lines = [f"{state:8} {reason}"] if reason else []
     lines += _result_lines(progress)
     seconds = progress.rl_seconds()
@@ -66,7 +69,7 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
 
 
 def _result_lines(progress: Progress) -> list[str]:
-    """The evaluations before and after, or why there is none; then answers of the newest."""
+    """The evaluations before and after training, or why one is missing, and answers from the newest one."""
     before, after, trained = progress.score(first=True), progress.score_after(), progress.newest
     if not (progress.evaluations or progress.failed_evaluations):
         return []
@@ -83,13 +86,13 @@ def _result_lines(progress: Progress) -> list[str]:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """One line of a text, its middle left out when it is long."""
+    """A text on one line. A long text loses its middle."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
 
 
 def shares_of(record: Record, progress: Progress, names: bool = True) -> str:
-    """Shares of an iteration's time: the learner's waiting, training and writing, and beside them the replicas' idle time."""
+    """Shares of an iteration's time: the learner's waiting, training and writing, and separately the replicas' idle time."""
     total = record["time/iteration"] or 1.0
     shares = [(key.removeprefix("time/").removeprefix("learner_"), record.get(key, 0.0)) for key in SPLIT.values()]
     if (idle := progress.rollout_wait(record["iteration"])) is not None:
@@ -98,13 +101,13 @@ def shares_of(record: Record, progress: Progress, names: bool = True) -> str:
 
 
 def staleness_of(record: Record) -> str:
-    """How many samples there are of staleness 0/1/...; nothing where all are on-policy."""
+    """Number of samples with staleness 0/1/..., or '' when all are on-policy."""
     samples = record.get("staleness/samples", ())
     return f"  staleness {'/'.join(map(str, samples))}" if len(samples) > 1 else ""
 
 
 def duration(seconds: float) -> str:
-    """Such as 0:05, 12:34 or 1:02:03."""
+    """A duration as 0:05, 12:34 or 1:02:03."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,6 +1,6 @@
-"""What a run tells of itself in its directory: records in metrics.jsonl, and summary.json.
+"""The records of a run in its directory: metrics.jsonl and summary.json.
 
-Invariant: a reader of summary.json sees the old file or the new one, and of metrics.jsonl whole lines of one run only.
+Invariant: a reader of summary.json sees the old file or the new one. A reader of metrics.jsonl sees complete lines of one run only.
 """
 
 import json
@@ -14,7 +14,7 @@ from polyreme.experience.run import RunState
 
 
 def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
-    """The run's records in metrics.jsonl, in order, one at a time; a last line that is still being written is left out."""
+    """Yields the run's records in metrics.jsonl in order. Skips a last line that is still being written."""
     with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
         for line in file:
             if line.endswith(b"\n") and (record := json.loads(line)).get("run") == run_id:
@@ -22,20 +22,20 @@ def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
 
 
 def write_summary(run_dir: Path, run_id: str, state: RunState, reason: str, numbers: Mapping[str, Any]) -> None:
-    """Writes summary.json: the run, its state, why it is in it, and `numbers`."""
+    """Writes summary.json: the run id, its state, the reason for the state, and `numbers`."""
     fields = {"run": run_id, "state": str(state), "reason": reason, **numbers}
     write_atomically(run_dir / "summary.json", json.dumps(fields, indent=1) + "\n")
 
 
 def write_end(run_dir: Path, run_id: str, state: RunState, reason: str) -> None:
-    """Puts the end of a run into its summary.json, whose numbers stay."""
+    """Updates state and reason in the run's summary.json and keeps its other values."""
     fields = read_summary(run_dir)
     numbers = {name: value for name, value in fields.items() if name not in ("run", "state", "reason")}
     write_summary(run_dir, run_id, state, reason, numbers if fields.get("run") == run_id else {})
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """The fields of summary.json; none when there is no such file."""
+    """The fields of summary.json, or {} when the file is missing or damaged."""
     with suppress(FileNotFoundError, ValueError):
         fields = json.loads((run_dir / "summary.json").read_text())
         if isinstance(fields, dict):
@@ -44,7 +44,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never a part; so does a restart after a crash."""
+    """Writes a file so that a reader, also after a crash, sees the old content or the new one and never a part."""
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w") as file:
         file.write(text)

@@ -1,6 +1,7 @@
-"""One run's processes on this machine: the services, the trainer and the run's own Redis, watched to the run's end.
+"""The processes of one run on this machine: the services, the trainer and the run's own Redis.
 
-Invariant: when `run` returns or raises, none of them is left, and the run has an end: in Redis, if that answers, and in summary.json.
+Invariant: when `run` returns or raises, all of them have ended, and the run has a final state in summary.json and, if Redis answers,
+in Redis.
 """
 
 import asyncio
@@ -21,18 +22,26 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer
 from polyreme.net.redis_url import without_password
-from polyreme.process.supervisor import FINAL_CODES, WELL_SECONDS, ChildFailedError, Program, Supervisor, Unit, restart_backoff
+from polyreme.process.supervisor import (
+    FINAL_CODES,
+    WELL_SECONDS,
+    ChildFailedError,
+    ProcessSet,
+    ProcessSpec,
+    Supervisor,
+    restart_backoff,
+)
 
 _GRACE_SECONDS = 15.0
 _RECORDS_BLOCK_MS = 500
 _STORE_POLL_SECONDS = 0.5
 _LAST_STATE_SECONDS = 30.0
 _BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
-"""Exit statuses of a trainer that is signalled before its handlers are set: the signal's, or that of a KeyboardInterrupt."""
+"""Exit statuses of a trainer that receives a signal before it installs its handlers: the signal's, or a KeyboardInterrupt's."""
 
 
 class Session:
-    """The services and the trainer of one run, its Redis when that is our own, and the view of them."""
+    """Runs and supervises the services, the trainer and the own Redis of one run, and shows their progress."""
 
     def __init__(
         self, config: RunConfig, run: Run, url: str, own_store: EmbeddedServer | None, log_dir: Path, console: Console
@@ -41,29 +50,28 @@ class Session:
         self._url = without_password(url) or url
         self._progress = Progress(config.samples_per_iteration)
         self._stopped_by = 0
-        self._end: tuple[RunState, str] | None = None  # of a run whose trainer could not set its end
-        self._reporting: set[asyncio.Task[None]] = set()
+        self._end: tuple[RunState, str] | None = None  # final state and reason, when the trainer could not set it
         command = (sys.executable, "-m", "polyreme")
         server = ("--redis", url, "--run", run.run_id)
 
-        def unit(name: str, *argv: str, serves: bool = True) -> Unit:
-            return Unit(name, lambda: [Program(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
+        def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
+            return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
 
-        services = [unit("reward", "reward", *server)]
+        services = [process("reward", "reward", *server)]
         services += [
-            unit(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
+            process(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]
         limit = config.trainer.max_restarts
-        self._serving = Supervisor(services, limit, on_restart=self._report_restart)
+        self._serving = Supervisor(services, limit, on_restart=run.report_restart)
         ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
-        self._trainer = unit("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
-        self._training = Supervisor([self._trainer], limit, on_restart=self._report_restart)
+        self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
+        self._training = Supervisor([self._trainer], limit, on_restart=run.report_restart)
 
     async def run(self, stops: "asyncio.Queue[int]") -> int:
-        """Runs to the end. Returns the exit status: 0 when the run is done, or drained and saved.
+        """Runs to the end. Returns the exit status, which is 0 when the run is done, or drained and saved.
 
         Raises:
-            PolyremeError: the run failed; where to look has been printed.
+            PolyremeError: the run failed. The paths of the logs have been printed.
         """
         ended, gentle = asyncio.Event(), False
         training = asyncio.create_task(self._training.run())
@@ -77,7 +85,7 @@ class Session:
                 going = [task for task in (training, serving, keeping, stopping) if not task.done()]
                 await asyncio.wait(going, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
-                    self._end = RunState.STOPPED, "a second signal ended it at once"
+                    self._end = RunState.STOPPED, "a second signal ended the run at once"
                     return 128 + stopping.result()
                 if keeping.done():
                     keeping.result()  # raises
@@ -96,14 +104,14 @@ class Session:
                 await self._serving.stop(_GRACE_SECONDS)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill what is left
+            await asyncio.gather(*tasks, return_exceptions=True)  # the supervisors kill the remaining processes
             state, reason = await self._settle_end()
         for line in report.report(self._config, self._progress, self._config.run_dir, state, reason):
             self._say(line)
         return status
 
     async def _settle_end(self) -> tuple[RunState, str]:
-        """Sets the end of a run whose trainer could not, in Redis and in summary.json. Returns the run's state and the reason."""
+        """Sets the final state, if the trainer did not, in Redis and in summary.json. Returns the state and the reason."""
         state, reason = self._end or (RunState.FAILED, "the trainer ended without setting the run's state")
         try:
             async with asyncio.timeout(_GRACE_SECONDS):
@@ -115,53 +123,43 @@ class Session:
                         await self._run.set_state(RunState.DRAINING, reason)
                     await self._run.set_state(state, reason)
         except StaleTermError:
-            return state, reason  # the run is another process's now
+            return state, reason  # another process has taken over the run
         except (PolyremeError, TimeoutError) as error:
-            self._say(f"Redis does not have the run's end: {error or 'no answer'}")
-        with suppress(OSError):  # the trainer has logged a disk that is full
+            self._say(f"could not store the run's final state in Redis: {error or 'no answer'}")
+        with suppress(OSError):  # the trainer has already reported a full disk
             write_end(self._config.run_dir, self._run.run_id, state, reason)
         return state, reason
 
     async def _stop(self, stops: "asyncio.Queue[int]") -> int:
-        """Drains the trainer at the first signal; returns the second."""
+        """Drains the trainer at the first signal. Returns the second signal."""
         self._stopped_by = await stops.get()
         self._training.draining = True
         self._trainer.signal(signal.SIGTERM)
-        self._say("stopping: the iteration under way is finished and saved; once more ends all at once")
+        self._say("stopping: the current iteration is finished and saved first; a second signal stops at once")
         while (number := await stops.get()) == signal.SIGHUP:
-            pass  # a shell and the kernel may both send one
+            pass  # a shell and the kernel may both send SIGHUP
         return number
 
-    def _report_restart(self, process: str, found: str) -> None:
-        """Emits a restart's record; a Redis that is away does not hold the restart up."""
-
-        async def report() -> None:
-            with suppress(PolyremeError):
-                await self._run.emit({"kind": "restart", "process": process, "text": found})
-
-        task = asyncio.create_task(report())
-        self._reporting.add(task)
-        task.add_done_callback(self._reporting.discard)
-
     async def _keep_store(self) -> None:
-        """Restarts our own Redis when it dies: what it acknowledged is on disk, and its clients reconnect.
+        """Restarts the run's own Redis when it dies. Its acknowledged writes are on disk, and its clients reconnect.
 
         Raises:
-            StoreError: it died too often, or does not start.
+            StoreError: Redis died too often, or does not start.
         """
         deaths = 0
         while True:
             started = time.monotonic()
-            while self._own_store is None or self._own_store.alive:  # noqa: ASYNC110 (a process gives no event)
+            while self._own_store is None or self._own_store.alive:  # noqa: ASYNC110 (a process end is no event)
                 await asyncio.sleep(_STORE_POLL_SECONDS)
             deaths = 1 if time.monotonic() - started > WELL_SECONDS else deaths + 1
             if deaths > (limit := self._config.trainer.max_restarts):
                 raise StoreError(
                     "the run's own Redis to keep running",
-                    f"it ended {deaths} times" + (f", and says: {words}" if (words := self._own_store.last_words()) else ""),
-                    f"See {self._config.run_dir / 'redis' / 'redis.log'}, then go on with --resume.",
+                    f"it ended {deaths} times"
+                    + (f"; its last output: {words}" if (words := self._own_store.last_words()) else ""),
+                    f"See {self._config.run_dir / 'redis' / 'redis.log'}, then continue with --resume.",
                 )
-            self._say(f"the run's own Redis has ended; restart {deaths} of {limit}")
+            self._say(f"the run's own Redis ended; restart {deaths} of {limit}")
             await asyncio.sleep(restart_backoff(first=0.2).draw(deaths))
             try:
                 await self._own_store.restart()
@@ -170,11 +168,11 @@ class Session:
                     raise
 
     async def _declare_failed(self, serving: "asyncio.Task[None]", training: "asyncio.Task[None]") -> None:
-        """A service cannot be kept running: ends the run and raises the service's failure."""
+        """Sets the run to failed after a service failed for good, and raises the service's failure."""
         error = serving.exception()
         assert error is not None
         self._end = RunState.FAILED, str(error) if isinstance(error, PolyremeError) else repr(error)
-        with suppress(PolyremeError):  # already ended, or the store is gone
+        with suppress(PolyremeError):  # the run has ended already, or Redis does not answer
             await self._run.set_state(*self._end)
         await asyncio.wait({training}, timeout=_LAST_STATE_SECONDS)
         if isinstance(error, ChildFailedError):
@@ -182,12 +180,12 @@ class Session:
         raise error
 
     async def _judge(self, training: "asyncio.Task[None]") -> int:
-        """The exit status of a trainer that ended well. Raises the trainer's failure."""
+        """Returns the exit status after the trainer has ended. Raises the trainer's failure."""
         error = training.exception()
         if isinstance(error, ChildFailedError):
             if self._stopped_by and error.child.poll() in _BEFORE_HANDLERS:
-                self._end = RunState.STOPPED, "a stop came before anything was trained"
-                self._say("stopped before anything was trained")
+                self._end = RunState.STOPPED, "stopped before training began"
+                self._say("stopped before training began")
                 return 128 + self._stopped_by
             self._point_at(error, self._log_dir)
             reason = ""
@@ -202,7 +200,7 @@ class Session:
         return 0
 
     def _point_at(self, error: ChildFailedError, place: Path | None) -> None:
-        """Prints where to look, and the end of the log of a child that gave no reason."""
+        """Prints the path of the logs, and the end of the log of a child that reported no reason."""
         if error.child.poll() not in FINAL_CODES:
             self._say(error.child.log_tail(20))
         self._say(f"see {place}")
@@ -211,7 +209,7 @@ class Session:
         self._console.print(text, soft_wrap=True)
 
     async def _watch(self, ended: asyncio.Event) -> None:
-        """Shows the run's records until the stream is read to its end after `ended`."""
+        """Shows the run's records until `ended` is set and the stream has been read to its end."""
         shown_state, since = None, time.time()
         cursor = await asyncio.to_thread(self._read_past)
         with view.view(self._config, self._console, self._url) as shown:
@@ -232,13 +230,13 @@ class Session:
                 for cursor, record in batch:
                     line = {"time": stream_time(cursor), **record, "repeated": self._progress.repeats(record)}
                     self._progress.add(line)
-                    if line["time"] >= since:  # the others are a resumed run's past
+                    if line["time"] >= since:  # older records are from before the resume
                         shown.show(line, self._progress)
                 if last and not batch:
                     return
 
     def _read_past(self) -> str:
-        """Reads what a resumed run has on disk, and Redis perhaps no more. Returns the stream id of the last record."""
+        """Reads the records of a resumed run from disk, since Redis may have trimmed them. Returns the last one's stream id."""
         cursor = "0"
         for record in read_records(self._config.run_dir, self._run.run_id):
             self._progress.add(record)

@@ -1,6 +1,6 @@
-"""What `polyreme up` and `polyreme train` start: a new run, the directory's own run again, or a fork of it.
+"""Prepares the start of `polyreme up` and `polyreme train`: a new run, a resumed run, or a fork.
 
-Invariant: the run directory is owned as long as the block of `prepared` lasts, and a fork that never began leaves no directory.
+Invariant: this process owns the run directory for the whole block of `prepared`, and a fork that does not start leaves no directory.
 """
 
 import shutil
@@ -21,14 +21,14 @@ from polyreme.experience.run import RunState
 
 @dataclass(frozen=True)
 class Start:
-    """What a command starts.
+    """A decision about what to start.
 
     Attributes:
-        config: of the run; a fork's has the fork's name.
-        existing: the run to continue; None: a new one.
-        origin: of a fork that begins.
-        finished: why there is nothing to start; empty: there is.
-        notices: what the checks remarked.
+        config: configuration of the run, with the fork's name for a fork.
+        existing: the run to continue, or None for a new run.
+        origin: origin of a new fork.
+        finished: why there is nothing to start, or '' when there is.
+        notices: notices of the checks.
     """
 
     config: RunConfig
@@ -40,16 +40,20 @@ class Start:
 
 @contextmanager
 def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: str | None = None) -> Iterator[Start]:
-    """Reads the configuration, owns the run directory for the block, and decides which run is meant.
+    """Loads and checks the configuration, locks the run directory for the block, and decides which run to start.
 
     Args:
-        only: as `check_run` takes it.
+        path: the run's YAML file.
+        overrides: key=value overrides of the configuration.
+        resume: continue the directory's run.
+        fork: start a new run from a copy of the newest checkpoint.
+        only: as in `check_run`.
 
     Raises:
-        ConfigError: the configuration or its files are wrong, the directory is in use, or it holds a run and no flag says what to do.
+        ConfigError: the configuration or one of its files is invalid, the directory is in use, or it holds a run and neither flag is set.
     """
     if resume and fork:
-        raise ConfigError("--resume or --fork", "both", "Give one of them.")
+        raise ConfigError("--resume or --fork", "both", "Pass one of them.")
     config = load_config(path, overrides)
     notices = check_run(config, only)
     if not fork:
@@ -65,11 +69,11 @@ def prepared(path: Path, overrides: list[str], resume: bool, fork: bool, only: s
             yield Start(config, origin=copy_start(parent, config), notices=notices)
     finally:
         if not was_there and read_run_file(config.run_dir) is None:
-            shutil.rmtree(config.run_dir, ignore_errors=True)  # it never began
+            shutil.rmtree(config.run_dir, ignore_errors=True)  # the fork did not start
 
 
 def _finished(config: RunConfig, existing: RunFile | None) -> str:
-    """Says that a run has trained all iterations that the configuration asks for; empty: it has not."""
+    """A message when the run has trained all configured iterations, else ''."""
     if existing is None:
         return ""
     summary = read_summary(config.run_dir)
@@ -77,4 +81,4 @@ def _finished(config: RunConfig, existing: RunFile | None) -> str:
     trained = read_config(config.run_dir).iterations
     if not done or config.iterations > trained:
         return ""
-    return f"run {existing.run_id} is done: {trained} iterations are trained. To train it further, resume with iterations={2 * trained}."
+    return f"run {existing.run_id} is done after {trained} iterations. To train it further, resume with iterations={2 * trained}."

@@ -1,4 +1,7 @@
-"""The summary of a run, computed from its configuration alone and printed before training starts."""
+"""The run summary that is printed before training starts.
+
+Invariant: a pure function of the configuration and of the notices of the checks.
+"""
 
 from collections.abc import Iterable
 
@@ -7,16 +10,16 @@ from polyreme.config.stage import StageConfig
 from polyreme.config.trainer import OptimizerConfig
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
-"""Bytes of a response token in the log: id, logprob, mask, and up to four bytes of text."""
+"""Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
 _GROUP_OVERHEAD_BYTES = 1024
 
 
 def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
-    """The run in lines of text: length, samples, learning rates, when it saves and evaluates, what Redis must hold; then warnings.
+    """The run as lines of text: length, samples, learning rates, save and evaluation intervals, memory of Redis, then warnings.
 
     Args:
-        config: of the run.
-        notices: what the checks before the start have found.
+        config: the resolved configuration.
+        notices: notices of the checks.
     """
     trainer = config.trainer
     spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
@@ -76,19 +79,19 @@ def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
 
 
 def _warnings(config: RunConfig) -> list[str]:
-    """What is set and has no effect."""
+    """Settings that have no effect."""
     intervals = {"trainer.save_interval": config.trainer.save_interval}
     if config.data.eval:
         intervals["eval_interval"] = config.eval_interval
     return [
-        f"{key} = {interval} is longer than the run: only after iteration {config.iterations}"
+        f"{key} = {interval} is longer than the run, so it applies only after iteration {config.iterations}"
         for key, interval in intervals.items()
         if interval > config.iterations
     ]
 
 
 def algorithm_line(config: RunConfig) -> str:
-    """The recipe's primitives in one line."""
+    """The recipe's primitives on one line."""
     algorithm, recipe = config.algorithm, config.recipe
     kl = "no KL" if recipe.kl is None else f"KL {recipe.kl.estimator} x {recipe.kl.coef:g} in the {recipe.kl.place}"
     corrected = " and ".join(each.kind for each in recipe.correction) or "no correction"
@@ -109,15 +112,14 @@ def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "i
 
 
 def redis_bytes(config: RunConfig) -> int:
-    """Upper bound of the bytes of groups in the log: of every iteration since the oldest checkpoint on disk, and of those that are
-    being generated."""
+    """Upper bound in bytes of the groups in the log: all iterations since the oldest checkpoint, and the groups in generation."""
     group = (
         _GROUP_OVERHEAD_BYTES
         + config.data.max_prompt_tokens * 8
         + config.group_size * config.rollout.max_new_tokens * _TOKEN_BYTES
     )
     save_interval = config.trainer.save_interval or config.iterations
-    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest stays in any case
+    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest checkpoint always stays
     held = min(config.iterations, since_oldest) + 1 + config.max_staleness
     return group * config.groups_per_iteration * held
 

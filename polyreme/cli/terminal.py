@@ -1,6 +1,6 @@
-"""A terminal that may go away while a command writes to it.
+"""A console whose terminal may disappear while a command writes to it.
 
-Invariant: a reader that is gone (a closed terminal, `| head`, a `| tee` that the same Ctrl-C has ended) ends no run.
+Invariant: losing the reader of the output (a closed terminal, `| head`, a `| tee` that the same Ctrl-C has ended) does not end a run.
 """
 
 import errno
@@ -13,7 +13,7 @@ from rich.console import Console
 
 
 class TerminalConsole(Console):
-    """Plain text to a stream; nothing more once its reader is gone."""
+    """Writes plain text to a stream, and nothing after its reader has gone."""
 
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(file=cast(IO[str], _Stream(stream)), markup=False, emoji=False, highlight=False)
@@ -22,13 +22,13 @@ class TerminalConsole(Console):
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         gone = [descriptor for descriptor in (1, 2) if os.path.sameopenfile(descriptor, self.file.fileno())]
-        for descriptor in gone:  # what is still buffered goes there at the interpreter's end
+        for descriptor in gone:  # the interpreter flushes its buffers there at exit
             os.dup2(nowhere, descriptor)
         os.close(nowhere)
 
 
 class _Stream:
-    """A stream whose terminal may be closed: writing to it is then a broken pipe."""
+    """A stream that reports a closed terminal as a broken pipe."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream

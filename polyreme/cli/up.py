@@ -1,7 +1,7 @@
-"""`polyreme up`: a whole run on this machine, from its Redis to the last process, in the foreground or detached.
+"""`polyreme up`: runs all processes of a run on this machine, in the foreground or detached.
 
-Invariant: every process that it starts ends with it. At Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and saves; a second
-signal ends everything at once; when this process is killed, the kernel signals its children, which end their own.
+Invariant: every process that it starts ends with it. After Ctrl-C, SIGTERM or SIGHUP the trainer finishes its iteration and saves. A
+second signal ends everything at once. When this process is killed, the kernel signals its children, and they end theirs.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 def up(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
-    redis: Annotated[str | None, redis_option("A Redis to use; none: one of the run's own.")] = None,
+    redis: Annotated[str | None, redis_option("Redis to use. Default: the run's own.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the directory's run.")] = False,
     fork: Annotated[
-        bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
+        bool, typer.Option("--fork", help="Start a new run in a new directory from the run's newest checkpoint.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the run's summary, and start nothing.")
     ] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return once the run has started; it continues in the background.")
+        bool, typer.Option("--detach", help="Return when the run has started, and continue in the background.")
     ] = False,
 ) -> None:
     """Train: start every service of a run on this machine and watch it."""
@@ -76,7 +76,7 @@ async def _up(start: Start, redis_url: str | None, console: Console, announce: C
         if announce:
             pid = os.getpid()
             announce(
-                f"run {run.run_id} in {config.run_dir} is in the background; `kill {pid}` saves and ends it, up.log shows it"
+                f"run {run.run_id} in {config.run_dir} continues in the background; `kill {pid}` saves and ends it; output: up.log"
             )
         session = Session(config, run, url, own, log_dir, console)
         try:
@@ -89,17 +89,17 @@ async def _up(start: Start, redis_url: str | None, console: Console, announce: C
 async def _store(
     config: RunConfig, url: str | None, existing: RunFile | None
 ) -> AsyncIterator[tuple[Redis, str, EmbeddedServer | None]]:
-    """The run's Redis: a client, its URL, and the server when it is our own, which ends with the block.
+    """The run's Redis: a client, its URL, and the server if it is the run's own one, which ends with the block.
 
-    Our own has the port that it had before, if that is free: replicas that were started by hand find it again.
+    An own Redis keeps its previous port if that is free, so replicas that were started by hand find it again.
     """
     if url is None and existing is not None and existing.redis != EMBEDDED:
         url = without_password(existing.redis)
     if url is None and (nodes := config.trainer.parallel.nodes) > 1:
         raise ConfigError(
-            f"a Redis that all machines of the learner reach (trainer.parallel.nodes = {nodes})",
-            "none: a run's own listens on loopback alone",
-            "Give --redis URL.",
+            f"a Redis that all machines of the learner can reach (trainer.parallel.nodes = {nodes})",
+            "none: a run's own Redis listens on loopback only",
+            "Pass --redis URL.",
         )
     port = urlsplit(existing.redis_url).port if existing and existing.redis == EMBEDDED else None
     server = await EmbeddedServer.open(config.run_dir / "redis", port or 0) if url is None else None
@@ -116,7 +116,7 @@ async def _store(
 
 
 def _stop_signals() -> "asyncio.Queue[int]":
-    """SIGINT, SIGTERM and SIGHUP, as they come; `nohup` leaves SIGHUP ignored."""
+    """A queue of received SIGINT, SIGTERM and SIGHUP. SIGHUP stays ignored under `nohup`."""
     received: asyncio.Queue[int] = asyncio.Queue()
     hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     for number in (signal.SIGINT, signal.SIGTERM, *hang_up):
@@ -125,7 +125,7 @@ def _stop_signals() -> "asyncio.Queue[int]":
 
 
 async def _sweep(run_id: str) -> None:
-    """Removes the run's arenas, whose owner may still be on its way out."""
+    """Removes the run's arenas. Retries, since their owner may still be exiting."""
     for _ in range(50):
         remove_stale(run_id)
         if not list(SHARED_MEMORY.glob(f"polyreme-{run_id}-weights-*")):

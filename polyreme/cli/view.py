@@ -1,6 +1,6 @@
-"""What `polyreme up` shows: a view that redraws itself on a terminal, one line per event elsewhere.
+"""The output of `polyreme up`: a live view on a terminal, one line per event elsewhere.
 
-Invariant: both read the same Progress and change nothing; what is shown as present is present (replicas, alarms), what is old leaves.
+Invariant: both views read the same Progress and change nothing. Replicas and alarms that no longer hold disappear from the live view.
 """
 
 import json
@@ -25,22 +25,22 @@ from polyreme.cli.report import duration, plain_line, shares_of, shortened, stal
 from polyreme.config.run import RunConfig
 
 _TALL = 30
-"""Lines of a terminal from which on it shows a sample too."""
+"""Minimum height in lines of a terminal that also shows a sample."""
 _SPARKS = " " + "".join(chr(0x2581 + eighth) for eighth in range(8))
 _SFT_LINE_SECONDS = 10.0
 _LASTING = ("alarm", "eval_failed")
 
 
 class View(Protocol):
-    """Shows a run while it goes on. Use as a context manager."""
+    """Shows a run in progress. Use as a context manager."""
 
     def __enter__(self) -> "View": ...
     def __exit__(self, *_: object) -> None: ...
     def show(self, record: Record, progress: Progress) -> None:
-        """Shows a record that was added to `progress` just before."""
+        """Shows a record after it was added to `progress`."""
 
     def status(self, text: str) -> None:
-        """Shows what the run is doing."""
+        """Shows the run's state."""
 
 
 def view(config: RunConfig, console: Console, redis_url: str = "") -> View:
@@ -50,7 +50,7 @@ def view(config: RunConfig, console: Console, redis_url: str = "") -> View:
 
 
 class PlainView:
-    """One line per iteration, evaluation, alarm and notice; a line now and then of the warm start."""
+    """Prints one line per iteration, evaluation, alarm and notice, and a line about the warm start every few seconds."""
 
     def __init__(self, config: RunConfig, console: Console) -> None:
         self._config, self._console = config, console
@@ -78,7 +78,7 @@ class PlainView:
 
 
 class LiveView:
-    """Redraws on each record, and at most four times a second."""
+    """Redraws a panel four times per second."""
 
     def __init__(self, config: RunConfig, console: Console, redis_url: str = "") -> None:
         self._config, self._console, self._redis_url, self._status = config, console, redis_url, "starting"
@@ -87,7 +87,7 @@ class LiveView:
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
 
     def __enter__(self) -> "LiveView":
-        _echo_keys(False)  # a ^C or a line feed in the view would move it
+        _echo_keys(False)  # echoed keys would move the view
         self._live.start()
         return self
 
@@ -100,10 +100,10 @@ class LiveView:
 
     def show(self, record: Record, progress: Progress) -> None:
         self._progress = progress
-        if record["kind"] == "iteration":  # its own file may still be written
+        if record["kind"] == "iteration":  # this iteration's file may be incomplete
             self._sample = first_sample(self._config.run_dir, record["iteration"] - 1) or self._sample
         if record["kind"] in _LASTING and (line := plain_line(record, progress, self._config.iterations)):
-            self._console.print(Text(line), style="bold red", soft_wrap=True)  # above the view, where it stays
+            self._console.print(Text(line), style="bold red", soft_wrap=True)  # printed above the view, where it stays
 
     def _render(self) -> RenderableType:
         size, now = self._console.size, time.time()
@@ -111,7 +111,7 @@ class LiveView:
 
 
 def first_sample(run_dir: Path, iteration: int) -> Record | None:
-    """The first sample of an iteration's file in samples/; None when there is no such file."""
+    """The first sample of an iteration's file in samples/, or None without such a file."""
     with suppress(FileNotFoundError, ValueError), open(run_dir / "samples" / f"iteration_{iteration:04d}.jsonl") as file:
         sample: Record = json.loads(file.readline())
         return sample
@@ -119,10 +119,10 @@ def first_sample(run_dir: Path, iteration: int) -> Record | None:
 
 
 def _echo_keys(on: bool) -> None:
-    with suppress(OSError, ValueError, termios.error):  # no terminal, or none any more
+    with suppress(OSError, ValueError, termios.error):  # no terminal, or it has closed
         terminal = sys.stdin.fileno()
         if os.tcgetpgrp(terminal) != os.getpgrp():
-            return  # in the background it is not ours to set
+            return  # a background process must not change the terminal
         modes = termios.tcgetattr(terminal)
         modes[3] = modes[3] | termios.ECHO if on else modes[3] & ~termios.ECHO
         termios.tcsetattr(terminal, termios.TCSANOW, modes)
@@ -137,14 +137,18 @@ def render(
     redis_url: str = "",
     sample: Record | None = None,
 ) -> RenderableType:
-    """The whole live view, drawn from the state, within `size` (columns, lines): every part but the table and the sample is one line.
+    """Renders the live view within `size` (columns, lines). Every part except the table and the sample is one line.
 
     Args:
-        now: Unix time; None: that of the newest record.
-        redis_url: of the run's Redis.
-        sample: a line of a sample file, for which a tall terminal has room.
+        config: configuration of the run.
+        progress: the state to show.
+        status: text for the run's state.
+        size: columns and lines of the terminal.
+        now: Unix time in seconds. Default: the time of the newest record.
+        redis_url: URL of the run's Redis.
+        sample: a line of a sample file, shown on a tall terminal.
     """
-    width, height = size[0] - 4, size[1] - 3  # borders; the cursor's own line
+    width, height = size[0] - 4, size[1] - 3  # without the borders and the cursor's line
     now = progress.time if now is None else now
     head = Text.assemble((config.name, "bold"), f"  {status}  ", (f"iteration {progress.newest}/{config.iterations}", "cyan"))
     if (score := progress.score()) is not None:
@@ -152,7 +156,7 @@ def render(
     if progress.sft:
         sft = progress.sft
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
-    bar = Table.grid()  # alone, a bar does not end its line
+    bar = Table.grid()  # a bare ProgressBar does not end its line
     bar.add_row(ProgressBar(total=config.iterations, completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]
     foot = _foot(progress, now, redis_url)
@@ -165,13 +169,13 @@ def render(
             parts.append(_line("parts    " + "  ".join(f"{name} {value:.3f}" for name, value in by_part.items()), "green"))
         if sample and size[1] >= _TALL:
             foot = _sample_lines(sample, width) + foot
-        foot = foot[-max(1, height - len(parts) - 2) :]  # the table's header and newest row come first
+        foot = foot[-max(1, height - len(parts) - 2) :]  # the table's header and newest row have priority
         parts.append(_table(progress, min(RECENT, max(1, height - len(parts) - len(foot) - 1)), width))
     return Panel(Group(*parts, *foot), border_style="blue")
 
 
 def _times(config: RunConfig, progress: Progress, now: float) -> str:
-    """How long the run has been going since its newest start, how long it may still take, and what was restarted."""
+    """Elapsed time since the newest start, estimated remaining time, and restarts."""
     pieces = []
     if progress.started is not None:
         pieces.append(f"elapsed {duration(now - progress.started)}")
@@ -185,7 +189,7 @@ def _times(config: RunConfig, progress: Progress, now: float) -> str:
 
 
 def _foot(progress: Progress, now: float, redis_url: str) -> list[RenderableType]:
-    """Where things are, what was noticed lately, and the alarms that hold."""
+    """Redis, replicas, recent notices, and active alarms."""
     lines: list[RenderableType] = [_line(f"Redis    {redis_url}", "dim")] if redis_url else []
     there = {**dict.fromkeys(progress.replicas), **progress.versions}
     if there:
@@ -201,28 +205,28 @@ def _foot(progress: Progress, now: float, redis_url: str) -> list[RenderableType
 
 
 def _sample_lines(sample: Record, width: int) -> list[RenderableType]:
-    """A training sample on three lines."""
+    """A training sample as three lines."""
     prompt, response = (shortened(str(sample[key]), max(20, width - 12)) for key in ("prompt", "response"))
     score = f"score    {sample['score']:g} in iteration {sample['iteration']}"
     return [_line(f"prompt   {prompt}", "dim"), _line(f"response {response}"), _line(score, "dim")]
 
 
 def _line(text: str | Text, style: str = "") -> Text:
-    """Text that is cut where the line ends."""
+    """Text that is truncated at the end of the line."""
     line = Text(text.replace("\n", " "), style) if isinstance(text, str) else text
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """One character a value, the height between 0 and the largest (at least 1)."""
+    """One character per value. Heights are relative to the largest value, or to 1 if that is larger."""
     heights = list(values)
     top = max([1.0, *heights])
     return "".join(_SPARKS[round(max(0.0, value) / top * (len(_SPARKS) - 1))] for value in heights)
 
 
 def _table(progress: Progress, rows: int, width: int) -> Table:
-    """The newest iterations, in as many columns as the width has room for."""
+    """A table of the newest iterations, with as many columns as fit the width."""
     shares = "wait/train/write" + ("/rollouts" if progress.rollout else "")
     lines = []
     for record in list(progress.recent)[-rows:]:

@@ -1,1 +1,1 @@
-"""The schema of a run, one file per section, and how a run's YAML is read."""
+"""The configuration schema, one file per section, and the loader of a run's YAML file."""

@@ -1,7 +1,7 @@
-"""The section `algorithm`: a preset, what is overridden of it, and how an iteration is cut into optimizer steps.
+"""The section `algorithm`: a preset, its overrides, and the number of optimizer steps per iteration.
 
-Invariant: after validation the section holds every primitive of the resolved recipe, so what a preset means stands in the run's own
-configuration, and a later version of Polyreme cannot change it.
+Invariant: after validation the section holds every primitive of the resolved recipe. The run's own configuration therefore records what
+the preset meant, and a later version of Polyreme cannot change it.
 """
 
 from pathlib import Path
@@ -17,12 +17,12 @@ from polyreme.errors import ConfigError
 
 
 class AlgorithmSource(Section):
-    """A Python file or module with `advantages(batch)`, `loss(inputs)`, or both; each replaces the recipe's own."""
+    """A Python file or module that defines `advantages(batch)`, `loss(inputs)`, or both. Each replaces the recipe's function."""
 
     file: Path | None = Field(None, description="A Python file.")
     module: str | None = Field(None, description="An importable Python module.")
     digest: str | None = Field(
-        None, description="Of its text, when the run was configured. null: taken from the source as it is now."
+        None, description="Digest of the source when the run was configured. null: the digest of the current source."
     )
 
     @model_validator(mode="after")
@@ -35,20 +35,20 @@ class AlgorithmSource(Section):
 
     @property
     def path(self) -> Path:
-        """Where the source is on this machine. Raises ConfigError where it is not."""
+        """Path of the source on this machine. Raises ConfigError when the file does not exist."""
         path = self.file if self.module is None else find_source(self.module)
         if path is None or not path.is_file():
-            raise ConfigError(f"a Python source at {path or self.module}", "none", "Fix algorithm.source, or put it there.")
+            raise ConfigError(f"a Python source at {path or self.module}", "none", "Fix algorithm.source, or create the file.")
         return path
 
     def code(self) -> str:
-        """The text, which is the one that the run was configured with. Raises ConfigError where it is another."""
+        """The text of the source. Raises ConfigError when it has changed since the run was configured."""
         content = self.path.read_bytes()
         if digest_of(content) != self.digest:
             raise ConfigError(
-                f"{self.path} with digest {self.digest}, as the run was configured",
+                f"{self.path} with the configured digest {self.digest}",
                 f"digest {digest_of(content)}",
-                "Restore the file, or start another run with the changed one.",
+                "Restore the file, or start a new run with the changed file.",
             )
         return content.decode()
 
@@ -56,13 +56,13 @@ class AlgorithmSource(Section):
 class AlgorithmConfig(Recipe):
     filled_by: ClassVar[str] = "preset"
 
-    preset: str = Field("grpo", description="The named recipe that the other keys override.")
+    preset: str = Field("grpo", description="Name of the recipe that the other keys override.")
     correction: Literal["auto"] | tuple[Correction, ...] = Field(  # type: ignore[assignment]
         "auto",
-        description="Corrections for samples of another policy. auto: truncated token weights where max_staleness > 0 or"
-        " weights are bfloat16, unless the loss measures ratios from the sampler already.",
+        description="Off-policy corrections. auto: truncated token weights when max_staleness > 0 or"
+        " weights are bfloat16, unless the loss already measures ratios against the sampling policy.",
     )
-    source: AlgorithmSource | None = Field(None, description="The user's own functions; none: those of the recipe.")
+    source: AlgorithmSource | None = Field(None, description="Source with user-defined functions. null: the recipe's functions.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over an iteration's samples.")
     epochs: int = Field(1, ge=1, description="Passes over an iteration's samples.")
 
@@ -78,15 +78,15 @@ class AlgorithmConfig(Recipe):
 
     @property
     def has_critic(self) -> bool:
-        """Whether the advantages are made of a critic's values."""
+        """Whether the advantage estimator needs a critic."""
         return isinstance(self.advantage, Gae)
 
     def recipe(self, *, differs: bool) -> Recipe:
-        """The recipe alone.
+        """The recipe, with `correction: auto` resolved.
 
         Args:
-            differs: whether samples may be of another policy than the one that is trained (staleness, or a dtype in which engine
-                and learner round differently); decides what `correction: auto` means.
+            differs: whether the sampling policy may differ from the trained one (staleness, or a dtype that engine and learner round
+                differently). Decides what `correction: auto` means.
         """
         fields = {name: getattr(self, name) for name in Recipe.model_fields}
         if self.correction == "auto":

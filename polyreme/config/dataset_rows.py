@@ -1,6 +1,6 @@
-"""Rows of JSON lines files, for every reader of them: the trainer, the checks before a run, and `polyreme reward test`.
+"""Reader of JSON lines data sets, shared by the trainer, the checks before a run, and `polyreme reward test`.
 
-Invariant: a row means the same to all readers, and every error names the file and the line.
+Invariant: all readers interpret a row the same way, and every error names the file and the line.
 """
 
 import json
@@ -12,10 +12,10 @@ from polyreme.errors import DataError
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON lines file with their line numbers, blank lines left out, read as they are asked for.
+    """Yields (line number, object) for each line of a JSON lines file. Skips blank lines and reads lazily.
 
     Raises:
-        DataError: the file is missing or empty, or a line is no JSON object.
+        DataError: the file is missing or empty, or a line is not a JSON object.
     """
     empty = True
     for number, line in _lines(path):
@@ -23,19 +23,21 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             empty = False
             yield number, _object(line, f"{path}:{number}")
     if empty:
-        raise DataError(f"at least one row in {path}", "none", "Put one JSON object per line there.")
+        raise DataError(f"at least one row in {path}", "none", "Write one JSON object per line.")
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a JSON lines file; `splitlines` would cut at U+2028 inside a text."""
+    """The lines of a JSON lines file. `splitlines` would also split at a U+2028 inside a string."""
     return text.split("\n")
 
 
 def label_text(value: Any) -> str:
-    """A reference answer as text: texts as they are, numbers as JSON writes them, a list of one (PaddleNLP's `tgt`), nothing as ''.
+    """A reference answer as text.
 
-    Raises:
-        TypeError: it is something else.
+    A string is returned unchanged, a number in JSON notation, None as ''. A list of one (PaddleNLP's `tgt`) counts as its element.
+
+        Raises:
+            TypeError: the value has another type.
     """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -50,7 +52,7 @@ def label_text(value: Any) -> str:
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        with open(path, encoding="utf-8", newline="\n") as file:  # other line ends may stand inside a text
+        with open(path, encoding="utf-8", newline="\n") as file:  # a string may contain other line endings
             yield from enumerate(file, 1)
     except OSError as error:
         raise DataError(f"a JSON lines file at {path}", error.strerror or str(error), "Fix the path in `data`.") from error
@@ -71,21 +73,21 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def _check_characters(fields: Any, where: str) -> None:
-    """Refuses half a character. JSON can escape it, but no UTF-8 text can hold it."""
+    """Refuses a lone surrogate. JSON can escape it, but UTF-8 cannot encode it."""
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start].encode("unicode_escape").decode()
         raise DataError(
-            f"whole characters in {where}", f"{half}, one half of a pair", "Fix the text: it was cut there."
+            f"complete characters in {where}", f"{half}, half of a surrogate pair", "Fix the text: it was cut there."
         ) from None
 
 
 def plain_prompt(value: Any) -> str:
-    """A prompt as plain text: a text as it is, a list of one text (PaddleNLP's `src`), of chat messages the last one by the user.
+    """A prompt as plain text: a string, the only string of a list (PaddleNLP's `src`), or the last user message of a chat.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the value is none of these.
     """
     if isinstance(value, str):
         return value
@@ -96,6 +98,6 @@ def plain_prompt(value: Any) -> str:
         raise TypeError(f"{value!r:.80}")
     by_user = [message for message in messages if message.get("role") == "user"]
     content = (by_user or messages)[-1].get("content")
-    if isinstance(content, list):  # parts of a message: texts, and what is no text
+    if isinstance(content, list):  # a message of several parts: text, images, ...
         content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""

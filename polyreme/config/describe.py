@@ -1,6 +1,6 @@
-"""The schema in words: a resolved configuration with its comments, and the reference of all keys.
+"""The schema as text: a resolved configuration with comments, and the reference of all keys.
 
-Invariant: every word comes from the schema itself, so neither text can say what the code does not do. Pure.
+Invariant: every description, default and bound comes from the schema itself, so the texts cannot disagree with the code. Pure.
 """
 
 import json
@@ -25,21 +25,21 @@ _HEAD = """# Configuration
 
 *Generated from the schema by `polyreme config reference`; edit the descriptions in `polyreme/config/`.*
 
-A run is one YAML file. Any key can be overridden on the command line: `polyreme up run.yaml trainer.optimizer.lr=1e-4`; rows of a list
-go by number: `reward.rewards.0.weight=0.5`. Relative paths are taken from the YAML file's folder, in overrides from the working
-directory. An unknown key is an error that names the nearest one. `polyreme config show` prints a run's resolved configuration,
-`polyreme config check` checks everything that can be checked before processes start.
+One YAML file configures a run. The command line can override any key: `polyreme up run.yaml trainer.optimizer.lr=1e-4`. A number selects
+a row of a list: `reward.rewards.0.weight=0.5`. A relative path is resolved against the YAML file's folder, in an override against the
+working directory. An unknown key is an error that suggests the nearest known key. `polyreme config show` prints the resolved
+configuration. `polyreme config check` checks everything that can be checked before processes start.
 
-A run may be resumed (`--resume`) with another value of an *operational* key (marked ○), as these do not decide the trained weights.
+Keys marked ○ are *operational*: they do not affect the trained weights, so a run may be resumed (`--resume`) with other values.
 `iterations` counts as operational while the learning rate is constant.
 """
 
 _STAGES_HEAD = """
 ## Stages
 
-A [stage](../stages.md) is configured by a file of its own, whose key `stage` names it. `model`, `trainer.parallel` and `trainer.optimizer`
-have the keys that they have in a run, and `optimizer.warmup` counts steps. The length (`trainer.steps`, `trainer.epochs`) counts as
-operational while the learning rate is constant.
+A [stage](../stages.md) has its own YAML file, whose key `stage` names it. `model`, `trainer.parallel` and `trainer.optimizer` have the same
+keys as in a run; `optimizer.warmup` counts steps. The length (`trainer.steps`, `trainer.epochs`) counts as operational while the learning
+rate is constant.
 """
 
 
@@ -49,7 +49,7 @@ def annotated_yaml(config: BaseConfig) -> str:
 
 
 def reference() -> str:
-    """All keys of the schema as Markdown: type, default, description; a table per section."""
+    """All keys of the schema as Markdown, with one table of type, default and description per section."""
     parts = [_HEAD, *_tables(RunConfig, ""), _STAGES_HEAD]
     for name, schema in STAGES.items():
         parts += _tables(schema, "", f", stage {name}", without=("model", "trainer"))
@@ -71,7 +71,7 @@ def _section_lines(section: Section, indent: str, described: bool = True) -> Ite
             yield from _section_lines(value, f"{indent}  ", described)
         elif rows:
             yield f"{indent}{name}:"
-            for place, row in enumerate(rows):  # the comments stand at the first row
+            for place, row in enumerate(rows):  # only the first row has comments
                 yield f"{indent}  -"
                 yield from _section_lines(row, f"{indent}    ", described and place == 0)
         else:
@@ -79,7 +79,7 @@ def _section_lines(section: Section, indent: str, described: bool = True) -> Ite
 
 
 def _comment(section: type[Section], name: str, value: Any, indent: str) -> list[str]:
-    """What a field is, and for a plain value its type and default."""
+    """The description of a field and, for a plain value, its type and default."""
     field = section.model_fields[name]
     if isinstance(value, Section):
         text = field.description or _doc(type(value))
@@ -88,9 +88,11 @@ def _comment(section: type[Section], name: str, value: Any, indent: str) -> list
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _tables(section: type[Section], place: str, variant: str = "", without: tuple[str, ...] = ()) -> Iterator[str]:
-    """The section's table, then those of its subsections but those named in `without`."""
-    yield f"\n## {f'`{place}`' if place else 'Top level'}{variant}\n\n"
+def _tables(
+    section: type[Section], place: str, suffix: str = "", variant: str = "", without: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading."""
+    yield f"\n## {f'`{place}`' if place else 'Top level'}{suffix}{variant}\n\n"
     if about := _doc(section):
         yield f"{about}\n\n"
     yield "| key | type | default | description |\n|---|---|---|---|\n"
@@ -101,7 +103,7 @@ def _tables(section: type[Section], place: str, variant: str = "", without: tupl
         inner, listed = () if name in without else subsections(field), get_origin(field.annotation) in (list, tuple)
         for kind in inner:
             deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
-            yield from _tables(kind, deeper, f"{variant}, {_name(kind)}" if len(inner) > 1 else variant)
+            yield from _tables(kind, deeper, suffix, f", {_name(kind)}" if len(inner) > 1 else "")
 
 
 def _doc(section: type[Section]) -> str:
@@ -114,7 +116,7 @@ def _description(field: FieldInfo) -> str:
 
 
 def _default(section: type[Section], name: str) -> str:
-    """A key's default in words: `default 3`, `required`, `by preset`; empty for a section that has all it needs."""
+    """A key's default as text: `default 3`, `required`, `by preset`, or '' for a section whose keys all have defaults."""
     field = section.model_fields[name]
     if section.filled_by and name not in section.__annotations__:
         return f"by {section.filled_by}"
@@ -125,14 +127,14 @@ def _default(section: type[Section], name: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A plain value as YAML on one line."""
+    """A plain value in YAML's flow style, on one line."""
     plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
     text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000).removesuffix("...\n").rstrip("\n")
-    return json.dumps(plain) if "\n" in text else text  # YAML writes line breaks as such, JSON as escapes
+    return json.dumps(plain) if "\n" in text else text  # JSON escapes line breaks, YAML does not
 
 
 def _type(field: FieldInfo) -> str:
-    """The values that a field takes: its kind, choices and bounds."""
+    """The values that a field accepts: its type, choices and bounds."""
     return " ".join([_kind(field.annotation), *_bounds(field.metadata)])
 
 
@@ -155,7 +157,7 @@ def _kind(annotation: Any) -> str:
 
 
 def _name(section: type[Section]) -> str:
-    """A section among others: by its `kind`, where it has one."""
+    """Name of a section: its `kind` when it has one."""
     kind = section.model_fields.get("kind")
     return f"kind {kind.default}" if kind else "section"
 

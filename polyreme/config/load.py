@@ -1,7 +1,7 @@
-"""From a YAML file and dotted overrides to a checked configuration. Nothing else configures a run.
+"""Loads a run's configuration from a YAML file and dotted overrides. A run has no other source of configuration.
 
-Invariant: a path is resolved against the YAML file's folder, or the working directory for an override, so a run does not depend on
-where it was started. An error names what was expected, and the nearest known key for an unknown one.
+Invariant: a relative path in the file is resolved against the file's folder, one in an override against the working directory, so the
+file means the same wherever the run starts. Every error names the expected value; for an unknown key it suggests the nearest known one.
 """
 
 import difflib
@@ -27,23 +27,21 @@ Schema = TypeVar("Schema", bound=BaseConfig)
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a run's YAML file and applies `a.b=value` overrides (values in YAML syntax).
 
-    Relative paths in the file are taken from the file's folder, those in overrides from the working directory.
+    Relative paths in the file are resolved against the file's folder, those in overrides against the working directory.
 
     Raises:
-        ConfigError: the file is missing or is not YAML, a key is unknown (the nearest is named), a value does not fit.
+        ConfigError: the file is missing or is not YAML, a key is unknown, or a value is invalid.
     """
     config = load_any(path, overrides)
     if isinstance(config, StageConfig):
         raise ConfigError(
-            f"the configuration of a run in {path}",
-            f"that of the stage {config.stage}",
-            f"Start it with `polyreme {config.stage}`.",
+            f"the configuration of a run in {path}", f"stage: {config.stage}", f"Start it with `polyreme {config.stage}`."
         )
     return config
 
 
 def load_stage(path: Path, overrides: Iterable[str], stage: str) -> StageConfig:
-    """The configuration of the stage `stage`, read as `load_config` does. Raises ConfigError, also for a file of another kind."""
+    """Reads the YAML file of the stage `stage`, as `load_config` reads a run's. Raises ConfigError, also for a file of another kind."""
     config = load_any(path, overrides)
     if not isinstance(config, StageConfig):
         raise ConfigError(
@@ -55,7 +53,7 @@ def load_stage(path: Path, overrides: Iterable[str], stage: str) -> StageConfig:
 
 
 def load_any(path: Path, overrides: Iterable[str] = ()) -> RunConfig | StageConfig:
-    """The configuration of a run, or of the stage that the file's key `stage` names, read as `load_config` does. Raises ConfigError."""
+    """Reads the YAML file of a run, or of the stage that its key `stage` names, as `load_config` does. Raises ConfigError."""
     tree = _read_tree(path)
     schema = _schema(tree, path)
     _resolve_paths(tree, schema, path.resolve().parent)
@@ -69,12 +67,12 @@ def _schema(tree: dict[str, Any], path: Path) -> type[RunConfig] | type[StageCon
     if stage is None:
         return RunConfig
     if not isinstance(stage, str) or stage not in STAGES:
-        raise ConfigError(f"stage: {' or '.join(STAGES)} in {path}", repr(stage), "Name one of them, or remove the key of a run.")
+        raise ConfigError(f"stage: {' or '.join(STAGES)} in {path}", repr(stage), "Use one of these, or remove the key.")
     return STAGES[stage]
 
 
 def load_reward_config(path: Path) -> RewardConfig:
-    """The `reward` section of a YAML file: of a whole run's, or of one with nothing else in it. Raises as load_config."""
+    """The `reward` section of a YAML file, which may hold a whole run or this section alone. Raises the errors of `load_config`."""
     tree = _read_tree(path)
     if set(tree) != {"reward"}:
         return load_config(path).reward
@@ -89,7 +87,10 @@ def load_reward_config(path: Path) -> RewardConfig:
 
 
 def data_columns(path: Path) -> tuple[str, str]:
-    """The columns of prompt and label in the data of a run's YAML file; `prompt` and `label` of one without a run. Raises as load_config."""
+    """The prompt and label columns of a run's data; `prompt` and `label` when the file holds only a `reward` section.
+
+    Raises the errors of `load_config`.
+    """
     if set(_read_tree(path)) == {"reward"}:
         return "prompt", "label"
     data = load_config(path).data
@@ -97,12 +98,12 @@ def data_columns(path: Path) -> tuple[str, str]:
 
 
 def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
-    """The checked configuration of a run from a tree of plain values; `source` names its origin in errors. Raises ConfigError."""
+    """Validates a run's tree of plain values. `source` names its origin in errors. Raises ConfigError."""
     return parse(tree, source, RunConfig)
 
 
 def parse(tree: dict[str, Any], source: str, schema: type[Schema]) -> Schema:
-    """The checked configuration of that schema. Raises ConfigError."""
+    """Validates a tree of plain values against `schema`. `source` names its origin in errors. Raises ConfigError."""
     try:
         return schema.model_validate(tree)
     except ValidationError as error:
@@ -140,19 +141,21 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     *parents, last = key.split(".")
     try:
         for parent in parents:
-            if isinstance(node, dict) and node.get(parent) is None:  # an absent section, or one that is null
+            if isinstance(node, dict) and node.get(parent) is None:  # the section is absent or null
                 node[parent] = {}
             node = node[parent if isinstance(node, dict) else int(parent)]
         node[last if isinstance(node, dict) else int(last)] = value
-    except (IndexError, TypeError, ValueError):  # no such row, no number for one, or a value without parts
+    except (IndexError, TypeError, ValueError):  # no such row, not a row number, or a scalar
         raise ConfigError(
-            f"a place for {key}", f"{node!r:.80} on the way to it", "Name a key of the schema, or replace the whole: a.b=[...]."
+            f"a section or list that holds {key}",
+            f"{node!r:.80}",
+            "Use a key of the schema, or replace the whole value: a.b=[...].",
         ) from None
     return tree
 
 
 def _resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> None:
-    """Makes the tree's relative paths absolute, in place. It is not validated yet: what does not fit the schema stays as it is."""
+    """Makes the tree's relative paths absolute, in place. Runs before validation, so it leaves values that do not fit the schema alone."""
     for name, field in section.model_fields.items():
         if holds_path(field) and isinstance(field.default, Path):
             tree.setdefault(name, str(field.default))
@@ -175,7 +178,7 @@ def _explain(error: Any, schema: type[Section]) -> str:
 
 
 def _nearest(key: str, schema: type[Section]) -> str | None:
-    """The known key most like `key` as a whole, else one whose last part is; the right key in the wrong section counts, too."""
+    """The known key most similar to `key`, else one whose last part is similar: the key may be right and its section wrong."""
     names = list(known_keys(schema))
     if near := difflib.get_close_matches(key, names, n=1):
         return near[0]

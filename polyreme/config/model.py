@@ -1,4 +1,7 @@
-"""The section `model`: which policy is trained."""
+"""The section `model`: the policy to train.
+
+Invariant: one directory and one dtype apply to trainer and replicas.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -9,7 +12,7 @@ from polyreme.config.section import Section
 
 
 class ModelConfig(Section):
-    path: Path = Field(description="Hugging Face directory: config.json, tokenizer files, safetensors.")
+    path: Path = Field(description="Hugging Face directory with config.json, tokenizer files and safetensors.")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Number format of weights and computation, in trainer and replicas."
+        "float32", description="Data type of weights and computation, in trainer and replicas."
     )

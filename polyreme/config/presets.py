@@ -1,7 +1,7 @@
-"""The algorithms by name, and from a name and overrides to a recipe.
+"""Named algorithms, and the resolution of a name and overrides to a recipe.
 
-Invariant: a preset that is overridden in parts is its recipe with these parts changed and nothing else; a primitive that is
-replaced by one of another kind starts from that kind's own defaults.
+Invariant: an override changes the overridden parameters of a preset's recipe and nothing else. A primitive that is replaced by one of
+another kind starts from the defaults of that kind.
 """
 
 import difflib
@@ -37,7 +37,7 @@ from polyreme.errors import ConfigError
 PAPER_NORM = GroupNorm(std_floor=1e-6)
 
 PRESETS: Mapping[str, Recipe] = {
-    # Schulman et al. 2017 (arXiv 1707.06347), for language models as in Ouyang et al. 2022 (arXiv 2203.02155): KL in the reward.
+    # Schulman et al. 2017 (arXiv 1707.06347); with the KL in the reward as in Ouyang et al. 2022 (arXiv 2203.02155).
     "ppo": Recipe(advantage=Gae(), loss=Clip(), kl=Kl(place="reward", estimator="k1", coef=0.02)),
     # Shao et al. 2024 (arXiv 2402.03300).
     "grpo": Recipe(
@@ -47,11 +47,11 @@ PRESETS: Mapping[str, Recipe] = {
     "dr_grpo": Recipe(advantage=GroupMean(), loss=Clip(), aggregation="seq-mean-token-sum-norm"),
     # Yu et al. 2025 (arXiv 2503.14476).
     "dapo": Recipe(advantage=PAPER_NORM, loss=Clip(high=0.28), shaping=Shaping(overlong=Overlong()), dynamic_sampling=True),
-    # Ahmadian et al. 2024 (arXiv 2402.14740): a response is one action. The clip is inactive in an iteration of one step.
+    # Ahmadian et al. 2024 (arXiv 2402.14740): a response is one action. With one step per iteration the clip is inactive.
     "rloo": Recipe(
         advantage=LeaveOneOut(), loss=Clip(), aggregation="seq-mean-token-sum", kl=Kl(place="reward", estimator="k1", coef=0.02)
     ),
-    # Hu et al. 2025 (arXiv 2501.03262), and its variant with the group's mean as baseline.
+    # Hu et al. 2025 (arXiv 2501.03262), and its variant with the group mean as baseline.
     "reinforce_pp": Recipe(advantage=Returns(), loss=Clip(), kl=Kl(place="reward", estimator="k1", coef=0.01)),
     "reinforce_pp_baseline": Recipe(
         advantage=GroupMean(whiten=True), loss=Clip(), kl=Kl(place="loss", estimator="k2", coef=0.001)
@@ -62,7 +62,7 @@ PRESETS: Mapping[str, Recipe] = {
     "cispo": Recipe(advantage=PAPER_NORM, loss=Cispo()),
     # Gao et al. 2025 (arXiv 2511.20347).
     "sapo": Recipe(advantage=PAPER_NORM, loss=Sapo(), aggregation="seq-mean-token-mean"),
-    # Qi et al. 2026 (arXiv 2602.04879): the trust region is measured from the sampler.
+    # Qi et al. 2026 (arXiv 2602.04879): the trust region is around the sampling policy.
     "dppo_tv": Recipe(advantage=PAPER_NORM, loss=TvMask(), anchor="behaviour"),
     # Liu et al. 2026 (arXiv 2601.05242).
     "gdpo": Recipe(advantage=PerPart(std_floor=1e-6), loss=Clip()),
@@ -75,39 +75,39 @@ PRESETS: Mapping[str, Recipe] = {
 }
 
 SEQUENCE_PRESETS = frozenset({"gspo"})
-"""Presets whose ratio is that of a whole response: with any other it would be another algorithm under their name."""
+"""Presets that are defined by one ratio per response. With a ratio per token they would be another algorithm."""
 
 STANDARD_CORRECTION: tuple[Correction, ...] = (TokenTis(cap=2.0),)
-"""What to correct with where engine and learner differ (bfloat16) or samples are stale. A geometric mask beside it would drop most
-samples of an asynchronous run, whose policies differ by more than rounding."""
+"""Default correction when engine and learner round differently (bfloat16) or samples are stale. A geometric mask in addition would drop
+most samples of an asynchronous run, whose policies differ by more than rounding."""
 
 
 def resolve(preset: str, overrides: Mapping[str, Any]) -> Recipe:
-    """The preset's recipe with `overrides`, a tree of plain values: `{"loss": {"high": 0.28}, "kl": None}`.
+    """The preset's recipe with `overrides` applied, a tree of plain values such as `{"loss": {"high": 0.28}, "kl": None}`.
 
     Raises:
-        ConfigError: no such preset, a key that nothing reads, or a value that does not fit.
+        ConfigError: the preset is unknown, no primitive reads a key, or a value is invalid.
     """
     if preset not in PRESETS:
-        raise ConfigError(f"an algorithm out of {', '.join(PRESETS)}", repr(preset), _nearest(preset, list(PRESETS)))
+        raise ConfigError(f"one of the algorithms {', '.join(PRESETS)}", repr(preset), _nearest(preset, list(PRESETS)))
     tree = _merge(PRESETS[preset].model_dump(), overrides)
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         problems = "; ".join(_explain(problem) for problem in error.errors())
-        raise ConfigError(f"parameters that {preset} has", problems, "Fix these keys.") from None
+        raise ConfigError(f"parameters of {preset}", problems, "Fix these keys.") from None
     if preset in SEQUENCE_PRESETS and not (isinstance(recipe.loss, Clip) and recipe.loss.ratio == "sequence"):
         level = recipe.loss.ratio if isinstance(recipe.loss, Clip) else recipe.loss.kind
         raise ConfigError(
-            f"the ratio of whole responses, which is what {preset} is",
+            f"one ratio per response, which defines {preset}",
             f"loss: {level}",
-            "Take preset grpo, or leave loss.kind and loss.ratio alone.",
+            "Use preset grpo, or do not override loss.kind and loss.ratio.",
         )
     return recipe
 
 
 def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `overrides`, key by key; a primitive of another kind replaces the one of the base as a whole."""
+    """Merges `overrides` into `base` key by key. A primitive of another kind replaces the whole primitive of the base."""
     merged = dict(base)
     for key, value in overrides.items():
         old = merged.get(key)
@@ -121,7 +121,7 @@ def _merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{where}, which nothing reads"
+        return f"{where}, which no primitive reads"
     return f"{where}: {problem['msg']}, found {problem['input']!r:.80}"
 
 

@@ -1,6 +1,6 @@
-"""A user's Python source, named by file or module: found, read, parsed, and loaded where it runs.
+"""Finds, parses and loads a user's Python source, which is named by file or by module.
 
-Invariant: `load_module` alone runs the user's code; everything else reads text.
+Invariant: only `load_module` runs user code; every other function reads text.
 """
 
 import ast
@@ -21,10 +21,10 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def find_source(module: str) -> Path | None:
-    """The file of an importable module; None for one that is no Python source. Its packages are not imported.
+    """The file of an importable module, or None when the module is not Python source. Does not import its parent packages.
 
     Raises:
-        ConfigError: there is no such module.
+        ConfigError: the module does not exist.
     """
     first, *inside = module.split(".")
     spec = find_spec(first)
@@ -33,17 +33,17 @@ def find_source(module: str) -> Path | None:
             break
         spec = PathFinder.find_spec(".".join([first, *inside[:depth]]), spec.submodule_search_locations)
     if spec is None:
-        raise ConfigError(f"an importable module {module}", "none of that name", "Install it, or fix `module`.")
+        raise ConfigError(f"an importable module {module}", "no such module", "Install it, or fix `module`.")
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def digest_of(code: bytes) -> str:
-    """SHA-256 of a source, its first 16 hexadecimal digits."""
+    """The first 16 hexadecimal digits of a source's SHA-256."""
     return hashlib.sha256(code).hexdigest()[:16]
 
 
 def load_module(path: str, code: str) -> types.ModuleType:
-    """Runs a file's text as a module of its own name; its folder is importable, so that it can import its neighbours."""
+    """Runs a file's text as a module with the file's name. Its folder joins `sys.path`, so it can import its siblings."""
     name = os.path.splitext(os.path.basename(path))[0]
     module = types.ModuleType(name)
     module.__file__ = path
@@ -54,24 +54,24 @@ def load_module(path: str, code: str) -> types.ModuleType:
 
 
 def parse(code: str, where: str) -> dict[str, ast.stmt]:
-    """The names that a module's text binds, each with its statement, also under `if`, `try` and `with`.
+    """The names that a module's text binds, each with its statement, including those under `if`, `try` and `with`.
 
     Raises:
-        ConfigError: the text is no Python. `where` names it.
+        ConfigError: the text is not valid Python. `where` names the source.
     """
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"Python in {where}", f"{error.args[0]}{line}", "Fix the file.") from None
+        raise ConfigError(f"valid Python in {where}", f"{error.args[0]}{line}", "Fix the file.") from None
     return dict(_bindings(tree.body))
 
 
 def stand_in_for(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Callable[..., Any]:
-    """A function of the same name and parameters, which cannot be called."""
+    """A function with the same name and signature that must not be called."""
 
     def function(*_: Any, **__: Any) -> None:
-        raise AssertionError("a stand-in is not for calling")
+        raise AssertionError("a stand-in must not be called")
 
     function.__name__ = node.name
     function.__signature__ = inspect.Signature(list(_parameters(node.args)))  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""A recipe: which primitives an algorithm consists of, and their parameters. Plain data that a configuration file can hold.
+"""A recipe: the primitives of an algorithm and their parameters, as plain data that a configuration file can hold.
 
-Invariant: every parameter is read by the primitive that it belongs to; a parameter that the chosen primitive does not have is
-an error.
+Invariant: each primitive reads all its parameters, and a parameter that the chosen primitive does not have is an error.
 """
 
 from typing import Annotated, Literal
@@ -20,86 +19,86 @@ KIND = "The name of this primitive."
 
 
 class Primitive(Section):
-    """A part of a recipe."""
+    """One part of a recipe."""
 
 
 class LengthAdaptive(Primitive):
     """VAPO: lam = 1 - 1 / (alpha * tokens) for each response."""
 
-    alpha: Positive = Field(0.05, description="How fast lam rises with the length.")
+    alpha: Positive = Field(0.05, description="How fast lam rises with the response length.")
 
 
 class Gae(Primitive):
-    """Generalised advantage estimation: the only estimator with a critic."""
+    """Generalised advantage estimation, the only estimator that uses a critic."""
 
     kind: Literal["gae"] = Field("gae", description=KIND)
     gamma: Fraction = Field(1.0, description="Discount of later rewards, per token.")
-    lam: Fraction | LengthAdaptive = Field(0.95, description="Of the policy's advantages.")
-    value_lam: Fraction | None = Field(None, description="Of the critic's returns; none: that of the advantages.")
-    bootstrap_truncated: bool = Field(False, description="A response that the length limit cut goes on with the critic's value.")
-    whiten: bool = Field(True, description="Shift and scale the advantages of the batch to mean 0 and deviation 1.")
-    value_clip: Positive | None = Field(0.5, description="The critic may move its values so far; none: no clip.")
+    lam: Fraction | LengthAdaptive = Field(0.95, description="GAE lambda of the policy's advantages.")
+    value_lam: Fraction | None = Field(None, description="GAE lambda of the critic's returns. null: lam.")
+    bootstrap_truncated: bool = Field(False, description="Bootstrap a truncated response with the critic's value.")
+    whiten: bool = Field(True, description="Whiten the advantages over the batch (mean 0, standard deviation 1).")
+    value_clip: Positive | None = Field(0.5, description="Clip range of the critic's value change. null: no clipping.")
 
 
 class GroupNorm(Primitive):
-    """Score minus the group's mean, divided by the group's standard deviation."""
+    """Score minus the group mean, divided by the group standard deviation."""
 
     kind: Literal["group_norm"] = Field("group_norm", description=KIND)
     std_floor: float = Field(1e-4, ge=0, description="Added to a group's standard deviation.")
-    ddof: Literal[0, 1] = Field(1, description="1: the unbiased deviation; 0: that of the group as a population.")
+    ddof: Literal[0, 1] = Field(1, description="1: sample standard deviation. 0: population standard deviation.")
 
 
 class GroupMean(Primitive):
-    """Score minus the group's mean."""
+    """Score minus the group mean."""
 
     kind: Literal["group_mean"] = Field("group_mean", description=KIND)
-    whiten: bool = Field(False, description="Over the batch; groups of equal scores stay at 0.")
+    whiten: bool = Field(False, description="Whiten over the batch. Groups with equal scores stay at 0.")
 
 
 class LeaveOneOut(Primitive):
-    """Score minus the mean of the group's others."""
+    """Score minus the mean score of the other samples of the group."""
 
     kind: Literal["leave_one_out"] = Field("leave_one_out", description=KIND)
 
 
 class Returns(Primitive):
-    """Discounted token rewards to go, without a baseline but the batch's."""
+    """Discounted rewards-to-go per token. The only baseline is the batch mean."""
 
     kind: Literal["returns"] = Field("returns", description=KIND)
     gamma: Fraction = Field(1.0, description="Discount of later rewards, per token.")
-    whiten: bool = Field(True, description="Shift and scale the advantages of the batch to mean 0 and deviation 1.")
+    whiten: bool = Field(True, description="Whiten the advantages over the batch (mean 0, standard deviation 1).")
 
 
 class GreedyBaseline(Primitive):
-    """Token rewards to go minus the score of the greedy answer."""
+    """Rewards-to-go per token minus the score of the greedy response."""
 
     kind: Literal["greedy_baseline"] = Field("greedy_baseline", description=KIND)
 
 
 class LengthWeightedBaseline(Primitive):
-    """Score minus the group's mean weighted by length."""
+    """Score minus the length-weighted group mean."""
 
     kind: Literal["length_weighted_baseline"] = Field("length_weighted_baseline", description=KIND)
 
 
 class PerPart(Primitive):
-    """Each part of the reward normalised within its group; their weighted sum."""
+    """The weighted sum of the reward parts, each normalised within its group."""
 
     kind: Literal["per_part"] = Field("per_part", description=KIND)
     std_floor: float = Field(1e-4, ge=0, description="Added to a group's standard deviation.")
-    ddof: Literal[0, 1] = Field(1, description="1: the unbiased deviation. 0: that of the group as a population.")
-    whiten: bool = Field(True, description="Over the batch; groups whose parts are all equal stay at 0.")
+    ddof: Literal[0, 1] = Field(1, description="1: sample standard deviation. 0: population standard deviation.")
+    whiten: bool = Field(True, description="Whiten over the batch. Groups whose parts are all equal stay at 0.")
 
 
 class Positives(Primitive):
-    """1 for an accepted sample, else 0."""
+    """1 for an accepted sample, 0 for any other."""
 
     kind: Literal["positives"] = Field("positives", description=KIND)
-    threshold: float = Field(0.0, description="A score above it is accepted.")
+    threshold: float = Field(0.0, description="A sample is accepted when its score is above this.")
 
 
 class Zero(Primitive):
-    """No advantage from the reward: what a pure distillation needs."""
+    """No advantage from the reward, for pure distillation."""
 
     kind: Literal["zero"] = Field("zero", description=KIND)
 
@@ -117,46 +116,48 @@ class Clip(Primitive):
     low: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="The ratio is clipped below 1 - low.")
     high: Positive = Field(0.2, description="The ratio is clipped above 1 + high.")
     dual: Annotated[float, Field(gt=1)] | None = Field(
-        None, description="Dual clip: bound on the ratio where the advantage is < 0."
+        None, description="Dual clip: bound on the ratio where the advantage is negative."
     )
-    ratio: Literal["token", "sequence"] = Field("token", description="sequence: the geometric mean over the response (GSPO).")
+    ratio: Literal["token", "sequence"] = Field(
+        "token", description="token: one ratio per token. sequence: the geometric mean over the response (GSPO)."
+    )
 
 
 class GeometricMean(Primitive):
     """The geometric mean of clipped ratios (GMPO)."""
 
     kind: Literal["geometric_mean"] = Field("geometric_mean", description=KIND)
-    low: Positive = Field(0.4, description="Of the log-ratio.")
-    high: Positive = Field(0.4, description="Of the log-ratio.")
+    low: Positive = Field(0.4, description="Lower clip of the log-ratio.")
+    high: Positive = Field(0.4, description="Upper clip of the log-ratio.")
 
 
 class Cispo(Primitive):
-    """The clipped ratio as a weight, every token keeps its gradient."""
+    """The clipped ratio is a constant weight, so every token keeps its gradient."""
 
     kind: Literal["cispo"] = Field("cispo", description=KIND)
     low: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="1: no lower bound.")
-    high: Positive = Field(4.0, description="The ratio as a weight is at most 1 + high.")
+    high: Positive = Field(4.0, description="The weight is at most 1 + high.")
 
 
 class Sapo(Primitive):
-    """A soft gate instead of a clip."""
+    """A soft gate replaces the clip."""
 
     kind: Literal["sapo"] = Field("sapo", description=KIND)
-    tau_positive: Positive = Field(1.0, description="Sharpness of the gate where the advantage is > 0.")
-    tau_negative: Positive = Field(1.05, description="Sharpness of the gate where the advantage is < 0.")
+    tau_positive: Positive = Field(1.0, description="Sharpness of the gate where the advantage is positive.")
+    tau_negative: Positive = Field(1.05, description="Sharpness of the gate where the advantage is negative.")
 
 
 class TvMask(Primitive):
-    """DPPO: tokens whose probability has moved too far are masked."""
+    """DPPO: masks tokens whose probability has moved too far."""
 
     kind: Literal["tv_mask"] = Field("tv_mask", description=KIND)
-    low: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="A token whose probability fell by more is masked.")
-    high: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="A token whose probability rose by more is masked.")
-    cap: Annotated[float, Field(ge=1)] = Field(20.0, description="Largest ratio.")
+    low: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="Mask a token whose probability fell by more than this.")
+    high: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="Mask a token whose probability rose by more than this.")
+    cap: Annotated[float, Field(ge=1)] = Field(20.0, description="Upper bound of the ratio.")
 
 
 class PolicyGradient(Primitive):
-    """REINFORCE: no ratio at all."""
+    """REINFORCE, without a ratio."""
 
     kind: Literal["policy_gradient"] = Field("policy_gradient", description=KIND)
 
@@ -168,63 +169,69 @@ class TokenTis(Primitive):
     """Truncated importance weights per token."""
 
     kind: Literal["token_tis"] = Field("token_tis", description=KIND)
-    cap: Annotated[float, Field(ge=1)] = Field(2.0, description="Largest weight.")
+    cap: Annotated[float, Field(ge=1)] = Field(2.0, description="Upper bound of the weight.")
 
 
 class SequenceTis(Primitive):
     """One truncated importance weight per response."""
 
     kind: Literal["sequence_tis"] = Field("sequence_tis", description=KIND)
-    cap: Annotated[float, Field(ge=1)] = Field(5.0, description="Largest weight.")
+    cap: Annotated[float, Field(ge=1)] = Field(5.0, description="Upper bound of the weight.")
 
 
 class IcePop(Primitive):
-    """Importance weights per token within bounds, 0 outside."""
+    """Importance weights per token; a weight outside the bounds becomes 0."""
 
     kind: Literal["icepop"] = Field("icepop", description=KIND)
-    low: Fraction = Field(0.5, description="Weights below it are dropped.")
-    high: Annotated[float, Field(ge=1)] = Field(5.0, description="Weights above it are dropped.")
+    low: Fraction = Field(0.5, description="Drop tokens with a lower weight.")
+    high: Annotated[float, Field(ge=1)] = Field(5.0, description="Drop tokens with a higher weight.")
 
 
 class GeometricMask(Primitive):
-    """Responses whose geometric mean weight is out of bounds are dropped."""
+    """Drops responses whose geometric mean weight is outside the bounds."""
 
     kind: Literal["geometric_mask"] = Field("geometric_mask", description=KIND)
-    low: Fraction = Field(0.99, description="Weights below it are dropped.")
-    high: Annotated[float, Field(ge=1)] = Field(1.01, description="Weights above it are dropped.")
+    low: Fraction = Field(0.99, description="Drop responses with a lower mean weight.")
+    high: Annotated[float, Field(ge=1)] = Field(1.01, description="Drop responses with a higher mean weight.")
 
 
 class Veto(Primitive):
-    """Responses with one token out of bounds are dropped."""
+    """Drops responses that have a token weight outside the bounds."""
 
     kind: Literal["veto"] = Field("veto", description=KIND)
-    low: Fraction = Field(1e-4, description="Weights below it are dropped.")
-    high: Annotated[float, Field(ge=1)] | None = Field(None, description="Weights above it are dropped.")
+    low: Fraction = Field(1e-4, description="Drop responses that have a token with a lower weight.")
+    high: Annotated[float, Field(ge=1)] | None = Field(
+        None, description="Drop responses that have a token with a higher weight. null: no bound."
+    )
 
 
 Correction = Annotated[TokenTis | SequenceTis | IcePop | GeometricMask | Veto, Field(discriminator="kind")]
 
 
 class AdaptiveKl(Primitive):
-    """Moves the coefficient so that the KL of a response stays near the target."""
+    """Adapts the coefficient so that the KL of a response stays near the target."""
 
-    target: Positive = Field(6.0, description="Nats per response.")
-    horizon: int = Field(10_000, ge=1, description="Samples over which the coefficient follows.")
+    target: Positive = Field(6.0, description="Target KL in nats per response.")
+    horizon: int = Field(10_000, ge=1, description="Number of samples over which the coefficient adapts.")
 
 
 class Kl(Primitive):
-    """The penalty for leaving the reference policy."""
+    """The penalty for divergence from the reference policy."""
 
-    place: Literal["reward", "loss"] = Field(description="Where the penalty acts: on the reward, or on the loss.")
-    estimator: KlEstimator = Field(description="Estimator of the divergence; + takes the value of one and the gradient of k2.")
-    coef: Positive = Field(description="With a controller: of the first iteration.")
-    adaptive: AdaptiveKl | None = Field(None, description="Controller that moves the coefficient; null: it stays.")
+    place: Literal["reward", "loss"] = Field(description="Whether the penalty is part of the reward or of the loss.")
+    estimator: KlEstimator = Field(
+        description="Estimator of the divergence. +: the value of the named estimator with the gradient of k2."
+    )
+    coef: Positive = Field(description="Coefficient of the penalty. With `adaptive`, its initial value.")
+    adaptive: AdaptiveKl | None = Field(None, description="Controller of the coefficient. null: the coefficient is constant.")
 
 
 class Overlong(Primitive):
-    """DAPO's soft penalty near the longest response."""
+    """DAPO's soft penalty near the length limit."""
 
-    buffer: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="Fraction of the longest response over which it grows.")
+    buffer: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.2, description="Final fraction of the length limit over which the penalty grows."
+    )
     factor: Positive = Field(1.0, description="Weight of the penalty.")
 
 
@@ -236,31 +243,31 @@ class Repetition(Primitive):
 
 
 class Shaping(Primitive):
-    """What happens to a score before advantages are made of it, in this order."""
+    """Changes to a score before the advantages are computed, applied in this order."""
 
-    normalise: bool = Field(False, description="By the running mean and deviation of the run's scores.")
+    normalise: bool = Field(False, description="Normalise by the running mean and standard deviation of the run's scores.")
     clip: tuple[float, float] | None = Field(None, description="Lowest and highest score, after normalisation.")
-    overlong: Overlong | None = Field(None, description="Penalty that grows near the longest response; null: none.")
-    truncation_penalty: float = Field(0.0, ge=0, description="Taken off the score of a response that the length limit cut.")
-    repetition: Repetition | None = Field(None, description="Penalty for repeated n-grams; null: none.")
-    truncation_mask: bool = Field(False, description="Responses that the length limit cut are not trained on.")
+    overlong: Overlong | None = Field(None, description="Penalty that grows near the length limit. null: none.")
+    truncation_penalty: float = Field(0.0, ge=0, description="Subtracted from the score of a truncated response.")
+    repetition: Repetition | None = Field(None, description="Penalty for repeated n-grams. null: none.")
+    truncation_mask: bool = Field(False, description="Do not train on truncated responses.")
 
 
 class Recipe(Primitive):
     """An algorithm as data."""
 
-    advantage: AdvantageEstimator = Field(description="Estimator of the advantages.")
-    loss: PolicyLoss = Field(description="The policy loss of a token.")
-    aggregation: Aggregation = Field(
-        "token-mean", description="How token losses become one number, over the whole optimizer step."
-    )
+    advantage: AdvantageEstimator = Field(description="Advantage estimator.")
+    loss: PolicyLoss = Field(description="Policy loss per token.")
+    aggregation: Aggregation = Field("token-mean", description="How token losses are aggregated over the whole optimizer step.")
     anchor: Literal["old", "behaviour"] = Field(
         "old",
-        description="What ratios are measured from: the policy before the iteration's first step (decoupled), or the sampler itself (bypass).",
+        description="Denominator of the ratios. old: the policy before the iteration's first step (decoupled). behaviour: the sampling policy (bypass).",
     )
-    kl: Kl | None = Field(None, description="Penalty for leaving the reference policy; null: no reference model is loaded.")
-    correction: tuple[Correction, ...] = Field((), description="Corrections for samples of another policy.")
-    shaping: Shaping = Field(Shaping(), description="Changes to a score before advantages are made of it.")
+    kl: Kl | None = Field(
+        None, description="Penalty for divergence from the reference policy. null: no reference model is loaded."
+    )
+    correction: tuple[Correction, ...] = Field((), description="Off-policy corrections.")
+    shaping: Shaping = Field(Shaping(), description="Changes to a score before the advantages are computed.")
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     teacher_coef: float = Field(0.0, ge=0, description="On-policy distillation: weight of log p_teacher - log p_student.")
-    dynamic_sampling: bool = Field(False, description="Groups of equal scores are dropped and others are sampled instead.")
+    dynamic_sampling: bool = Field(False, description="Drop groups with equal scores and sample others in their place.")

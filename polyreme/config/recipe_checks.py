@@ -1,6 +1,6 @@
-"""Combinations of primitives that make no sense, refused before anything starts.
+"""Refuses combinations of primitives that make no sense, before anything starts.
 
-Invariant: every error says why the combination cannot be meant.
+Invariant: every error states why the combination cannot be intended.
 """
 
 from collections.abc import Iterator
@@ -36,13 +36,13 @@ def check(recipe: Recipe, group_size: int, steps: int, critic: bool) -> None:
     """Refuses a recipe that makes no sense in this run.
 
     Args:
-        recipe: resolved.
-        group_size: samples of a prompt.
-        steps: optimizer steps of an iteration, over all epochs and mini-batches.
+        recipe: the resolved recipe.
+        group_size: samples per prompt.
+        steps: optimizer steps per iteration, over all epochs and mini-batches.
         critic: whether the run has a critic.
 
     Raises:
-        ConfigError: the first combination that makes no sense.
+        ConfigError: describes the first invalid combination.
     """
     for found in (
         *_advantage(recipe, group_size, critic),
@@ -58,30 +58,30 @@ def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[Config
     kind = recipe.advantage.kind
     if isinstance(recipe.advantage, GROUP_ESTIMATORS) and group_size < 2:
         yield ConfigError(
-            f"at least two samples of a prompt for advantage {kind}, which compares them with one another",
+            f"at least two samples per prompt for advantage {kind}, which compares the samples of a group",
             f"group_size {group_size}",
-            "Raise group_size, or choose an estimator that needs no group: gae, returns.",
+            "Raise group_size, or choose gae or returns, which need no group.",
         )
     if isinstance(recipe.advantage, Gae) and not critic:
         yield ConfigError(
-            "a critic for advantage gae, which is made of its values", "no critic", "Configure one, or choose another estimator."
+            "a critic for advantage gae, which needs its values", "no critic", "Configure a critic, or choose another estimator."
         )
     if critic and not isinstance(recipe.advantage, Gae):
         yield ConfigError(
-            "no critic, since only advantage gae reads its values", f"a critic beside {kind}", "Remove the critic, or use gae."
+            "no critic, since only advantage gae uses one", f"a critic with advantage {kind}", "Remove the critic, or use gae."
         )
     if isinstance(recipe.advantage, Zero) and recipe.teacher_coef == 0:
-        yield ConfigError("something to learn from", "advantage zero without teacher_coef", "Set teacher_coef, or an estimator.")
+        yield ConfigError("a learning signal", "advantage zero without teacher_coef", "Set teacher_coef, or choose an estimator.")
     if recipe.dynamic_sampling and (isinstance(recipe.advantage, PerPart) or not isinstance(recipe.advantage, GROUP_ESTIMATORS)):
         yield ConfigError(
-            "an estimator that compares the scores of a group, for which groups of equal scores teach nothing",
+            "an estimator that compares the scores of a group and learns nothing from equal ones",
             f"dynamic_sampling with advantage {kind}, which can learn from them",
             "Turn dynamic_sampling off.",
         )
     if recipe.dynamic_sampling and recipe.teacher_coef > 0:
         yield ConfigError(
-            "every group for the distillation, which needs no scores",
-            "dynamic_sampling, which drops groups by their scores",
+            "all groups, since distillation needs no scores",
+            "dynamic_sampling, which drops groups according to their scores",
             "Turn dynamic_sampling off.",
         )
 
@@ -98,22 +98,22 @@ def _ratio(recipe: Recipe, steps: int) -> Iterator[ConfigError]:
     if sequence and recipe.teacher_coef > 0:
         yield ConfigError(
             "one advantage per response for a loss with one ratio per response",
-            "distillation, an advantage per token",
+            "distillation, which has one advantage per token",
             "Use a loss with a ratio per token.",
         )
     if sequence and recipe.aggregation != "seq-mean-token-mean":
         yield ConfigError(
-            "aggregation seq-mean-token-mean for a loss with one ratio per response, which would count by its length otherwise",
+            "aggregation seq-mean-token-mean for a loss with one ratio per response, so that length does not weight the response",
             recipe.aggregation,
             "Set aggregation: seq-mean-token-mean.",
         )
     if isinstance(loss, Clip) and loss.dual is not None and loss.dual <= 1 + loss.high:
         yield ConfigError(
-            "a dual clip above 1 + high, since it bounds what the clip leaves", f"dual {loss.dual}", "Raise it, 3 is usual."
+            "a dual clip above 1 + high, since it applies outside the clip range", f"dual {loss.dual}", "Raise it; 3 is usual."
         )
     if isinstance(loss, TvMask) and recipe.anchor != "behaviour":
         yield ConfigError(
-            "anchor: behaviour for loss tv_mask, whose trust region is around the sampler",
+            "anchor: behaviour for loss tv_mask, whose trust region is around the sampling policy",
             recipe.anchor,
             "Set anchor: behaviour.",
         )
@@ -121,7 +121,7 @@ def _ratio(recipe: Recipe, steps: int) -> Iterator[ConfigError]:
         yield ConfigError("no anchor for loss policy_gradient, which has no ratio", "anchor: behaviour", "Remove anchor.")
     if isinstance(loss, PolicyGradient) and steps > 1:
         yield ConfigError(
-            "one optimizer step per iteration for loss policy_gradient, which has no ratio for the policy that the first has changed",
+            "one optimizer step per iteration for loss policy_gradient, which has no ratio to correct later steps",
             f"{steps} steps",
             "Set minibatches and epochs to 1, or use a loss with a ratio.",
         )
@@ -132,13 +132,13 @@ def _correction(recipe: Recipe) -> Iterator[ConfigError]:
     weights = [correction.kind for correction in recipe.correction if isinstance(correction, WEIGHTS)]
     if len(weights) > 1:
         yield ConfigError(
-            "one importance weight, since every one corrects the same difference", " and ".join(weights), "Keep one of them."
+            "one importance weight, since all of them correct the same difference", " and ".join(weights), "Keep one of them."
         )
     if len(set(kinds)) < len(kinds):
         yield ConfigError("each mask once", " and ".join(kinds), "Keep one of each.")
     if kinds and recipe.anchor == "behaviour":
         yield ConfigError(
-            "no correction with anchor: behaviour, whose ratio is already that to the sampler",
+            "no correction with anchor: behaviour, whose ratio is already relative to the sampling policy",
             " and ".join(kinds),
             "Remove the correction, or set anchor: old.",
         )
@@ -150,23 +150,23 @@ def _kl(recipe: Recipe) -> Iterator[ConfigError]:
         return
     if kl.place == "reward" and kl.estimator.endswith("+"):
         yield ConfigError(
-            "an estimator without + in the reward, through which no gradient flows", kl.estimator, f"Use {kl.estimator[:-1]}."
+            "an estimator without + in the reward, which carries no gradient", kl.estimator, f"Use {kl.estimator[:-1]}."
         )
     if kl.place == "loss" and kl.adaptive is not None:
         yield ConfigError(
-            "a fixed coefficient for the KL in the loss: the controller needs the KL before the step",
+            "a constant coefficient for the KL in the loss, since the controller needs the KL before the step",
             "adaptive",
             "Remove kl.adaptive, or set kl.place: reward.",
         )
     if kl.place == "loss" and kl.estimator == "k1":
         yield ConfigError(
-            "an estimator whose gradient is one of the KL",
+            "an estimator whose gradient estimates the gradient of the KL",
             "k1 in the loss, whose gradient is 0 in expectation",
             "Use k2, k3 or k1+.",
         )
     if kl.place == "reward" and isinstance(recipe.advantage, PerPart | Zero):
         yield ConfigError(
-            f"the KL in the loss with advantage {recipe.advantage.kind}, which does not read the reward it would be part of",
+            f"the KL in the loss with advantage {recipe.advantage.kind}, which does not read the reward",
             "kl.place: reward",
             "Set kl.place: loss.",
         )
@@ -175,11 +175,11 @@ def _kl(recipe: Recipe) -> Iterator[ConfigError]:
 def _shaping(recipe: Recipe) -> Iterator[ConfigError]:
     shaping = recipe.shaping
     if shaping.clip is not None and shaping.clip[0] >= shaping.clip[1]:
-        yield ConfigError("the lowest score before the highest", f"shaping.clip {list(shaping.clip)}", "Swap them.")
+        yield ConfigError("a lowest score below the highest", f"shaping.clip {list(shaping.clip)}", "Swap them.")
     idle = Shaping(truncation_mask=shaping.truncation_mask)
     if isinstance(recipe.advantage, PerPart | Zero) and shaping != idle:
         yield ConfigError(
-            f"no shaping of the score with advantage {recipe.advantage.kind}, which does not read it",
+            f"no shaping with advantage {recipe.advantage.kind}, which does not read the score",
             "shaping",
-            "Make what shapes the score a part of the reward, or remove it.",
+            "Move the shaping into the reward, or remove it.",
         )

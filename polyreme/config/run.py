@@ -1,4 +1,4 @@
-"""The configuration of a run: its sections, and what holds between them.
+"""The configuration of a run: its sections and the constraints between them.
 
 Invariant: some part of the system reads every key, and an unknown key is an error.
 """
@@ -21,22 +21,22 @@ from polyreme.config.trainer import TrainerConfig
 
 
 class RunConfig(BaseConfig):
-    iterations: Operational[int] = Field(ge=1, description="Iterations to train.")
+    iterations: Operational[int] = Field(ge=1, description="Number of iterations to train.")
     groups_per_iteration: int = Field(ge=1, description="Prompts per iteration.")
     group_size: int = Field(ge=1, description="Samples per prompt.")
-    max_staleness: int = Field(0, ge=0, description="Iterations that a sample may lag behind. 0 is on-policy.")
+    max_staleness: int = Field(0, ge=0, description="Maximum staleness of a sample, in iterations. 0: on-policy.")
     max_attempts: int = Field(3, ge=1, description="Attempts at a group before it counts as failed.")
     max_failed_fraction: float = Field(
-        0.2, ge=0, le=1, description="Fraction of failed groups in a window of 50 beyond which a run stops admitting and fails."
+        0.2, ge=0, le=1, description="The run fails when a larger fraction of the last 50 groups has failed."
     )
     eval_interval: Operational[int] = Field(
-        0, ge=0, description="Iterations between evaluations. 0: only before the first and after the last."
+        0, ge=0, description="Iterations between evaluations. 0: only before the first iteration and after the last."
     )
     eval_samples: Operational[int] = Field(500, ge=1, description="Held-out prompts per evaluation.")
     eval_hold: Operational[float] = Field(
         300.0,
         gt=0,
-        description="Seconds that an evaluation may keep replicas from newer versions, where max_staleness > 0.",
+        description="Maximum seconds for which an evaluation keeps replicas at its version when max_staleness > 0.",
     )
     model: ModelConfig
     data: DataConfig
@@ -45,7 +45,7 @@ class RunConfig(BaseConfig):
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
     security: Operational[SecurityConfig | None] = Field(
-        None, description="TLS and tokens of every service's ports, and of the reward service's unless it has its own."
+        None, description="TLS and tokens of all services. The section `reward.security` replaces it for the reward service."
     )
 
     @model_validator(mode="before")
@@ -65,27 +65,27 @@ class RunConfig(BaseConfig):
             )
         check(self.recipe, self.group_size, self.algorithm.minibatches * self.algorithm.epochs, self.algorithm.has_critic)
         if self.algorithm.teacher_coef > 0:
-            raise ValueError("algorithm.teacher_coef must be 0: no part of a run asks a teacher yet")
+            raise ValueError("algorithm.teacher_coef must be 0: runs do not support a teacher yet")
         if self.algorithm.minibatches > self.groups_per_iteration:
             raise ValueError(
-                f"algorithm.minibatches = {self.algorithm.minibatches} is more than groups_per_iteration = {self.groups_per_iteration}: a minibatch has whole groups"
+                f"algorithm.minibatches = {self.algorithm.minibatches} exceeds groups_per_iteration = {self.groups_per_iteration}: a mini-batch consists of whole groups"
             )
         if self.trainer.optimizer.min_lr > self.trainer.optimizer.lr:
-            raise ValueError("trainer.optimizer.min_lr is above trainer.optimizer.lr")
+            raise ValueError("trainer.optimizer.min_lr must not exceed trainer.optimizer.lr")
         return self
 
     def evaluates(self, version: int) -> bool:
-        """Whether the schedule asks for an evaluation of `version`. The run's first version is evaluated in any case."""
+        """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
         return self.data.eval is not None and scheduled
 
     @property
     def holds_versions(self) -> bool:
-        """Whether training could move on from a version under evaluation. On-policy, it has no samples to do so."""
+        """Whether training can continue during an evaluation. An on-policy run has no samples to do so."""
         return self.data.eval is not None and self.max_staleness > 0
 
     def holds(self, version: int) -> bool:
-        """Whether replicas stay at `version` until it is evaluated."""
+        """Whether replicas stay at `version` until its evaluation ends."""
         return self.holds_versions and self.evaluates(version)
 
     @property

@@ -1,7 +1,7 @@
-"""What every section of the configuration is built from.
+"""Base class and inspection of configuration sections.
 
-Invariant: a fact about a field stands on the field. Its type says how it is read (a `Path` is resolved against the YAML file's
-folder), the mark `Operational` that it leaves the trained weights as they are.
+Invariant: every property of a field is declared on the field. Its type decides how it is read (a `Path` is resolved against the YAML
+file's folder), and the mark `Operational` states that it does not affect the trained weights.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ class _OperationalMark:
 
 
 Operational = Annotated[Value, _OperationalMark()]
-"""`Operational[int]`: an int that does not decide the trained weights, so a run may resume with another value."""
+"""`Operational[int]` is an int that does not affect the trained weights, so a run may resume with another value."""
 
 
 class Section(BaseModel):
     """One mapping of the YAML file. Unknown keys are errors.
 
     Attributes:
-        filled_by: the key that gives inherited fields their defaults; none: the schema does.
+        filled_by: the key that provides the defaults of inherited fields, or None when the schema does.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -34,22 +34,22 @@ class Section(BaseModel):
 
 
 def subsections(field: FieldInfo) -> list[type[Section]]:
-    """The sections that a field may hold, also optionally or in a list: several where `kind` chooses, none for a plain value."""
+    """The section types that a field accepts, also optionally or in a list: several for a union by `kind`, none for a plain value."""
     return [kind for kind in _kinds(field.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def holds_path(field: FieldInfo) -> bool:
-    """Whether a field's value is a path."""
+    """Whether a field accepts a path."""
     return any(kind is Path for kind in _kinds(field.annotation))
 
 
 def is_operational(field: FieldInfo) -> bool:
-    """Whether a field leaves the trained weights as they are."""
+    """Whether a field is marked `Operational`."""
     return any(isinstance(mark, _OperationalMark) for mark in field.metadata)
 
 
 def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a section, its subsections' included."""
+    """Every dotted key of a section, including those of its subsections."""
     for name, field in section.model_fields.items():
         yield prefix + name
         inner = (key for section in subsections(field) for key in known_keys(section, f"{prefix}{name}."))
@@ -57,7 +57,7 @@ def known_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 def without_operational(section: Section) -> dict[str, Any]:
-    """The section as plain values that JSON can hold, without its operational fields."""
+    """The section as JSON-compatible values, without its operational fields."""
     plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         if is_operational(field):
@@ -72,7 +72,7 @@ def without_operational(section: Section) -> dict[str, Any]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """A type and, for unions and lists, what they are made of."""
+    """A type and, recursively, the arguments of a union, list or other generic."""
     yield annotation
     for inner in getattr(annotation, "__args__", ()):
         yield from _kinds(inner)

@@ -1,4 +1,7 @@
-"""TLS and tokens: of the services' own ports, and of HTTPS endpoints that rewards call."""
+"""TLS and bearer tokens, for the services' own ports and for HTTPS endpoints that rewards call.
+
+Invariant: a configuration names files and environment variables and never contains a secret.
+"""
 
 from pathlib import Path
 
@@ -8,13 +11,13 @@ from polyreme.config.section import Section
 
 
 class EndpointSecurity(Section):
-    """TLS trust and client identity for an HTTPS endpoint. The reward service reads files and token when it starts."""
+    """TLS trust and client identity for an HTTPS endpoint. The reward service reads the files and the token when it starts."""
 
     ca: Path | None = Field(
-        None, description="PEM: CA certificates that sign the endpoint's. Without it, the system's CA certificates."
+        None, description="PEM file with the CA certificates that sign the endpoint's. null: the system's CA certificates."
     )
-    certificate: Path | None = Field(None, description="PEM: client certificate, for endpoints that ask for one.")
-    key: Path | None = Field(None, description="PEM: private key of `certificate`, without a password.")
+    certificate: Path | None = Field(None, description="PEM file with the client certificate, for endpoints that require one.")
+    key: Path | None = Field(None, description="PEM file with the private key of `certificate`, unencrypted.")
     token_env: str | None = Field(None, description="Environment variable with the bearer token to send.")
 
     @model_validator(mode="after")
@@ -25,23 +28,23 @@ class EndpointSecurity(Section):
 
 
 class SecurityConfig(Section):
-    """Identity of a service and access to it. Files are read where a process starts: each machine has its own at these paths."""
+    """Identity of a service and access to it. Each process reads the files on its own machine, so machines may differ."""
 
     certificate: Path | None = Field(
         None,
-        description="PEM: the server's certificate and its intermediate CAs. It turns TLS on; without it, use trusted networks only.",
+        description="PEM file with the server's certificate and its intermediate CAs. null: no TLS, for trusted networks only.",
     )
-    key: Path | None = Field(None, description="PEM: private key of `certificate`, without a password.")
+    key: Path | None = Field(None, description="PEM file with the private key of `certificate`, unencrypted.")
     ca: Path | None = Field(
-        None, description="PEM: CA certificates that sign the peers'. Without it, the system's CA certificates."
+        None, description="PEM file with the CA certificates that sign the peers'. null: the system's CA certificates."
     )
     mutual: bool = Field(
-        False, description="Clients also need a certificate signed by `ca`. Polyreme's own clients show `certificate`."
+        False, description="Require a client certificate signed by `ca`. Polyreme's own clients present `certificate`."
     )
     server_name: str | None = Field(
-        None, description="Name in all servers' certificates. Without it, each certificate carries its server's address."
+        None, description="Host name in the certificates of all servers. null: each certificate names its server's address."
     )
-    token_env: str | None = Field(None, description="Environment variable with the bearer token that every call must carry.")
+    token_env: str | None = Field(None, description="Environment variable with the bearer token that every request must carry.")
 
     @model_validator(mode="after")
     def _has_ca(self) -> "SecurityConfig":
@@ -50,5 +53,5 @@ class SecurityConfig(Section):
         if self.certificate is None and (self.mutual or self.token_env is None):
             raise ValueError("`security` needs `certificate` and `key`, or `token_env`")
         if self.mutual and self.ca is None:
-            raise ValueError("`mutual` needs `ca`: without it, anyone with a certificate of a public CA could call")
+            raise ValueError("`mutual` needs `ca`: otherwise every holder of a certificate from a public CA could call")
         return self

@@ -1,7 +1,7 @@
-"""Proves from the log alone that nothing was lost and nothing is trained twice.
+"""Checks from the log alone that no group was lost and no group is trained twice.
 
-The ledger keeps one short row per group for the whole run, and plans are kept too; only payloads are deleted. So an audit needs
-no counters: it reads everything at one instant and checks each row against the plans, the payloads and the queues.
+Invariant: an audit is a pure function of one snapshot of the log. The ledger keeps one short row per group and every plan for the whole
+run; only payloads are deleted. So the audit needs no counters: it checks each row against the plans, the payloads and the queues.
 """
 
 from collections import Counter
@@ -19,15 +19,15 @@ STATES = ("admitted", "appended", "planned", "released", "dropped", "failed")
 
 @dataclass(frozen=True)
 class Audit:
-    """The result. All lists are empty in a whole log.
+    """The result of an audit. All lists are empty for an intact log.
 
     Attributes:
-        counts: groups by state: admitted, appended, planned, released, dropped, failed.
-        missing: indices that were passed over: no row, though a later one has.
-        double: indices that more than one plan holds.
-        lost: indices whose payload is needed and gone.
-        leftover: indices whose payload is no longer needed and still there.
-        contradictions: sentences on rows, plans and queues that do not fit each other.
+        counts: number of groups by state: admitted, appended, planned, released, dropped, failed.
+        missing: indices without a row although a later index has one.
+        double: indices in more than one plan.
+        lost: indices whose payload is needed but does not exist.
+        leftover: indices whose payload exists but is no longer needed.
+        contradictions: descriptions of rows, plans, queues and partial rollouts that disagree.
     """
 
     run_id: str
@@ -49,7 +49,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class LogSnapshot:
     """A run's log at one instant."""
 
     run_id: str
@@ -59,12 +59,12 @@ class Snapshot:
     payloads: set[int]
     in_flight: dict[int, int]
     appended: dict[int, int]
-    drafts: dict[str, str]
+    partial_rollouts: dict[str, str]
 
     @classmethod
-    async def take(cls, run: Run) -> "Snapshot":
-        """Reads it, at one instant. Payloads and drafts themselves are not read."""
-        meta, ledger, plans, payloads, in_flight, appended, drafts = await run.scripts.call("snapshot")
+    async def take(cls, run: Run) -> "LogSnapshot":
+        """Reads the log atomically, without the contents of payloads and partial rollouts."""
+        meta, ledger, plans, payloads, in_flight, appended, partial = await run.scripts.call("snapshot")
         return cls(
             run.run_id,
             {name.decode(): value.decode() for name, value in _pairs(meta)},
@@ -73,14 +73,14 @@ class Snapshot:
             {int(index) for index in payloads},
             {int(member): int(score) for member, score in _pairs(in_flight)},
             {int(member): int(score) for member, score in _pairs(appended)},
-            {field.decode(): value.decode() for field, value in _pairs(drafts)},
+            {field.decode(): value.decode() for field, value in _pairs(partial)},
         )
 
     def number(self, field_name: str, absent: int) -> int:
         return int(self.meta.get(field_name, absent))
 
     def state_of(self, index: int) -> str:
-        """The state of an index that has a row; `released` is `planned` with an iteration that was released."""
+        """The state of an index that has a row. A planned group whose iteration was released is `released`."""
         state = self.rows[index][0]
         if state == "planned" and int(self.rows[index][3]) <= self.number("released", -1):
             return "released"
@@ -110,15 +110,13 @@ class Snapshot:
         found = []
         for name, queue in (("admitted", self.in_flight), ("appended", self.appended)):
             rows = {index: int(self.rows[index][2]) for index, state in states.items() if state == name}
-            found += [
-                f"group {index} is {name}, and its queue says otherwise" for index in rows if rows[index] != queue.get(index)
-            ]
-            found += [f"group {index} is queued as {name}, and its row says otherwise" for index in queue if index not in rows]
+            found += [f"group {index} is {name}, but its queue disagrees" for index in rows if rows[index] != queue.get(index)]
+            found += [f"group {index} is queued as {name}, but its row disagrees" for index in queue if index not in rows]
         in_plans = {index: iteration for iteration, indices in self.plans.items() for index in indices}
         in_rows = {index: int(row[3]) for index, row in self.rows.items() if row[0] == "planned"}
         for index in sorted(in_plans.keys() | in_rows.keys()):
             if in_plans.get(index) != in_rows.get(index):
-                found.append(f"group {index}: plan {in_plans.get(index)} holds it, its row says {in_rows.get(index)}")
+                found.append(f"group {index} is in plan {in_plans.get(index)}, but its row has plan {in_rows.get(index)}")
         base = self.number("base", 0)
         if set(self.plans) != set(range(base + 1, base + 1 + len(self.plans))):
             found.append(f"plans are not consecutive from iteration {base + 1}")
@@ -126,27 +124,27 @@ class Snapshot:
         found += [f"plan {i} has {len(ids)} groups, not {size}" for i, ids in sorted(self.plans.items()) if len(ids) != size]
         low = self.number("low_water", 0)
         found += [
-            f"group {index} lies below the low water {low} and is {state}"
+            f"group {index} is {state} although it is below the low-water mark {low}"
             for index, state in sorted(states.items())
             if index < low and state in ("admitted", "appended", "planned")
         ]
         return found + self._astray()
 
     def _astray(self) -> list[str]:
-        """Drafts that no attempt in flight has, and parts that no draft has."""
+        """Partial rollouts without an attempt in flight, and parts without a partial rollout."""
         found: list[str] = []
-        heads = {name: value for name, value in self.drafts.items() if ":" not in name}
-        parts = self.drafts.keys() - heads.keys()
+        heads = {name: value for name, value in self.partial_rollouts.items() if ":" not in name}
+        parts = self.partial_rollouts.keys() - heads.keys()
         for name, head in heads.items():
             attempt, count = head.split(" ")
             row = self.rows.get(int(name), ["none"])
             if row[:2] != ["admitted", attempt]:
-                found.append(f"group {name} has a draft of attempt {attempt}, its row says {' '.join(row[:2])}")
+                found.append(f"group {name} has a partial rollout of attempt {attempt}, but its row is {' '.join(row[:2])}")
             own = {f"{name}:{number}" for number in range(int(count))}
             if own - parts:
-                found.append(f"group {name} has a draft that lacks parts")
+                found.append(f"group {name} has a partial rollout with missing parts")
             parts = parts - own
-        return found + [f"part {part} belongs to no draft" for part in sorted(parts)]
+        return found + [f"part {part} belongs to no partial rollout" for part in sorted(parts)]
 
 
 def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
@@ -154,7 +152,7 @@ def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def render(audit: Audit) -> Table:
-    """The audit as a table for people."""
+    """The audit as a table for the terminal."""
     table = Table(
         title=f"run {audit.run_id} ({audit.state}): version {audit.version}, planned {audit.planned}", title_justify="left"
     )
@@ -174,15 +172,16 @@ def render(audit: Audit) -> Table:
 
 
 async def audit_main(redis_url: str, run_id: str | None) -> int:
-    """Prints the audit of a run (None: the newest). Returns the exit status: 0 when the log is whole, else 1.
+    """Prints the audit of a run, or of the newest run when `run_id` is None. Returns the exit status: 0 when the log is intact, else 1.
 
     Raises:
-        StoreError, UnavailableError: there is no such Redis or run.
+        StoreError: Redis cannot be reached.
+        UnavailableError: Redis does not have the run.
     """
     redis = await connect(redis_url)
     try:
         run = await Run.attach(redis, run_id, timeout=0)
-        result = (await Snapshot.take(run)).audit()
+        result = (await LogSnapshot.take(run)).audit()
     finally:
         await redis.aclose()
     Console().print(render(result))

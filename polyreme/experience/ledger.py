@@ -16,18 +16,18 @@ from enum import StrEnum
 from typing import Any
 
 from polyreme.errors import StaleTermError, StoreError
-from polyreme.experience.audit import Audit, Snapshot
+from polyreme.experience.audit import Audit, LogSnapshot
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import StaleAttemptError, TransitionError
 
-__all__ = ["Admission", "ExperienceLog", "PartialRolloutPart", "Plan", "Role", "StaleAttemptError", "Term", "TransitionError"]
+__all__ = ["Admission", "ExperienceLog", "PartialRolloutPart", "Plan", "StaleAttemptError", "Term", "TransitionError", "Writer"]
 
 COMMITS_BOUND = 4_000  # a new orchestrator reads the newest commit of each replica here
 _READ_AT_ONCE = 64  # payloads per command; a long reply would delay every other client
 
 
-class Role(StrEnum):
-    """The two writing roles: the orchestrator admits and appends; the learner plans, releases and pushes weights."""
+class Writer(StrEnum):
+    """The two writers of the log: the orchestrator admits and appends; the learner plans, releases and pushes weights."""
 
     ORCHESTRATOR = "orchestrator"
     LEARNER = "learner"
@@ -35,9 +35,9 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a role. Only the holder of the highest counter can change the log."""
+    """A term of a writer. Only the holder of the highest counter can change the log."""
 
-    role: Role
+    writer: Writer
     counter: int
     token: str
 
@@ -83,11 +83,11 @@ class ExperienceLog:
     def __init__(self, run: Run, term: Term | None = None) -> None:
         self.run, self.term = run, term
 
-    async def take(self, role: Role) -> Term:
-        """Takes over `role`. Every later change by its former holder raises StaleTermError."""
+    async def take(self, writer: Writer) -> Term:
+        """Takes over as `writer`. Every later change by its former holder raises StaleTermError."""
         token = uuid.uuid4().hex
-        counter = await self.run.scripts.call("take", role.value, token)
-        self.term = Term(role, int(counter), token)
+        counter = await self.run.scripts.call("take", writer.value, token)
+        self.term = Term(writer, int(counter), token)
         return self.term
 
     # -- the orchestrator's changes
@@ -298,7 +298,7 @@ class ExperienceLog:
 
     async def audit(self) -> Audit:
         """Counts every state and finds missing or duplicate groups."""
-        return (await Snapshot.take(self.run)).audit()
+        return (await LogSnapshot.take(self.run)).audit()
 
     async def _change(self, script: str, *args: bytes | str | int, keys: list[str] | None = None) -> Any:
         if self.term is None:

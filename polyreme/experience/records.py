@@ -41,6 +41,8 @@ class SampleRecord:
         finish_reason: pb.FINISH_REASON_STOP or pb.FINISH_REASON_LENGTH.
         spans: (version, start, end) of the policy versions, in order, covering [0, t).
         score: the reward, finite.
+        token_rewards: float32 [t], the part of the score that the rewards gave to single tokens; None where none answers per token.
+        teacher_logprobs: float32 [t], of each token under the teacher of a distillation; None where none was asked.
         parts: the score is the sum of their weighted values, sub-parts left out.
         text: the response without special tokens, for people.
     """
@@ -53,6 +55,8 @@ class SampleRecord:
     score: float
     parts: list[RewardPart] = field(default_factory=list)
     text: str = ""
+    token_rewards: Float32 | None = None
+    teacher_logprobs: Float32 | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -118,6 +122,8 @@ def encode_group(group: GroupRecord) -> bytes:
                 pb.RewardPart(name=p.name, raw=p.raw, weighted=p.weighted, plugin_version=p.plugin_version) for p in sample.parts
             ],
             text=sample.text,
+            token_rewards=b"" if sample.token_rewards is None else _raw(sample.token_rewards, "<f4"),
+            teacher_logprobs=b"" if sample.teacher_logprobs is None else _raw(sample.teacher_logprobs, "<f4"),
         )
     return bytes(message.SerializeToString(deterministic=True))
 
@@ -142,6 +148,8 @@ def decode_group(payload: bytes) -> GroupRecord:
                 score=sample.score,
                 parts=[RewardPart(p.name, p.raw, p.weighted, p.plugin_version) for p in sample.parts],
                 text=sample.text,
+                token_rewards=_array(sample.token_rewards, "<f4") if sample.token_rewards else None,
+                teacher_logprobs=_array(sample.teacher_logprobs, "<f4") if sample.teacher_logprobs else None,
             )
             for sample in message.samples
         ],
@@ -186,6 +194,9 @@ def _problem(sample: SampleRecord) -> tuple[str, str] | None:
         return "a finish reason", str(sample.finish_reason)
     if not np.isfinite(sample.logprobs).all() or not math.isfinite(sample.score):
         return "finite logprobs and score", f"score {sample.score}, {int((~np.isfinite(sample.logprobs)).sum())} bad logprobs"
+    for name, numbers in (("token_rewards", sample.token_rewards), ("teacher_logprobs", sample.teacher_logprobs)):
+        if numbers is not None and not (len(numbers) == length and np.isfinite(numbers).all()):
+            return f"{length} finite {name}", f"{len(numbers)}, {int((~np.isfinite(numbers)).sum())} of them not finite"
     if sample.loss_mask.max() > 1:
         return "a loss mask of 0 and 1", f"a {sample.loss_mask.max()}"
     at = 0

@@ -69,7 +69,9 @@ class Scripts:
         code, detail = error.code, error.detail
         if code == "STALETERM":
             return StaleTermError(
-                f"to hold the role for `{name}`", detail, "Let the process that has taken over continue; this one must exit."
+                f"to hold the writer's term for `{name}`",
+                detail,
+                "Let the process that has taken over continue; this one must exit.",
             )
         if code == "STALEATTEMPT":
             return StaleAttemptError(f"the attempt that `{name}` names to be the current one", f"`{detail}`", "Discard its work.")

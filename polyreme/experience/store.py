@@ -25,7 +25,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry as BlockingRetry
 
 from polyreme.errors import StoreError
-from polyreme.net.ports import free_port, is_free
+from polyreme.net.ports import free_port, is_free, join
 from polyreme.net.redis_url import PASSWORD, split
 from polyreme.process.backoff import Backoff
 from polyreme.process.lifecycle import die_with_parent
@@ -195,7 +195,7 @@ async def _check(client: Redis) -> None:
 def address(client: Redis) -> str:
     """The address of a client's server, without its password."""
     kwargs = client.connection_pool.connection_kwargs
-    return kwargs.get("path") or f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}"
+    return kwargs.get("path") or join(kwargs.get("host", "localhost"), kwargs.get("port", 6379))
 
 
 def store_error(client: Redis, error: Exception) -> StoreError:

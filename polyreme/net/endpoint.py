@@ -34,7 +34,7 @@ Advertise = Annotated[
 
 
 @dataclass(frozen=True)
-class Place:
+class Endpoint:
     """Where to serve.
 
     Attributes:
@@ -80,8 +80,8 @@ def _port_of(address: str) -> int | None:
     return int(port)
 
 
-def place_of(host: str | None, port: int, http_port: int | None, advertise: str | None, redis_url: str | None) -> Place:
-    """The place that a command's options mean.
+def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: str | None, redis_url: str | None) -> Endpoint:
+    """The endpoint that a command's options describe.
 
     Args:
         redis_url: of the run that is served; None: there is none.
@@ -95,7 +95,7 @@ def place_of(host: str | None, port: int, http_port: int | None, advertise: str 
     host = host or interface or _LOOPBACK
     if host in _WILDCARDS:
         advertise = advertise or interface or socket.gethostname()
-    return Place(host, port, http_port, advertise)
+    return Endpoint(host, port, http_port, advertise)
 
 
 def address_towards(redis_url: str) -> str:
@@ -103,10 +103,20 @@ def address_towards(redis_url: str) -> str:
     redis = urlsplit(redis_url)
     host, port = redis.hostname or _LOOPBACK, redis.port or 6379
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 where there is a choice
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # of a datagram socket: sends nothing
-            return str(probe.getsockname()[0])
+        return own_address(host, port)
     except OSError as error:
         raise ConfigError(f"a way to Redis at {host}", error.strerror or str(error), "Check --redis.") from None
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine's interface that leads to `host`. Raises OSError: there is no way."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 where there is a choice
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # of a datagram socket: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric host or host:port is reachable from its own machine alone."""
+    return address.startswith(("127.", "::1", "[::1]"))

@@ -1,7 +1,7 @@
 """Starts, restarts and ends processes.
 
-Invariant: the processes of a unit live and die together: when one dies, all are ended and restarted. A child whose exit code stands for an
-error that a restart would meet again is not restarted, and each unit has a limited number of restarts. When supervision ends, none of its
+Invariant: the processes of a set live and die together: when one dies, all are ended and restarted. A child whose exit code stands for an
+error that a restart would meet again is not restarted, and each set has a limited number of restarts. When supervision ends, none of its
 processes runs any more.
 """
 
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 FINAL_CODES = frozenset(kind.exit_code for kind in (ConfigError, UnavailableError, StaleTermError, GateError, RunFailedError))
 """Exit codes after which a restart would end the same way."""
-_UNIT_END_TIMEOUT = 600.0
-"""Seconds for the other processes of a unit after the first has ended well; one of them may still save."""
+_SET_END_TIMEOUT = 600.0
+"""Seconds for the other processes of a process set after the first has ended well; one of them may still save."""
 WELL_SECONDS = 300.0
 """The restart counter resets after this much healthy uptime."""
 _ERROR_LINE = re.compile(r"error: |^[\w.]*(Error|Exception)\b")
 
 
 @dataclass(frozen=True)
-class Program:
+class ProcessSpec:
     """A process to start."""
 
     name: str
@@ -47,7 +47,7 @@ class ChildFailedError(RunFailedError):
         self.child = child
 
 
-class Unit:
+class ProcessSet:
     """Processes that live and die together.
 
     Args:
@@ -57,7 +57,7 @@ class Unit:
         serves: the processes never end by themselves, so an unrequested exit with status 0 counts as a failure.
     """
 
-    def __init__(self, name: str, programs: Callable[[], Sequence[Program]], log_dir: Path, serves: bool = False) -> None:
+    def __init__(self, name: str, programs: Callable[[], Sequence[ProcessSpec]], log_dir: Path, serves: bool = False) -> None:
         self.name, self.programs, self._log_dir, self._serves = name, programs, log_dir, serves
         self._children: list[Child] = []
 
@@ -74,7 +74,7 @@ class Unit:
                 ) from None
 
     async def ended(self) -> Child | None:
-        """Waits for the end of the unit. Returns the first child that failed, or None."""
+        """Waits for the end of the process set. Returns the first child that failed, or None."""
         waiting = {asyncio.ensure_future(child.wait()): child for child in self._children}
         deadline: float | None = None
         try:
@@ -86,7 +86,7 @@ class Unit:
                 ended = [(waiting.pop(task), task.result()) for task in done]
                 if bad := [child for child, status in ended if status != 0 or self._serves]:
                     return min(bad, key=lambda child: (child.poll() not in FINAL_CODES, child.pid))
-                deadline = deadline or asyncio.get_running_loop().time() + _UNIT_END_TIMEOUT
+                deadline = deadline or asyncio.get_running_loop().time() + _SET_END_TIMEOUT
             return None
         finally:
             for task in waiting:
@@ -111,67 +111,67 @@ class Unit:
 
 
 class Supervisor:
-    """Runs units to their end.
+    """Runs process sets to their end.
 
     Args:
-        units: started together, supervised independently.
-        max_restarts: of each unit.
-        first_backoff: seconds before a unit's first restart.
-        on_restart: called before each restart with the unit's name and how its process ended; must not block.
+        process_sets: started together, supervised independently.
+        max_restarts: of each process set.
+        first_backoff: seconds before a process set's first restart.
+        on_restart: called before each restart with the process set's name and how its process ended; must not block.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        process_sets: Sequence[ProcessSet],
         max_restarts: int,
         first_backoff: float = 1.0,
         on_restart: Callable[[str, str], None] = lambda name, found: None,
     ) -> None:
-        self._units, self._max_restarts, self._backoff = units, max_restarts, restart_backoff(first_backoff)
+        self._process_sets, self._max_restarts, self._backoff = process_sets, max_restarts, restart_backoff(first_backoff)
         self._on_restart = on_restart
         self.draining = False
         """Set when the run should end: a child that dies then is not restarted."""
 
     async def run(self) -> None:
-        """Returns when every unit has ended well.
+        """Returns when every process set has ended well.
 
         Raises:
-            ChildFailedError: a unit could not be kept running. Every process has been ended.
+            ChildFailedError: a process set could not be kept running. Every process has been ended.
             StaleTermError: another process has taken over a child's role. Every process has been ended.
         """
-        tasks = [asyncio.create_task(self._keep(unit)) for unit in self._units]
+        tasks = [asyncio.create_task(self._keep(processes)) for processes in self._process_sets]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for unit in self._units:
-                unit.kill()
-            await asyncio.gather(*(unit.reap() for unit in self._units))
+            for processes in self._process_sets:
+                processes.kill()
+            await asyncio.gather(*(processes.reap() for processes in self._process_sets))
 
     async def stop(self, grace: float) -> None:
         """Ends every process: TERM, then KILL after `grace` seconds."""
         self.draining = True
-        await asyncio.gather(*(unit.stop(grace) for unit in self._units))
+        await asyncio.gather(*(processes.stop(grace) for processes in self._process_sets))
 
-    async def _keep(self, unit: Unit) -> None:
+    async def _keep(self, processes: ProcessSet) -> None:
         restart = 0
         while True:
-            unit.start()
+            processes.start()
             started = asyncio.get_running_loop().time()
-            child = await unit.ended()
+            child = await processes.ended()
             if child is None or (self.draining and child.poll() == 0):
                 return
-            unit.kill()
-            await unit.reap()
+            processes.kill()
+            await processes.reap()
             if asyncio.get_running_loop().time() - started > WELL_SECONDS:
                 restart = 0
             self._judge(child, restart)
             restart += 1
             pause = self._backoff.draw(restart)
             logger.warning("%s; restart %d of %d in %.1f s", describe_end(child), restart, self._max_restarts, pause)
-            self._on_restart(unit.name, describe_end(child))
+            self._on_restart(processes.name, describe_end(child))
             await asyncio.sleep(pause)
             if self.draining:
                 self._judge(child, restart - 1)  # raises, because a stop was requested meanwhile

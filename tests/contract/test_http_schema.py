@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from polyreme.api.v1 import reward_pb2
 from polyreme.net import rpc
 from polyreme_reward.http_api import make_app
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.rules import make_rule
 from polyreme_reward.rules.reward import RuleReward
 from polyreme_reward.scorer import Scorer
@@ -19,7 +19,7 @@ schemathesis = pytest.importorskip("schemathesis")
 
 
 def application():
-    metrics = Metrics()
+    metrics = RewardMetrics()
     rewards = [RuleReward(name, 1.0, "v", "", make_rule(name, {})) for name in ("exact", "length")]
     return make_app(Scorer(rewards, 1024, metrics), metrics, ["<eos>"], [True])
 

@@ -11,7 +11,7 @@ import pytest
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.errors import ConfigError
 from polyreme.net import rpc
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import BODY_LIMIT
 from polyreme_reward.items import Item
 from polyreme_reward.server import serve
@@ -32,7 +32,7 @@ async def test_every_item_has_a_status_and_a_failure_no_number() -> None:
 async def test_its_rewards_and_its_documentation() -> None:
     async with serving(EXACT) as (_, client, _):
         listed = (await client.get("/v1/rewards")).json()
-        assert (listed["api"], [r["name"] for r in listed["rewards"]]) == (1, ["exact"])
+        assert (listed["api"], [(r["name"], r["correctness"]) for r in listed["rewards"]]) == (1, [("exact", True)])
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert {"/", "/get_reward", "/v1/score", "/v1/rewards", "/health", "/ready", "/metrics"} <= paths.keys()
         assert (await client.get("/docs")).status_code == 200
@@ -152,7 +152,7 @@ async def test_both_prompts_travel_over_both_wires(tmp_path: Path) -> None:
 @needs_ipv6
 async def test_both_ports_are_served_on_ipv6() -> None:
     async with (
-        serve(reward_config(EXACT), Place("::1")) as addresses,
+        serve(reward_config(EXACT), Endpoint("::1")) as addresses,
         rpc.connect(addresses.grpc) as channel,
         httpx.AsyncClient(trust_env=False, timeout=20) as client,
     ):
@@ -173,5 +173,5 @@ async def test_a_taken_port_of_ipv6_is_named() -> None:
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"a free port {port} on ::1"):
-            async with serve(reward_config(EXACT), Place("::1", port)):
+            async with serve(reward_config(EXACT), Endpoint("::1", port)):
                 pass

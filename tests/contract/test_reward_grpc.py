@@ -33,9 +33,9 @@ async def test_scores_come_in_order_with_their_parts() -> None:
         assert (numeric.name, numeric.raw, numeric.weighted) == ("numeric", 1.0, 0.5)
         listed = await stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=300)
         assert listed.api == 1
-        assert [(info.name, info.weight, info.version) for info in listed.rewards] == [
-            ("exact", 2.0, exact.plugin_version),
-            ("numeric", 0.5, numeric.plugin_version),
+        assert [(info.name, info.weight, info.version, info.correctness) for info in listed.rewards] == [
+            ("exact", 2.0, exact.plugin_version, True),
+            ("numeric", 0.5, numeric.plugin_version, True),
         ]
 
 

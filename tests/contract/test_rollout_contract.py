@@ -21,7 +21,7 @@ from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.testing.simulated_engine import SimulatedEngine
+from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 from support.models import tiny_model
@@ -60,7 +60,7 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
     arrays = {"w": np.arange(64, dtype="<f4")}
     layout = plan_manifest([TensorSpec("w", "F32", (64,))])
     learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
-    engine = SimulatedEngine(frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.005, max_num_seqs=8)
+    engine = SimulatedInferenceEngine(frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.005, max_num_seqs=8)
     service = RolloutService(engine, Identity(run_id, "here", "f"), RequestLimits(128, 45, max_sequences=40), ReplicaMetrics())
     swapper = WeightSwapper(run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)

@@ -18,10 +18,10 @@ from polyreme.config.security import SecurityConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.serving import serve
-from polyreme_rollout.testing.simulated_engine import SimulatedEngine
+from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from support.certificates import issue
 from support.configs import run_config
 
@@ -32,8 +32,11 @@ TOKEN, VARIABLE = "s3cret-token", "POLYREME_TEST_TOKEN"
 async def secured(redis_url: str, run: Run, security: SecurityConfig) -> AsyncIterator[Lease]:
     config = (await run.config()).model_copy(update={"security": security})
     spec = RunSpec(run.run_id, config, {}, "f")
-    engine, stop = SimulatedEngine(frozenset({"w"}), max_model_len=128, vocab_size=45, step_seconds=0.002), asyncio.Event()
-    serving = asyncio.create_task(serve(engine, spec, redis_url, Place(), stop))
+    engine, stop = (
+        SimulatedInferenceEngine(frozenset({"w"}), max_model_len=128, vocab_size=45, step_seconds=0.002),
+        asyncio.Event(),
+    )
+    serving = asyncio.create_task(serve(engine, spec, redis_url, Endpoint(), stop))
     try:
         [lease] = await Registry(run).wait_for("rollout", 1, 10, alive=lambda: not serving.done())
         yield lease

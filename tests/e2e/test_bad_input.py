@@ -108,13 +108,13 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
     run, nobody = str(task), "redis://127.0.0.1:1"
     free = "Choose another port or host"
     cases = [
-        (("up", run, "trainer.optimizer.lr.x=1"), 2, ["trainer.optimizer.lr.x", "0.001 on the way"]),
+        (("up", run, "trainer.optimizer.lr.x=1"), 2, ["trainer.optimizer.lr.x", "0.001"]),
         (("up", run, "reward.rewards.7.name=exact"), 2, ["reward.rewards.7.name"]),
         (("up", str(task.parent)), 2, ["Is a directory", "a YAML file"]),
         (("up", str(task.parent / "model" / "model.safetensors")), 2, ["expected YAML in"]),
-        (("up", run, f"output_dir={run}"), 2, ["that can be written", "Set output_dir."]),
+        (("up", run, f"output_dir={run}"), 2, ["a writable run directory", "Set output_dir."]),
         (("train", run, "trainer.optimiser.lr=1"), 2, ["trainer.optimiser", "did you mean trainer.optimizer?"]),
-        (("up", run, f"model.path={cut}"), 2, ["whole weights in", "Download or save the file again"]),
+        (("up", run, f"model.path={cut}"), 2, ["complete weights in", "Download or save the file again"]),
         (("train", run, "model.path=nowhere"), 2, ["model.path", "nowhere", "no such directory"]),
         (
             ("up", run, "data.max_prompt_tokens=4", "data.overlong=error"),
@@ -205,7 +205,7 @@ def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
         up.until(lambda: bool(stores(up)))
         if count == 1:
             second = start("up", str(task), "name=dying")
-            told(second, 2, "another process that runs it", "choose another name=")
+            told(second, 2, "another process", "choose another name=")
         stores(up)[0].kill()
         if count == 1:
             up.until(lambda: (up.run_dir / "redis" / "redis.log").read_text().count("Ready to accept connections") == 2)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from polyreme.cli.run_directory import read_model_files
+from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.run import RunConfig

@@ -9,7 +9,7 @@ import pytest
 
 from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.experience.leases import Registry
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import rpc
@@ -127,7 +127,7 @@ async def test_a_machine_joins_with_nothing_but_redis_address(net: Network, run_
         run = await Run.create(redis, run_id, rollout_config(model), hf_files(model))
         learner = Learner.of(run_id, model)
         shutil.rmtree(model)
-        term = await ExperienceLog(run).take(Role.LEARNER)
+        term = await ExperienceLog(run).take(Writer.LEARNER)
         publisher = Publisher(url, run_id, term, learner.arena)
         publisher.start()
         command = machine.command((sys.executable, "-m", "polyreme", "rollout", "--redis", url))

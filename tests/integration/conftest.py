@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from polyreme.config.load import parse_config
 from polyreme.experience.leases import Registry
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import Arena
@@ -22,7 +22,7 @@ async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.M
     monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
     run = await Run.create(redis, run_id, parse_config(CONFIG, "test"), {})
     log = ExperienceLog(run)
-    term = await log.take(Role.LEARNER)
+    term = await log.take(Writer.LEARNER)
     arena = Arena.create(run.run_id, LAYOUT.nbytes)
     publisher = Publisher(redis_url, run.run_id, term, arena)
     publisher.start()

@@ -10,7 +10,7 @@ import pytest
 
 from polyreme import API_VERSION
 from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
-from polyreme.experience.ledger import ExperienceLog, Role, Term
+from polyreme.experience.ledger import ExperienceLog, Term, Writer
 from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_sync
@@ -192,7 +192,7 @@ async def test_a_replica_that_knows_a_newer_term_stops_the_publisher(world: Worl
 
 
 async def test_a_log_that_knows_a_newer_term_stops_the_publisher(world: World) -> None:
-    await ExperienceLog(world.run).take(Role.LEARNER)
+    await ExperienceLog(world.run).take(Writer.LEARNER)
     async with world.replica("a"):
         await world.step()
         with pytest.raises(StaleTermError):
@@ -216,7 +216,7 @@ async def test_a_run_that_is_not_there_is_reported_at_start(redis_url: str, monk
     monkeypatch.setattr("polyreme_trainer.weight_sync.publisher.ATTACH_TIMEOUT", 0.1)
     run_id = f"test-{uuid.uuid4().hex[:12]}"
     arena = Arena.create(run_id, LAYOUT.nbytes)
-    publisher = Publisher(redis_url, run_id, Term(Role.LEARNER, 1, "x"), arena)
+    publisher = Publisher(redis_url, run_id, Term(Writer.LEARNER, 1, "x"), arena)
     with pytest.raises(UnavailableError, match=run_id):
         publisher.start()
     publisher.close()

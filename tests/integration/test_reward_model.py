@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from polyreme.api.v1 import reward_pb2
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, RewardError, Status
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.classifier import Classifier
 from polyreme_reward.model.reward import ModelOptions, ModelReward
 from polyreme_reward.scorer import Scored
@@ -146,7 +146,7 @@ def test_a_model_that_cannot_be_used_is_one_error_at_load(tmp_path: Path, make, 
 )
 def test_options_are_checked_before_anything_starts(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        ModelReward("rm", 1.0, tmp_path, given, 1.0, 1.0, 64, Metrics())
+        ModelReward("rm", 1.0, tmp_path, given, 1.0, 1.0, 64, RewardMetrics())
 
 
 def test_what_a_model_cannot_score_is_a_status(tmp_path: Path) -> None:

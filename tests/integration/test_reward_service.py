@@ -16,7 +16,7 @@ from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme_reward.server import serve
 from support.configs import run_config
 from support.processes import runs
@@ -88,7 +88,7 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
 async def test_what_is_told_others(host: str, advertise: str | None, told: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    async with serve(reward_config({"name": "exact"}), Place(host, port, advertise=advertise)) as addresses:
+    async with serve(reward_config({"name": "exact"}), Endpoint(host, port, advertise=advertise)) as addresses:
         assert addresses.grpc == told.replace("own", str(port))
         assert addresses.http.partition(":")[0] == told.partition(":")[0]
 
@@ -124,7 +124,7 @@ async def test_a_taken_port_is_one_clear_error(tmp_path: Path, option: str) -> N
     [
         ("reward: {rewards: [{name: exakt}]}", "Did you mean exact"),
         ("reward: {rewards: [{name: exact, option: {}}]}", "did you mean reward.rewards.options"),
-        ("reward: {rewards: [{url: 'http://h/'}]}", "`url` and `protocol` go together"),
+        ("reward: {rewards: [{url: 'http://h/'}]}", "`url` and `protocol`"),
         ("reward: {rewards: [{name: exact}, {name: exact}]}", "two rewards are called exact"),
         ("reward: {rewards: [{file: missing.py}]}", "missing.py"),
         ("reward: {rewards: []}", "at least 1 item"),

@@ -1,6 +1,7 @@
 """`polyreme rollout` with `rollout.engine: simulated`: the engine is chosen by configuration, all the rest is the real replica."""
 
-import json
+import asyncio
+import signal
 from pathlib import Path
 
 import httpx
@@ -29,7 +30,21 @@ async def test_a_replica_serves_the_engine_of_the_configuration(redis_url: str, 
             assert answer.spans == [(1, 0, 20)]
             async with httpx.AsyncClient(trust_env=False, base_url=f"http://{there.lease.http_address}", timeout=60) as client:
                 body = {"model": config.name, "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0}
-                completion = (await client.post("/v1/completions", json=body)).json()
-            assert completion["choices"][0]["text"] == " ".join(map(str, answer.ids)), json.dumps(completion)
+                reply = await client.post("/v1/completions", json=body)
+                paths = (await client.get("/openapi.json")).json()["paths"]
+            assert reply.json()["choices"][0]["text"] == " ".join(map(str, answer.ids)), reply.text
+            assert (reply.headers["polyreme-policy-version"], reply.json()["system_fingerprint"]) == ("1", "policy-1")
+            assert {"/health", "/ready", "/metrics", "/v1/models", "/v1/completions"} <= set(paths)
     finally:
         learner.arena.close()
+
+
+async def test_a_replica_says_that_it_was_asked_to_end(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    for name, data in model_files().items():
+        (model / name).write_bytes(data)
+    async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model, engine="simulated")) as there:
+        there.child.signal(signal.SIGTERM)
+        assert await asyncio.wait_for(there.child.wait(), 300) == 0
+    text = (tmp_path / "replica.log").read_text()
+    assert 0 < text.index("draining: 0 running sequences") < text.index("drained, 0 sequences are left")

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import UnavailableError
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import RunState
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena
@@ -67,7 +67,7 @@ async def start(
     config = config_tree(tmp_path, ROWS, rollout={"replicas": getattr(request, "param", 1), "chunk_timeout": 3600.0})
     run = await make_run(redis, run_id, config)
     experience = ExperienceLog(run)
-    term = await experience.take(Role.LEARNER)
+    term = await experience.take(Writer.LEARNER)
     arena = Arena.create(run_id, LAYOUT.nbytes)
     publisher = Publisher(redis_url, run_id, term, arena)
     publisher.start()

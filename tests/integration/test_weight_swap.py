@@ -222,6 +222,8 @@ async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str
             told = json.loads(await read(f"{base}/v1/completions", asked | {"ignore_eos": True}))
             answer = (await generate(there.rollout, request(run_id, PROMPT, [(0, [], 12, 0)])))[0]
             assert told["choices"][0]["token_ids"] == answer.ids
+            assert told["system_fingerprint"] == "policy-0"
+            await http_keeps_the_replica_to_itself_and_says_what_it_can(base)
             await http_shares_no_prefix_with_an_earlier_policy(learner, there, model)
         finally:
             learner.arena.close()
@@ -230,6 +232,22 @@ async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str
         os.kill(there.child.pid, signal.SIGKILL)
         _, alive = psutil.wait_procs(family, timeout=300)
         assert not alive
+
+
+async def http_keeps_the_replica_to_itself_and_says_what_it_can(base: str) -> None:
+    [model] = json.loads(await read(f"{base}/v1/models"))["data"]
+    assert (model["id"], model["root"]) == ("replica-test", "replica-test"), "the replica's directory is nobody's business"
+    paths = json.loads(await read(f"{base}/openapi.json"))["paths"]
+    assert {"/health", "/metrics", "/v1/models", "/v1/chat/completions"} <= set(paths)
+    assert not [path for path in paths if path.count("/") > 1 and not path.startswith("/v1/")], "not reachable"
+    chat = {"model": "replica-test", "messages": [{"role": "user", "content": "12"}], "max_tokens": 4}
+    digits = json.loads(await read(f"{base}/v1/chat/completions", chat | {"structured_outputs": {"regex": "[0-9]+"}}))
+    assert digits["choices"][0]["message"]["content"].isdigit()
+    no_brace = chat | {"response_format": {"type": "json_object"}}
+    assert await fetch(f"{base}/v1/chat/completions", no_brace) == 400, "the vocabulary has no {"
+    *_, error, _ = (await read(f"{base}/v1/chat/completions", no_brace | {"stream": True})).split(b"\n\n")[:-1]
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 400
+    assert await fetch(f"{base}/v1/chat/completions", chat) == 200
 
 
 async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: Any, model: Path) -> None:
@@ -253,9 +271,9 @@ async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: 
     assert len({tuple(ids) for ids in answers}) == 3, "the versions could not be told apart"
 
 
-async def fetch(url: str) -> int:
+async def fetch(url: str, body: Any = None) -> int:
     try:
-        await read(url)
+        await read(url, body)
     except urllib.error.HTTPError as error:
         with error:
             return error.code

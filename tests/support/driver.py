@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import psutil  # type: ignore[import-untyped]
 
 from polyreme.errors import PolyremeError, StaleTermError
-from polyreme.experience.audit import Snapshot
+from polyreme.experience.audit import LogSnapshot
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer
 from polyreme.process.lifecycle import Child
@@ -267,7 +267,7 @@ class Storm:
             await asyncio.sleep(1.0)
             if time.monotonic() - self.last_append > 3.0:
                 with suppress(PolyremeError):
-                    snapshot = await Snapshot.take(self.run)
+                    snapshot = await LogSnapshot.take(self.run)
                     flying, appended = len(snapshot.in_flight), len(snapshot.appended)
                     where = f"version {snapshot.number('version', -1)}, plans {len(snapshot.plans)}"
                     self._note(f"stalled at {where}, in flight {flying}, appended {appended}, {snapshot.meta['state']}")

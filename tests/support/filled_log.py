@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.records import encode_group
 from polyreme.experience.run import Run
 from support.learning import made_up_groups
@@ -24,7 +24,7 @@ async def fill(
         allowed: how many groups there may be by now.
     """
     log, there = ExperienceLog(run), 0
-    await log.take(Role.ORCHESTRATOR)
+    await log.take(Writer.ORCHESTRATOR)
     while True:
         for admission in await log.admit(min(groups, allowed() - there)) if allowed() > there else ():
             iteration, place = divmod(admission.index, groups)

@@ -13,7 +13,7 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, stop_event
-from polyreme_trainer.launch.trainer_process import Trainer, trainer_units
+from polyreme_trainer.launch.trainer_process import Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import follow
 
 RANK = ("-m", "support.lone_rank")
@@ -26,7 +26,7 @@ async def live(node: int, folder: Path) -> None:
         run = await Run.attach(redis, run_id, 10)
         config = await run.config()
         if node == 0:
-            learner, _ = trainer_units(config, run_id, url, folder, RANK)
+            learner, _ = trainer_processes(config, run_id, url, folder, RANK)
             await Trainer(config, run, [learner]).run()
         else:
             await follow(run, config, url, node, stop_event(), RANK)

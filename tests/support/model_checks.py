@@ -222,6 +222,7 @@ def files_and_failures(tied: str, untied: str, folder: str) -> None:
     device = start("1")
     old_and_damaged_checkpoints(tied, device, folder)
     not_finite_gradients_change_nothing(untied, device)
+    weights_that_are_not_finite_end_the_run(untied, device)
     sharded_files_load_like_one(untied, device, folder)
     wrong_weights_are_named(untied, device, folder)
 
@@ -255,6 +256,17 @@ def not_finite_gradients_change_nothing(model: str, device: Device) -> None:
     with pytest.raises(RunFailedError, match="finite"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+
+
+def weights_that_are_not_finite_end_the_run(model: str, device: Device) -> None:
+    policy = policy_of(model, device)
+    optimizer = Optimizer(policy, ADAM)
+    ids, targets = batch(policy.arch.vocab)
+    policy.logprobs(ids, targets).sum().backward()
+    optimizer.set_lr(1e30)
+    with pytest.raises(RunFailedError) as error:
+        optimizer.step()
+    assert "weights" in error.value.found and "1e+30" in error.value.found
 
 
 def sharded_files_load_like_one(model: str, device: Device, folder: str) -> None:

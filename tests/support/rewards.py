@@ -11,7 +11,7 @@ from polyreme.config.reward import RewardConfig
 from polyreme.net import rpc
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import Scored, Scorer
 from polyreme_reward.server import Addresses, serve
 
@@ -25,7 +25,7 @@ def reward_config(*rewards: dict[str, Any], **fields: Any) -> RewardConfig:
 @asynccontextmanager
 async def scoring(*rewards: dict[str, Any], **fields: Any) -> AsyncIterator[Scorer]:
     """The scorer of these rewards, without a wire."""
-    config, metrics = reward_config(*rewards, **fields), Metrics()
+    config, metrics = reward_config(*rewards, **fields), RewardMetrics()
     async with open_rewards(config, metrics) as opened:
         yield Scorer(opened, config.queue, metrics, config.choose_by)
 

@@ -19,7 +19,7 @@ from polyreme.api.v1 import rollout_pb2_grpc
 from polyreme.config.load import parse_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.leases import Lease, Registry
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.experience.run import Run
 from polyreme.net import rpc
@@ -29,7 +29,7 @@ from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.testing.simulated_engine import SimulatedEngine
+from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
@@ -72,7 +72,7 @@ class Replica:
     """A simulated replica that serves. `calls` are the Generate requests it got, in order."""
 
     id: str
-    engine: SimulatedEngine
+    engine: SimulatedInferenceEngine
     service: RolloutService
     lease: Lease
     calls: list[Any] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Replica:
 @asynccontextmanager
 async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engine_arguments: Any) -> AsyncIterator[Replica]:
     """A replica with a lease. It serves nothing until a version is pushed to it."""
-    engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
+    engine = SimulatedInferenceEngine(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
     metrics = ReplicaMetrics()
     service = RolloutService(engine, Identity(run.run_id, name, ""), RequestLimits(CONTEXT, VOCAB, 1 << 14), metrics)
     swapper = WeightSwapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
@@ -180,7 +180,7 @@ async def idle_learner(run: Run, replicas: Sequence[Replica] = (), version: int 
     arena = Arena.create(run.run_id, _LAYOUT.nbytes)
     try:
         learner = IdleLearner(run, arena)
-        await learner.log.take(Role.LEARNER)
+        await learner.log.take(Writer.LEARNER)
         await learner.write(version)
         await learner.log.begin(version)
         for replica in replicas:

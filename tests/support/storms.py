@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from polyreme.cli.run_directory import read_model_files
+from polyreme.cli.input_files import read_model_files
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run

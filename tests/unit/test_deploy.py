@@ -91,6 +91,29 @@ def test_dockerfiles_share_their_first_stages_and_fetch_nothing_unasked() -> Non
         assert all(stage.rindex("USER 10001") > stage.rfind("USER root") for stage in finals), f"{name} runs as root"
 
 
+def test_what_images_copy_is_there() -> None:
+    for name, text in DOCKERFILES.items():
+        for argument, value in re.findall(r"^ARG (\w+)=(\S+)", text, re.M):
+            text = text.replace(f"${{{argument}}}", value)
+        paths = [words for line in re.findall(r"^COPY (?!--from)(.*)", text, re.M) for words in line.split()[:-1]]
+        assert {"polyreme", "deploy/certificates"} <= set(paths)
+        assert [path for path in paths if not (ROOT / path).exists()] == [], name
+
+
+def test_every_stage_that_installs_knows_where_from() -> None:
+    """A stage has the build arguments that it names itself; without them pip asks the public index."""
+    for name, text in DOCKERFILES.items():
+        installing = [
+            stage
+            for stage in re.split(r"^(?=FROM )", text, flags=re.M)
+            if re.search(r"install\.sh (requirements|packages)", stage)
+        ]
+        assert len(installing) >= 2
+        for stage in installing:
+            named = set(re.findall(r"^ARG (\w+)", stage, re.M))
+            assert {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"} <= named, f"{name}: {stage.splitlines()[0]}"
+
+
 def _stages(text: str) -> set[str]:
     return set(re.findall(r"^FROM \S+ AS (\S+)", text, re.M))
 
@@ -246,7 +269,7 @@ def test_the_learner_spreads_over_pods_that_meet_by_name(overlay: str, card: str
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     from prometheus_client import generate_latest
 
-    from polyreme_reward.metrics import Metrics as RewardMetrics
+    from polyreme_reward.metrics import RewardMetrics
     from polyreme_rollout.metrics import ReplicaMetrics as RolloutMetrics
 
     board = json.loads((ROOT / "deploy" / "observability" / "dashboards" / "polyreme.json").read_text())

@@ -20,10 +20,6 @@ PACKAGES = (
 TRAINER = "services/trainer/polyreme_trainer"
 NOT_CONVERTED = (
     "services/reward",
-    "polyreme/cli",
-    "polyreme/config",
-    "polyreme/experience/audit.py",
-    "polyreme/experience/run.py",
     f"{TRAINER}/algorithms",
     f"{TRAINER}/checks.py",
     f"{TRAINER}/command.py",
@@ -36,8 +32,6 @@ NOT_CONVERTED = (
     f"{TRAINER}/testing",
     f"{TRAINER}/weight_sync/version_writer.py",
 )
-SAME_NAME = frozenset({"Metrics", "Program", "Refused", "Role", "Row", "SimulatedEngine", "Snapshot", "Unit"})
-"""Public class names that are still used twice."""
 
 BANNED_MODULES = frozenset(
     {"desk", "drafts", "fleet", "hold", "intake", "pace", "place", "rows", "scratch", "servers", "slots", "snapshots", "usage"}
@@ -45,8 +39,6 @@ BANNED_MODULES = frozenset(
 BANNED_CLASSES = frozenset(
     {"Desk", "Draft", "Drafts", "Fleet", "Hold", "Idleness", "Intake", "Layout", "Orders", "Place", "Scratch", "Swapper"}
 )
-STILL_USED = frozenset({"Place"})
-"""Banned class names that remain until their area is converted."""
 BANNED_WORDS = re.compile(
     r"Kept here|Invariants:|\bMend\b|\bmends?\b|\bdear\b|\bwhoever\b|\bpatience\b|\bsilence\b|\bhopes?\b|\bfleet\b|\bdesk\b|\bdrafts?\b",
     re.IGNORECASE,
@@ -80,7 +72,7 @@ def test_a_public_class_name_means_one_thing() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(name_of(path))
-    twice = {name: found for name, found in places.items() if len(found) > 1 and name not in SAME_NAME}
+    twice = {name: found for name, found in places.items() if len(found) > 1}
     assert not twice
 
 
@@ -88,7 +80,7 @@ def test_replaced_names_do_not_come_back() -> None:
     assert not [name_of(path) for path in modules() if path.stem in BANNED_MODULES]
     for path in modules():
         classes = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
-        assert not classes & (BANNED_CLASSES - STILL_USED), name_of(path)
+        assert not classes & BANNED_CLASSES, name_of(path)
 
 
 @pytest.mark.parametrize("path", CONVERTED, ids=name_of)

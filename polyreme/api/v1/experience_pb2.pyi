@@ -39,7 +39,7 @@ class RewardPart(_message.Message):
     def __init__(self, name: _Optional[str] = ..., raw: _Optional[float] = ..., weighted: _Optional[float] = ..., plugin_version: _Optional[str] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "loss_mask", "finish_reason", "spans", "score", "parts", "text")
+    __slots__ = ("token_ids", "logprobs", "loss_mask", "finish_reason", "spans", "score", "parts", "text", "token_rewards", "teacher_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,8 @@ class Sample(_message.Message):
     SCORE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     logprobs: bytes
     loss_mask: bytes
@@ -56,7 +58,9 @@ class Sample(_message.Message):
     score: float
     parts: _containers.RepeatedCompositeFieldContainer[RewardPart]
     text: str
-    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
+    token_rewards: bytes
+    teacher_logprobs: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., text: _Optional[str] = ..., token_rewards: _Optional[bytes] = ..., teacher_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("index", "attempt", "prompt_ids", "samples", "prompt", "label", "generate_seconds", "score_seconds")

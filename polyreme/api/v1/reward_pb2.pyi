@@ -22,7 +22,7 @@ SCORE_STATUS_TIMEOUT: ScoreStatus
 SCORE_STATUS_INVALID: ScoreStatus
 
 class ScoreItem(_message.Message):
-    __slots__ = ("key", "prompt", "response", "response_raw", "label", "metadata_json", "templated_prompt")
+    __slots__ = ("key", "prompt", "response", "response_raw", "label", "metadata_json", "templated_prompt", "token_ids", "token_texts")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class ScoreItem(_message.Message):
     LABEL_FIELD_NUMBER: _ClassVar[int]
     METADATA_JSON_FIELD_NUMBER: _ClassVar[int]
     TEMPLATED_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     key: str
     prompt: str
     response: str
@@ -37,7 +39,9 @@ class ScoreItem(_message.Message):
     label: str
     metadata_json: str
     templated_prompt: str
-    def __init__(self, key: _Optional[str] = ..., prompt: _Optional[str] = ..., response: _Optional[str] = ..., response_raw: _Optional[str] = ..., label: _Optional[str] = ..., metadata_json: _Optional[str] = ..., templated_prompt: _Optional[str] = ...) -> None: ...
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., prompt: _Optional[str] = ..., response: _Optional[str] = ..., response_raw: _Optional[str] = ..., label: _Optional[str] = ..., metadata_json: _Optional[str] = ..., templated_prompt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
     __slots__ = ("run_id", "items")
@@ -48,18 +52,20 @@ class ScoreRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., items: _Optional[_Iterable[_Union[ScoreItem, _Mapping]]] = ...) -> None: ...
 
 class ScoreResult(_message.Message):
-    __slots__ = ("key", "status", "score", "parts", "message")
+    __slots__ = ("key", "status", "score", "parts", "message", "token_rewards")
     KEY_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
     key: str
     status: ScoreStatus
     score: float
     parts: _containers.RepeatedCompositeFieldContainer[_experience_pb2.RewardPart]
     message: str
-    def __init__(self, key: _Optional[str] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[_experience_pb2.RewardPart, _Mapping]]] = ..., message: _Optional[str] = ...) -> None: ...
+    token_rewards: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, key: _Optional[str] = ..., status: _Optional[_Union[ScoreStatus, str]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[_experience_pb2.RewardPart, _Mapping]]] = ..., message: _Optional[str] = ..., token_rewards: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
     __slots__ = ("results",)
@@ -72,16 +78,20 @@ class ListRewardsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RewardInfo(_message.Message):
-    __slots__ = ("name", "weight", "version", "description")
+    __slots__ = ("name", "weight", "version", "description", "correctness", "reads_tokens")
     NAME_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CORRECTNESS_FIELD_NUMBER: _ClassVar[int]
+    READS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     name: str
     weight: float
     version: str
     description: str
-    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., version: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
+    correctness: bool
+    reads_tokens: bool
+    def __init__(self, name: _Optional[str] = ..., weight: _Optional[float] = ..., version: _Optional[str] = ..., description: _Optional[str] = ..., correctness: bool = ..., reads_tokens: bool = ...) -> None: ...
 
 class ListRewardsResponse(_message.Message):
     __slots__ = ("api", "rewards")

@@ -52,7 +52,7 @@ class RolloutServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates the asked slots of one group and streams their tokens. Cancelling the call cancels the work.
+        """Generates the requested sequences of one group and streams their tokens. Cancelling the call cancels the work.
         FAILED_PRECONDITION: the replica's version is below min_version, or it has none yet.
         INVALID_ARGUMENT: prompt plus response do not fit the context, an unknown stop id, an empty request.
         RESOURCE_EXHAUSTED: the replica's queue is full. UNAVAILABLE: the replica drains.

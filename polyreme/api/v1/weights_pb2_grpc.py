@@ -72,7 +72,7 @@ class WeightsServiceServicer(object):
 
     def StageArena(self, request, context):
         """Takes one part of a version from a mapped arena slot and verifies its digests. Generation goes on.
-        DATA_LOSS: a digest or the slot's generation word does not match. NOT_FOUND: the arena cannot be mapped.
+        DATA_LOSS: a digest or the arena slot's generation word does not match. NOT_FOUND: the arena cannot be mapped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

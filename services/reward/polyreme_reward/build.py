@@ -10,7 +10,7 @@ from typing import Any
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Reward
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[Sequence[Reward]]:
+async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIterator[Sequence[Reward]]:
     """The configured rewards, loaded, in their order; closed with their processes and connections at the end.
 
     Raises:
@@ -48,7 +48,7 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
                 name = str(spec.name)
                 rule = make_rule(name, spec.options)
                 version = builtin_version(name, spec.options)
-                rewards.append(local := RuleReward(name, spec.weight, version, builtin.description, rule))
+                rewards.append(local := RuleReward(name, spec.weight, version, builtin.description, rule, correctness(spec)))
                 stack.push_async_callback(local.close)
             else:
                 rewards.append(None)
@@ -64,7 +64,7 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
             await pool.start()
             for index, (position, _) in enumerate(pooled):
                 spec = config.rewards[position]
-                reward = rewards[position] = PooledReward(spec.label, spec.weight, pool, index)
+                reward = rewards[position] = PooledReward(spec.label, spec.weight, pool, index, correctness(spec))
                 log.info("the reward %s: %s", reward.name, reward.description)
         yield [reward for reward in rewards if reward is not None]
 
@@ -72,6 +72,12 @@ async def open_rewards(config: RewardConfig, metrics: Metrics) -> AsyncIterator[
 def is_builtin(spec: RewardSpec) -> bool:
     """Whether a reward that is neither an endpoint nor a model goes by its name alone."""
     return spec.file is None and spec.module is None
+
+
+def correctness(spec: RewardSpec) -> bool:
+    """Whether a reward that runs in Python is a built-in rule whose values are right (1) or wrong (0) with these options."""
+    builtin = BUILTINS.get(str(spec.name)) if is_builtin(spec) else None
+    return builtin is not None and builtin.correctness and not spec.options.get(builtin.graded_by)
 
 
 def _source(spec: RewardSpec) -> dict[str, Any]:

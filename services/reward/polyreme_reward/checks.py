@@ -21,7 +21,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
 from polyreme_reward.build import is_builtin, read_file
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.model.reward import ModelReward
 from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.plugins.signatures import LABEL_NAMES, adapt
@@ -66,7 +66,7 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
         remote = HttpReward(spec.label, spec.weight, spec.urls, str(spec.protocol), 1.0, spec.options, spec.security)
         asyncio.run(remote.close())
     elif spec.model is not None:
-        ModelReward(spec.label, spec.weight, spec.model, spec.options, 1.0, 1.0, config.worker_memory_mib, Metrics())
+        ModelReward(spec.label, spec.weight, spec.model, spec.options, 1.0, 1.0, config.worker_memory_mib, RewardMetrics())
     elif is_builtin(spec):
         if spec.name in BUILTINS or not entry_points(group=ENTRY_POINTS, name=str(spec.name)):
             return Need(check_rule(str(spec.name), spec.options).needs)

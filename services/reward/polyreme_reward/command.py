@@ -16,7 +16,7 @@ import typer
 
 from polyreme.config.load import data_columns, load_reward_config
 from polyreme.errors import ConfigError
-from polyreme.net.endpoint import Advertise, Host, HttpPort, Place, Port, place_of
+from polyreme.net.endpoint import Advertise, Endpoint, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import stop_event
@@ -42,7 +42,7 @@ def reward(
         return
     if config is None and redis is None:
         raise ConfigError("--redis URL or --config FILE", "neither", "Name the run's Redis, or a YAML file to serve alone.")
-    asyncio.run(_serve(redis, run, config, partial(place_of, host, port, http_port, advertise), wait))
+    asyncio.run(_serve(redis, run, config, partial(endpoint_of, host, port, http_port, advertise), wait))
 
 
 def _test(words: list[str], config: Path | None) -> None:
@@ -57,7 +57,7 @@ def _test(words: list[str], config: Path | None) -> None:
 
 
 async def _serve(
-    redis: str | None, run_id: str | None, path: Path | None, place_towards: Callable[[str | None], Place], wait: float
+    redis: str | None, run_id: str | None, path: Path | None, endpoint_towards: Callable[[str | None], Endpoint], wait: float
 ) -> None:
     from polyreme_reward.isolation.privacy import refuse_inspection
     from polyreme_reward.server import serve
@@ -65,7 +65,7 @@ async def _serve(
     refuse_inspection()  # its memory and environment hold the run's password and token
     if path is not None:
         stop = stop_event()
-        async with serve(load_reward_config(path), place_towards(None)) as addresses:
+        async with serve(load_reward_config(path), endpoint_towards(None)) as addresses:
             await _until(stop, addresses.grpc, addresses.url)
         return
     from polyreme.experience.run import Run
@@ -77,7 +77,7 @@ async def _serve(
         stop = stop_event()  # no graceful shutdown is needed before this point
         settings = (await run.config()).reward
         following = run.telling(stop) if run_id is None else nullcontext()
-        async with serve(settings, place_towards(redis), run) as addresses, following:
+        async with serve(settings, endpoint_towards(redis), run) as addresses, following:
             await _until(stop, addresses.grpc, addresses.url)
     finally:
         await client.aclose()

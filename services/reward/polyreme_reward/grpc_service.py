@@ -7,7 +7,7 @@ import grpc
 from polyreme import API_VERSION
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 from polyreme_reward.items import Item
-from polyreme_reward.scorer import BadBatch, Refused, Scorer
+from polyreme_reward.scorer import BadBatch, RequestRejected, Scorer
 
 NAME: str = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
@@ -30,7 +30,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             scored = await self._scorer.score(items)
         except BadBatch as error:
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, error)
-        except Refused as error:
+        except RequestRejected as error:
             code = grpc.StatusCode.UNAVAILABLE if error.draining else grpc.StatusCode.RESOURCE_EXHAUSTED
             await _abort(context, code, error, (("retry-after-ms", str(int(error.retry_after * 1000))),))
         new_result, new_part = reward_pb2.ScoreResult, experience_pb2.RewardPart
@@ -48,7 +48,9 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
         infos = [
-            reward_pb2.RewardInfo(name=r.name, weight=r.weight, version=r.version, description=r.description)
+            reward_pb2.RewardInfo(
+                name=r.name, weight=r.weight, version=r.version, description=r.description, correctness=r.correctness
+            )
             for r in self._scorer.rewards
         ]
         return reward_pb2.ListRewardsResponse(api=API_VERSION, rewards=infos)

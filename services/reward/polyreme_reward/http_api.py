@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from polyreme import API_VERSION
 from polyreme_reward import foreign_wires, http_errors
 from polyreme_reward.items import Item, Status, printable
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import BATCH_LIMIT, Scored, Scorer
 
 
@@ -57,6 +57,7 @@ class RewardDescription(BaseModel):
     weight: float
     version: str
     description: str
+    correctness: bool = Field(description="Whether a value is 1 for a right answer and 0 for a wrong one.")
 
 
 class RewardList(BaseModel):
@@ -64,7 +65,7 @@ class RewardList(BaseModel):
     rewards: list[RewardDescription]
 
 
-def make_app(scorer: Scorer, metrics: Metrics, special_tokens: Sequence[str], ready: list[bool]) -> FastAPI:
+def make_app(scorer: Scorer, metrics: RewardMetrics, special_tokens: Sequence[str], ready: list[bool]) -> FastAPI:
     """The HTTP application.
 
     Args:
@@ -113,7 +114,9 @@ def _native_wire(scorer: Scorer) -> APIRouter:
         return RewardList(
             api=API_VERSION,
             rewards=[
-                RewardDescription(name=r.name, weight=r.weight, version=r.version, description=r.description)
+                RewardDescription(
+                    name=r.name, weight=r.weight, version=r.version, description=r.description, correctness=r.correctness
+                )
                 for r in scorer.rewards
             ],
         )
@@ -121,7 +124,7 @@ def _native_wire(scorer: Scorer) -> APIRouter:
     return router
 
 
-def _operators(metrics: Metrics, ready: list[bool]) -> APIRouter:
+def _operators(metrics: RewardMetrics, ready: list[bool]) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", summary="The process answers")

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from polyreme_reward.scorer import BadBatch, Refused
+from polyreme_reward.scorer import BadBatch, RequestRejected
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ def unprocessable(path: str, problem: str) -> Response:
 def add_handlers(app: FastAPI) -> None:
     """Gives the application its answers to requests that are refused or do not fit; PaddleNLP's wire, at /, has a form of its own."""
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
+    @app.exception_handler(RequestRejected)
+    async def refused(request: Request, error: RequestRejected) -> Response:
         note(request.url.path, error)
         status = 503 if error.draining else 429
         headers = {"retry-after": str(max(1, round(error.retry_after)))}

@@ -153,6 +153,11 @@ class Reward(Protocol):
         ...
 
     @property
+    def correctness(self) -> bool:
+        """Whether a value is 1 for a right answer and 0 for a wrong one, so that a mean of values is an accuracy."""
+        ...
+
+    @property
     def available(self) -> bool:
         """Whether it can score now, as far as is known."""
         ...

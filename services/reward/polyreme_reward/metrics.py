@@ -9,7 +9,7 @@ from polyreme.process.resource_metrics import Usage
 from polyreme_reward.items import Outcome
 
 
-class Metrics:
+class RewardMetrics:
     """The service's Prometheus metrics."""
 
     def __init__(self) -> None:

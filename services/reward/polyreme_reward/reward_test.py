@@ -1,27 +1,27 @@
-"""`polyreme reward test`: scores the responses of a file and prints a table.
+"""`polyreme reward test`: scores the responses of a file and prints what each reward makes of them.
 
-Invariant: a reward gets the same texts and columns here as in a run. Only the templated prompt is missing, unless the file has it.
+Invariant: a reward gets the same texts and columns here as in a run. Only the templated prompt is missing, unless the file has it. Names,
+numbers and messages are printed whole, however narrow the terminal.
 """
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from polyreme.config.dataset_rows import label_text, lines_of, plain_prompt
 from polyreme.config.reward import RewardConfig
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import BATCH_LIMIT, Part, Scored, Scorer
 
 _TEXTS = ("response", "response_raw", "templated_prompt")
-_WIDTH = 40
+_WIDTH = 100
 
 
 async def test_rewards(config: RewardConfig, path: Path, console: Console, columns: tuple[str, str] = ("prompt", "label")) -> int:
@@ -40,14 +40,15 @@ async def test_rewards(config: RewardConfig, path: Path, console: Console, colum
         DataError: the file is missing or a line does not fit. ConfigError: a reward cannot be loaded.
     """
     items = list(read_items(path, columns))
-    metrics = Metrics()
+    metrics = RewardMetrics()
     async with open_rewards(config, metrics) as rewards:
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
         size = min(BATCH_LIMIT, config.queue)
         begin = time.perf_counter()
         answers = [a for start in range(0, len(items), size) for a in await scorer.score(items[start : start + size])]
         seconds = time.perf_counter() - begin
-    console.print(_table(items, answers))
+    for line in shown_lines(items, answers):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     scores = [answer.score for answer in answers if answer.status is Status.OK]
     failures = len(answers) - len(scores)
     mean = f"mean {sum(scores) / len(scores):.4g} of {len(scores)}" if scores else "no score"
@@ -88,21 +89,19 @@ def _item(line: str, where: str, columns: tuple[str, str]) -> Item:
     return Item("", **texts, metadata_json=json.dumps(metadata) if metadata else "")
 
 
-def _table(items: list[Item], answers: list[Scored]) -> Table:
-    names = list(dict.fromkeys(part.name for answer in answers for part in answer.parts))
-    table = Table("line", "status", "score", *names, "response", "label or message")
-    for number, (item, answer) in enumerate(zip(items, answers, strict=True), 1):
-        parts = {part.name: shown_part(part) for part in answer.parts}
-        scored = answer.status is Status.OK
-        table.add_row(
-            str(number),
-            answer.status.name,
-            f"{answer.score:.4g}" if scored else "",
-            *(parts.get(name, "") for name in names),
-            _short(item.response),
-            _short(item.label) if scored else answer.message,
-        )
-    return table
+def shown_lines(items: Sequence[Item], answers: Sequence[Scored]) -> Iterator[str]:
+    """Each item's number, status, score and parts, aligned; below it the response, and the label or why there is no score."""
+    rows = [
+        {"score": f"{answer.score:.4g}" if answer.status is Status.OK else "none"}
+        | {part.name: shown_part(part) for part in answer.parts}
+        for answer in answers
+    ]
+    widths = {name: max(len(row.get(name, "")) for row in rows) for name in dict.fromkeys(name for row in rows for name in row)}
+    for number, (item, answer, row) in enumerate(zip(items, answers, rows, strict=True), 1):
+        numbers = "  ".join(f"{name} {row.get(name, ''):<{width}}" for name, width in widths.items())
+        yield f"{number:<4} {answer.status.name:<8} {numbers}".rstrip()
+        yield f"     response {_short(item.response)}"
+        yield f"     label    {_short(item.label)}" if answer.status is Status.OK else f"     message  {answer.message}"
 
 
 def shown_part(part: Part) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from polyreme_reward.items import Item, Outcome, Reward, RewardError, Status, failed
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class BadBatch(ValueError):
     """A batch that fails however often it is sent."""
 
 
-class Refused(RuntimeError):
+class RequestRejected(RuntimeError):
     """The queue is full (`draining` is False) or the service drains. Retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float, draining: bool = False) -> None:
@@ -62,7 +62,7 @@ class Scorer:
         choose_by: the column that names a row's rewards, one or a list; None: all rewards score all rows.
     """
 
-    def __init__(self, rewards: Sequence[Reward], limit: int, metrics: Metrics, choose_by: str | None = None) -> None:
+    def __init__(self, rewards: Sequence[Reward], limit: int, metrics: RewardMetrics, choose_by: str | None = None) -> None:
         self.rewards = tuple(rewards)
         self._choose_by = choose_by
         self.limit = limit
@@ -87,12 +87,12 @@ class Scorer:
 
         Raises:
             BadBatch: no items, or more than BATCH_LIMIT or than `limit` of them.
-            Refused: the queue is full, or the service drains.
+            RequestRejected: the queue is full, or the service drains.
         """
         if not 0 < len(items) <= min(BATCH_LIMIT, self.limit):
             raise BadBatch(f"expected a batch of 1 to {min(BATCH_LIMIT, self.limit)} items; found {len(items)}")
         if self._draining:
-            raise Refused("the reward service is shutting down", 1.0, draining=True)
+            raise RequestRejected("the reward service is shutting down", 1.0, draining=True)
         answers: list[Scored | None] = [None] * len(items)
         awaited: list[tuple[int, asyncio.Future[Scored]]] = []
         fresh: list[int] = []
@@ -136,7 +136,7 @@ class Scorer:
         if self._inside + len(batch) > self.limit:
             self._metrics.refused.inc(len(batch))
             wait = min(max(self._inside * self._seconds_per_item, 0.1), 30.0)
-            raise Refused(f"{self._inside} items are being scored and at most {self.limit} may be", wait)
+            raise RequestRejected(f"{self._inside} items are being scored and at most {self.limit} may be", wait)
         self._inside += len(batch)
         self._idle.clear()
         self._metrics.inside.set(self._inside)

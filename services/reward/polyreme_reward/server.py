@@ -17,19 +17,19 @@ from polyreme.config.reward import RewardConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.net import rpc
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme_reward.build import open_rewards
 from polyreme_reward.grpc_service import NAME, RewardServicer
 from polyreme_reward.http_api import make_app
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import Scorer
 
 log = logging.getLogger(__name__)
 
 _FOLLOW_SECONDS = 0.5
 
-NEARBY = Place()
+NEARBY = Endpoint()
 """Free ports on the loopback."""
 
 
@@ -43,32 +43,32 @@ class Addresses:
 
 
 @asynccontextmanager
-async def serve(config: RewardConfig, place: Place = NEARBY, run: Run | None = None) -> AsyncIterator[Addresses]:
+async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | None = None) -> AsyncIterator[Addresses]:
     """Loads the rewards and serves them until the block ends, then drains.
 
     Args:
         config: the rewards and their limits.
-        place: where to listen. Beyond loopback and without config.security, every host that reaches the machine may call.
+        endpoint: where to listen. Beyond loopback and without config.security, every host that reaches the machine may call.
         run: the run to register with; None: none.
 
     Raises:
         ConfigError: a reward cannot be loaded, a port is taken, `security` cannot be used. UnavailableError: loading takes too long.
     """
-    assert place.http_port is not None, "rewards are served over HTTP too"
+    assert endpoint.http_port is not None, "rewards are served over HTTP too"
     grace = min(config.item_timeout + 1.0, 30.0)
-    metrics = Metrics()
+    metrics = RewardMetrics()
     ready = [False]
     async with AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(open_rewards(config, metrics))
         scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
         app = make_app(scorer, metrics, config.special_tokens, ready)
-        http = await stack.enter_async_context(serve_http(place.host, place.http_port, app, grace, config.security))
+        http = await stack.enter_async_context(serve_http(endpoint.host, endpoint.http_port, app, grace, config.security))
         server = await stack.enter_async_context(
-            rpc.serve(place.host, place.port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
+            rpc.serve(endpoint.host, endpoint.port, RewardServicer(scorer).add_to, [NAME], grace, config.security)
         )
         scheme = "https" if config.security and config.security.certificate else "http"
-        reached = place.http_address(http)
-        addresses = Addresses(place.grpc_address(server.port), reached, f"{scheme}://{reached}/")
+        reached = endpoint.http_address(http)
+        addresses = Addresses(endpoint.grpc_address(server.port), reached, f"{scheme}://{reached}/")
         await server.set_ready(True)
         ready[0] = True
         try:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.net.endpoint import Advertise, Host, HttpPort, Port, place_of
+from polyreme.net.endpoint import Advertise, Host, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 
 
@@ -23,4 +23,4 @@ def rollout(
     """Serves a run's policy over gRPC and HTTP. It needs no copy of the model."""
     from polyreme_rollout.replica import serve_replica
 
-    serve_replica(redis, run, place_of(host, port, http_port, advertise, redis), wait)
+    serve_replica(redis, run, endpoint_of(host, port, http_port, advertise, redis), wait)

@@ -1,7 +1,7 @@
 """A replica's HTTP application: /health, /ready, /metrics, and the engine's OpenAI-compatible /v1.
 
-Invariant: /v1 answers from a served policy version or not at all, never from the random weights of the start. The engine salts its
-requests, so that they share no cached prefix with an earlier policy.
+Invariant: /v1 answers from a served policy version or not at all, never from the random weights of the start, and each reply names
+that version. The engine salts its requests, so that they share no cached prefix with an earlier policy.
 """
 
 import asyncio
@@ -14,19 +14,50 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp
 
 from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.reply_version import VersionedReplies
 
 
 def make_app(
-    healthy: Callable[[], bool], ready: Callable[[], bool], metrics: ReplicaMetrics, openai: Callable[[], Awaitable[ASGIApp]]
+    healthy: Callable[[], bool],
+    ready: Callable[[], bool],
+    version: Callable[[], Awaitable[int | None]],
+    metrics: ReplicaMetrics,
+    openai: Callable[[], Awaitable[FastAPI]],
 ) -> ASGIApp:
     """The ASGI application.
 
     Args:
         healthy: whether the engine runs.
         ready: whether a version is served.
+        version: the version that is served, once no swap is running.
         metrics: the content of /metrics.
-        openai: makes the application of /v1. Called at the first request to it, because its imports take seconds.
+        openai: makes the application of /v1. Called when /v1 or /openapi.json is first asked for, because its imports take seconds.
     """
+    own = _own_app(healthy, ready, metrics)
+    lock = asyncio.Lock()
+    made: list[FastAPI] = []
+
+    async def v1() -> FastAPI:
+        async with lock:
+            if not made:
+                made.append(await openai())
+            return made[0]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await own(scope, receive, send)
+        if scope["path"] == "/openapi.json":
+            return await JSONResponse(_both(own.openapi(), (await v1()).openapi()))(scope, receive, send)
+        if not scope["path"].startswith("/v1/"):
+            return await own(scope, receive, send)
+        if not ready():
+            return await _status(False, "no policy version is served")(scope, receive, send)
+        await VersionedReplies(await v1(), version)(scope, receive, send)
+
+    return app
+
+
+def _own_app(healthy: Callable[[], bool], ready: Callable[[], bool], metrics: ReplicaMetrics) -> FastAPI:
     own = FastAPI(title="Polyreme rollout replica")
 
     @own.get("/health")
@@ -41,20 +72,13 @@ def make_app(
     async def show_metrics() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    lock = asyncio.Lock()
-    made: list[ASGIApp] = []
+    return own
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
-            return await own(scope, receive, send)
-        if not ready():
-            return await _status(False, "no policy version is served")(scope, receive, send)
-        async with lock:
-            if not made:
-                made.append(await openai())
-        await made[0](scope, receive, send)
 
-    return app
+def _both(own: dict[str, Any], v1: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI document of our own paths and of those of the engine's application that are reachable."""
+    paths = {path: item for path, item in v1["paths"].items() if path.startswith("/v1/")}
+    return {**own, "paths": own["paths"] | paths, "components": v1.get("components", {})}
 
 
 def _status(good: bool, otherwise: str) -> Response:

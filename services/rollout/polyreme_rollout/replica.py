@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
@@ -19,7 +19,7 @@ from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec
 from polyreme_rollout.temp_dir import replica_temp_dir
 
 
-def serve_replica(redis_url: str, run_id: str | None, place: Place, find_timeout: float = FIND_RUN_TIMEOUT) -> None:
+def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_timeout: float = FIND_RUN_TIMEOUT) -> None:
     """Runs a replica until SIGTERM or SIGINT.
 
     Raises:
@@ -27,7 +27,7 @@ def serve_replica(redis_url: str, run_id: str | None, place: Place, find_timeout
     """
     logging_setup.setup("rollout")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes files; the event loop replaces it
-    _check_ports(place)
+    _check_ports(endpoint)
     spec = asyncio.run(fetch_run_spec(redis_url, run_id, find_timeout))
     start_engine = load_engine(spec.config.rollout.engine)
     with replica_temp_dir() as directory:
@@ -38,25 +38,25 @@ def serve_replica(redis_url: str, run_id: str | None, place: Place, find_timeout
             (model_dir / Path(name).name).write_bytes(data)
         engine = start_engine(spec.config, model_dir)
         try:
-            asyncio.run(_serve(engine, spec, redis_url, place))
+            asyncio.run(_serve(engine, spec, redis_url, endpoint))
         finally:
             engine.close()
 
 
-async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, place: Place) -> None:
+async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint) -> None:
     from polyreme.process import lifecycle
     from polyreme_rollout.serving import serve
 
     stop = lifecycle.stop_event()
     await engine.open()
     lifecycle.settle()
-    await serve(engine, spec, redis_url, place, stop)
+    await serve(engine, spec, redis_url, endpoint, stop)
 
 
-def _check_ports(place: Place) -> None:
+def _check_ports(endpoint: Endpoint) -> None:
     """Finds a taken port before the engine starts. Raises ConfigError."""
     from polyreme.net.http_server import bind
 
-    for port in (place.port, place.http_port):
+    for port in (endpoint.port, endpoint.http_port):
         if port:
-            bind(place.host, port).close()
+            bind(endpoint.host, port).close()

@@ -88,6 +88,11 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         """Whether calls are accepted."""
         return self._swapper.served is not None and not self._swapper.quarantined and not self.draining
 
+    @property
+    def running(self) -> int:
+        """Sequences that are being sampled."""
+        return len(self._running)
+
     def on_swap(self, version: int, sampled: Mapping[str, int]) -> None:
         """The policy changed to `version`; `sampled`: tokens of each engine request at that moment."""
         for request_id, (sequence, _) in self._running.items():

@@ -18,7 +18,7 @@ from polyreme.experience.leases import Lease, LeaseKeeper, Registry
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import rpc
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.http_app import make_app
@@ -41,7 +41,7 @@ _SERVICES = [
 logger = logging.getLogger(__name__)
 
 
-async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, place: Place, stop: asyncio.Event) -> None:
+async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, stop: asyncio.Event) -> None:
     """Serves an open engine until `stop`, then drains.
 
     Raises:
@@ -68,22 +68,23 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, place: P
     try:
         async with AsyncExitStack() as servers:
             server = await servers.enter_async_context(
-                rpc.serve(place.host, place.port, add, _SERVICES, security=spec.config.security)
+                rpc.serve(endpoint.host, endpoint.port, add, _SERVICES, security=spec.config.security)
             )
             http_address = ""
-            if place.http_port is not None:
+            if endpoint.http_port is not None:
                 app = make_app(
                     lambda: not engine.dead,
                     lambda: service.ready,
+                    swapper.steady_version,
                     metrics,
                     lambda: engine.openai_app(spec.config.name, swapper.steady_salt),
                 )
                 http_port = await servers.enter_async_context(
-                    serve_http(place.host, place.http_port, app, security=spec.config.security)
+                    serve_http(endpoint.host, endpoint.http_port, app, security=spec.config.security)
                 )
-                http_address = place.http_address(http_port)
+                http_address = endpoint.http_address(http_port)
             lease = Lease(
-                "rollout", replica_id, place.grpc_address(server.port), http_address, API_VERSION,
+                "rollout", replica_id, endpoint.grpc_address(server.port), http_address, API_VERSION,
                 {"model_fingerprint": spec.model_fingerprint, "max_model_len": engine.max_model_len,
                  "tensor_parallel": spec.config.rollout.tensor_parallel, "engine": engine.name},
             )  # fmt: skip
@@ -96,9 +97,11 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, place: P
                 )
                 await _wait_for_stop(stop, engine)
             service.draining = True
+            logger.info("draining: %d running sequences have %.0f s to end", service.running, DRAIN_TIMEOUT)
             await publish_state()
             with suppress(TimeoutError):
                 await asyncio.wait_for(service.drained(), DRAIN_TIMEOUT)
+            logger.info("drained, %d sequences are left", service.running)
     finally:
         await redis.aclose()
 

@@ -94,6 +94,11 @@ class WeightSwapper:
         await self.steady.wait()
         return self.salt
 
+    async def steady_version(self) -> int | None:
+        """The version that is served, None without one. Waits for the end of a swap."""
+        await self.steady.wait()
+        return self.version
+
     @property
     def failures(self) -> int:
         """Consecutive failed swaps."""

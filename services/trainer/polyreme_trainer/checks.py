@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyreme.cli.run_directory import read_model_files
+from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig

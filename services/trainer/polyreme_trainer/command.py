@@ -22,7 +22,7 @@ from polyreme.net.ports import check_free
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import stop_event
-from polyreme_trainer.launch.trainer_process import MeetingPlace, Trainer, trainer_units
+from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from polyreme_trainer.launch.worker_node import follow
 from polyreme_trainer.observe.exporter import export
 
@@ -71,8 +71,8 @@ def train(
             logger.info("%s", chosen.finished)
             return
         logs_to = log_dir or next_attempt(chosen.config.run_dir)
-        place = MeetingPlace(advertise, learner_port)
-        asyncio.run(_train(chosen, redis, run, logs_to, (host, http_port), place, owner, start))
+        rendezvous = RendezvousAddress(advertise, learner_port)
+        asyncio.run(_train(chosen, redis, run, logs_to, (host, http_port), rendezvous, owner, start))
 
 
 @contextmanager
@@ -87,7 +87,7 @@ async def _train(
     run_id: str | None,
     log_dir: Path,
     http: tuple[str, int | None],
-    place: MeetingPlace,
+    rendezvous: RendezvousAddress,
     owner: int | None,
     start: int | None,
 ) -> None:
@@ -102,8 +102,8 @@ async def _train(
         async with export(run, config, *http) as port:
             if port is not None:
                 logger.info("metrics at port %d", port)
-            units = trainer_units(config, run.run_id, redis_url, log_dir, place=place)
-            await Trainer(config, run, units, owner).run()
+            process_sets = trainer_processes(config, run.run_id, redis_url, log_dir, rendezvous=rendezvous)
+            await Trainer(config, run, process_sets, owner).run()
     finally:
         await redis.aclose()
 

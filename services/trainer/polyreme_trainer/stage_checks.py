@@ -6,7 +6,7 @@ Invariant: no torch, and bounded work: of long files, the first rows stand for t
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyreme.cli.run_directory import read_model_files
+from polyreme.cli.input_files import read_model_files
 from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme_trainer.checks import check_template

@@ -22,7 +22,7 @@ from polyreme.experience.run import RunState
 from polyreme_trainer.launch.stage_process import StageProcess
 
 ConfigFile = Annotated[Path, typer.Argument(help="The stage's YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the directory's stage from its newest checkpoint.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the summary, and start nothing.")]
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, their messages and exit codes."""
+"""The command line from a user's perspective: real processes, their messages and exit codes."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def polyreme(*argv: str, cwd: Path | None = None) -> "subprocess.CompletedProces
 
 
 def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -> None:
-    """One message, no traceback, the exit code of its kind."""
+    """Asserts one error message, no traceback, and the exit code."""
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     errors = [line for line in result.stderr.splitlines() if "error:" in line]
@@ -31,7 +31,7 @@ def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -
         assert piece in errors[0]
 
 
-def test_help_names_every_command_and_imports_none() -> None:
+def test_help_lists_all_commands_and_imports_none() -> None:
     result = polyreme("--help")
     assert result.returncode == 0
     for name in ("up", "audit", "config", "rollout", "reward", "train", "learner"):
@@ -77,41 +77,41 @@ def test_config_check_reports_all_errors_and_up_the_first(config_file: Path, tmp
     fails(polyreme("train", *spoilt), 2, "'question'")
 
 
-def test_an_unknown_command_gets_the_nearest() -> None:
+def test_an_unknown_command_suggests_the_nearest() -> None:
     result = polyreme("rolout")
     assert result.returncode == 2
     assert "'rollout'" in result.stderr
 
 
-def test_a_misspelt_key_gets_the_nearest(config_file: Path) -> None:
+def test_a_misspelt_key_suggests_the_nearest(config_file: Path) -> None:
     tree = yaml.safe_load(config_file.read_text())
     tree["trainer"]["optimizer"]["warmupp"] = 3
     config_file.write_text(yaml.safe_dump(tree))
-    fails(polyreme("up", str(config_file)), 2, "trainer.optimizer.warmupp", "did you mean trainer.optimizer.warmup?")
+    fails(polyreme("up", str(config_file)), 2, "trainer.optimizer.warmupp", "trainer.optimizer.warmup?")
 
 
-def test_an_override_that_does_not_fit_is_told(config_file: Path) -> None:
+def test_an_invalid_override_is_an_error(config_file: Path) -> None:
     fails(polyreme("up", str(config_file), "iterations=0"), 2, "iterations")
 
 
-def test_a_missing_file_is_told(config_file: Path, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(config_file: Path, tmp_path: Path) -> None:
     fails(polyreme("up", str(tmp_path / "nothing.yaml")), 2, "nothing.yaml")
     fails(polyreme("up", str(config_file), "model.path=nowhere"), 2, "model.path", "nowhere")
 
 
-def test_samples_longer_than_the_context_are_told(config_file: Path, tmp_path: Path) -> None:
+def test_samples_longer_than_the_context_are_an_error(config_file: Path, tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 48}')
     fails(polyreme("up", str(config_file)), 2, "rollout.max_model_len", "48", "64")
 
 
-def test_no_redis_at_the_url_is_told(config_file: Path) -> None:
+def test_an_unreachable_redis_is_an_error(config_file: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{unused.getsockname()[1]}"
         fails(polyreme("up", str(config_file), "--redis", url), 3, "Redis")
 
 
-def test_a_redis_that_may_lose_writes_is_told(config_file: Path, tmp_path: Path) -> None:
+def test_a_redis_that_may_lose_writes_is_an_error(config_file: Path, tmp_path: Path) -> None:
     from polyreme.experience.store import _binary
     from polyreme.net.ports import free_port
 
@@ -128,9 +128,9 @@ def test_a_redis_that_may_lose_writes_is_told(config_file: Path, tmp_path: Path)
         server.wait(10)
 
 
-def test_a_learner_on_several_machines_needs_a_redis_that_they_reach(config_file: Path) -> None:
+def test_a_learner_on_several_machines_needs_an_external_redis(config_file: Path) -> None:
     spread = "trainer.parallel={data: 2, nodes: 2}"
-    fails(polyreme("up", str(config_file), spread), 2, "a Redis that all machines of the learner reach", "--redis URL")
+    fails(polyreme("up", str(config_file), spread), 2, "trainer.parallel.nodes = 2", "--redis URL")
 
 
 def test_an_existing_run_directory_is_not_reused(config_file: Path, tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_an_existing_run_directory_is_not_reused(config_file: Path, tmp_path: Pa
     fails(polyreme("up", str(config_file)), 2, "run-1", "--resume", "--fork")
 
 
-def test_a_full_disk_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_an_error_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="1"), exit_on_error("polyreme"), open("/dev/full", "w", buffering=1) as full:
         full.write("more than fits\n")
     assert capsys.readouterr().err.startswith("polyreme: error: expected writable files; found [Errno 28] No space")
 
 
-def test_audit_wants_to_know_what(tmp_path: Path) -> None:
+def test_audit_needs_a_run(tmp_path: Path) -> None:
     fails(polyreme("audit"), 2, "neither a run directory nor --redis")
     fails(polyreme("audit", str(tmp_path)), 2, "run.json")

@@ -3,15 +3,15 @@
 import pytest
 
 from polyreme.experience.audit import audit_main, render
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 
 
 async def test_the_command_tells_by_its_status(redis_url: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     log = ExperienceLog(run)
-    await log.take(Role.LEARNER)
+    await log.take(Writer.LEARNER)
     await log.begin(0)
-    await log.take(Role.ORCHESTRATOR)
+    await log.take(Writer.ORCHESTRATOR)
     await log.admit()
     await log.append(0, 1, b"payload", 0, 0.0)
     assert await audit_main(redis_url, run.run_id) == 0

@@ -6,7 +6,7 @@ import pytest
 
 from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer, connect
 from support.configs import run_config
@@ -50,8 +50,8 @@ async def test_renewals_learn_the_learners_term(run: Run) -> None:
     registry = Registry(run)
     async with await registry.register(lease("a"), ttl=0.15) as keeper:
         assert keeper.learner_term == 0
-        await ExperienceLog(run).take(Role.LEARNER)
-        await ExperienceLog(run).take(Role.LEARNER)
+        await ExperienceLog(run).take(Writer.LEARNER)
+        await ExperienceLog(run).take(Writer.LEARNER)
         await until(lambda: keeper.learner_term == 2)
 
 

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import StaleTermError, StoreError
-from polyreme.experience.ledger import Admission, ExperienceLog, Plan, Role, StaleAttemptError, TransitionError
+from polyreme.experience.ledger import Admission, ExperienceLog, Plan, StaleAttemptError, TransitionError, Writer
 from polyreme.experience.run import Run, RunState
 from support.configs import run_config
 
@@ -25,8 +25,8 @@ def opened(redis: Redis, run_id: str, tmp_path: Path) -> Opener:
     async def make(**limits: Any) -> Pair:
         run = await Run.create(redis, run_id, run_config(tmp_path, **limits), {})
         orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
-        await orchestrator.take(Role.ORCHESTRATOR)
-        await learner.take(Role.LEARNER)
+        await orchestrator.take(Writer.ORCHESTRATOR)
+        await learner.take(Writer.LEARNER)
         await learner.begin(0)
         return orchestrator, learner
 
@@ -47,10 +47,10 @@ async def append(log: ExperienceLog, *admissions: Admission) -> None:
 
 async def test_nothing_is_admitted_before_the_learner_has_begun(run: Run) -> None:
     orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
-    await orchestrator.take(Role.ORCHESTRATOR)
+    await orchestrator.take(Writer.ORCHESTRATOR)
     assert await orchestrator.admit() == []
     assert await orchestrator.version() == -1
-    await learner.take(Role.LEARNER)
+    await learner.take(Writer.LEARNER)
     await learner.begin(0)
     assert await orchestrator.admit() == [Admission(0, 1, 0)]
 
@@ -137,7 +137,7 @@ async def test_a_new_orchestrator_gets_the_full_time(opened: Opener) -> None:
     await orchestrator.run.redis.hset(orchestrator.run.key("ledger"), 0, "admitted 1 0 1000")  # long ago
     assert await orchestrator.in_flight() == [Admission(0, 1, 0)]
     successor = ExperienceLog(orchestrator.run)
-    await successor.take(Role.ORCHESTRATOR)
+    await successor.take(Writer.ORCHESTRATOR)
     assert await learner.plan(1, 600) is None
     assert await successor.in_flight() == [Admission(0, 1, 0)]  # to be gone on with, under the same attempt
     await append(successor, Admission(0, 1, 0))
@@ -148,7 +148,7 @@ async def test_a_replaced_process_changes_nothing(opened: Opener) -> None:
     orchestrator, learner = await opened()
     assert await orchestrator.admit()
     before = await orchestrator.audit()
-    for role in Role:
+    for role in Writer:
         await ExperienceLog(orchestrator.run).take(role)
     for act in (
         orchestrator.admit(),
@@ -224,7 +224,7 @@ async def test_a_resume_replays_the_same_plans(opened: Opener) -> None:
         await learner.set_version(iteration)
     assert await learner.release(2) == 4
     successor = ExperienceLog(learner.run)
-    await successor.take(Role.LEARNER)
+    await successor.take(Writer.LEARNER)
     with pytest.raises(TransitionError, match="released up to iteration 2"):
         await successor.begin(1)
     with pytest.raises(TransitionError, match="ahead of the log"):
@@ -269,8 +269,8 @@ async def test_a_fork_s_groups_count_on_from_its_parent_s(redis: Redis, run_id: 
     config = run_config(tmp_path, groups_per_iteration=1, max_attempts=1)
     run = await Run.create(redis, run_id, config, {}, first_group=27)
     orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
-    await orchestrator.take(Role.ORCHESTRATOR)
-    await learner.take(Role.LEARNER)
+    await orchestrator.take(Writer.ORCHESTRATOR)
+    await learner.take(Writer.LEARNER)
     await learner.begin(6)
     assert await orchestrator.admit() == [Admission(27, 1, 6)]
     assert await orchestrator.readmit(27, 1, "no score", 1) is None
@@ -284,7 +284,7 @@ async def test_a_fork_s_groups_count_on_from_its_parent_s(redis: Redis, run_id: 
     resumed = await Run.resume(redis, run_id, config, {})
     assert (await ExperienceLog(resumed).audit()).clean
     orchestrator = ExperienceLog(resumed)
-    await orchestrator.take(Role.ORCHESTRATOR)
+    await orchestrator.take(Writer.ORCHESTRATOR)
     assert await orchestrator.admit() == [Admission(29, 1, 7)]
 
 
@@ -319,7 +319,7 @@ async def test_what_has_been_evaluated_never_goes_back(opened: Opener) -> None:
     for version, newest in [(0, 0), (8, 8), (3, 8), (8, 8)]:
         await orchestrator.set_evaluated(version)
         assert await learner.evaluated() == newest
-    await ExperienceLog(orchestrator.run).take(Role.ORCHESTRATOR)
+    await ExperienceLog(orchestrator.run).take(Writer.ORCHESTRATOR)
     with pytest.raises(StaleTermError):
         await orchestrator.set_evaluated(9)
 

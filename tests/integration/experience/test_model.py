@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from polyreme.errors import StaleTermError
-from polyreme.experience.audit import Snapshot
+from polyreme.experience.audit import LogSnapshot
 from polyreme.experience.ledger import (
     Admission,
     ExperienceLog,
     PartialRolloutPart,
     Plan,
-    Role,
     StaleAttemptError,
     TransitionError,
+    Writer,
 )
 from polyreme.experience.run import Run
 from polyreme.experience.scripts import Scripts
@@ -47,7 +47,7 @@ class LogMachine(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.redis = self.do(connect(redis_url))
-        self.zombies: dict[Role, list[ExperienceLog]] = {role: [] for role in Role}
+        self.zombies: dict[Writer, list[ExperienceLog]] = {writer: [] for writer in Writer}
 
     def do(self, work: Awaitable[Any]) -> Any:
         async def main() -> Any:
@@ -94,9 +94,9 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def orchestrator_dies(self) -> None:
         if self.orchestrator is not None:
-            self.zombies[Role.ORCHESTRATOR].append(self.orchestrator)
+            self.zombies[Writer.ORCHESTRATOR].append(self.orchestrator)
         self.orchestrator = ExperienceLog(self.run)
-        self.do(self.orchestrator.take(Role.ORCHESTRATOR))
+        self.do(self.orchestrator.take(Writer.ORCHESTRATOR))
         flying = {(a.index, a.attempt, a.version) for a in self.do(self.orchestrator.in_flight())}
         groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
@@ -173,9 +173,9 @@ class LogMachine(RuleBasedStateMachine):
     @rule()
     def learner_dies(self) -> None:
         if self.learner is not None:
-            self.zombies[Role.LEARNER].append(self.learner)
+            self.zombies[Writer.LEARNER].append(self.learner)
         self.learner = ExperienceLog(self.run)
-        self.do(self.learner.take(Role.LEARNER))
+        self.do(self.learner.take(Writer.LEARNER))
         self.both(lambda: self.learner.begin(self.checkpoint), lambda: self.model.begin(self.checkpoint))
 
     def plan(self, iteration: int, expire: bool) -> list[int] | None:
@@ -230,8 +230,8 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.zombies.values()))
     @rule(data=st.data())
     def a_zombie_acts(self, data: st.DataObject) -> None:
-        orchestrator = data.draw(st.sampled_from(self.zombies[Role.ORCHESTRATOR] or [None]))
-        learner = data.draw(st.sampled_from(self.zombies[Role.LEARNER] or [None]))
+        orchestrator = data.draw(st.sampled_from(self.zombies[Writer.ORCHESTRATOR] or [None]))
+        learner = data.draw(st.sampled_from(self.zombies[Writer.LEARNER] or [None]))
         index = data.draw(st.sampled_from(self.model.those("admitted") or [0]))
         attempt = self.model.groups[index].attempt if self.model.groups else 1
         version = self.model.version
@@ -259,7 +259,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_log_is_the_model(self) -> None:
-        model, log = self.model, self.do(Snapshot.take(self.run))
+        model, log = self.model, self.do(LogSnapshot.take(self.run))
         third = {"admitted": "version", "appended": "version", "planned": "version"}
         assert len(log.rows) == len(model.groups)
         for index, group in enumerate(model.groups):
@@ -269,7 +269,7 @@ class LogMachine(RuleBasedStateMachine):
                 assert int(row[2]) == group.version
         assert log.plans == model.plans
         assert log.payloads == model.payloads()
-        assert {name: int(head.split()[1]) for name, head in log.drafts.items() if ":" not in name} == {
+        assert {name: int(head.split()[1]) for name, head in log.partial_rollouts.items() if ":" not in name} == {
             str(index): len(parts) for index, parts in model.drafts.items()
         }
         assert log.number("version", -1) == model.version

@@ -13,7 +13,7 @@ import pytest
 
 from polyreme.errors import StoreError
 from polyreme.experience import store
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import EmbeddedServer, connect
 from support.configs import run_config
@@ -123,7 +123,7 @@ async def test_a_client_rides_over_a_restart(tmp_path: Path) -> None:
         client = await connect(first.url)
         run = await Run.create(client, "riding", run_config(tmp_path), {})
         log = ExperienceLog(run)
-        await log.take(Role.LEARNER)
+        await log.take(Writer.LEARNER)
         os.kill(first.pid, signal.SIGKILL)
         first.stop()
         beginning = asyncio.create_task(log.begin(0))
@@ -224,8 +224,8 @@ async def test_an_append_whose_answer_was_lost_is_one_append(redis_url: str, tmp
         client = await connect(f"redis://127.0.0.1:{proxy.port}/0")
         run = await Run.create(client, f"lossy-{os.urandom(4).hex()}", run_config(tmp_path), {})
         orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
-        await orchestrator.take(Role.ORCHESTRATOR)
-        await learner.take(Role.LEARNER)
+        await orchestrator.take(Writer.ORCHESTRATOR)
+        await learner.take(Writer.LEARNER)
         await learner.begin(0)
         for index in range(4):
             proxy.lose = 1
@@ -248,7 +248,7 @@ async def test_a_client_rides_over_what_passes_by_itself(own_server: EmbeddedSer
     client, other = await connect(own_server.url), await connect(own_server.url)
     run = await Run.create(client, "failing-over", run_config(tmp_path), {})
     await other.config_set("min-replicas-to-write", "1")
-    writing = asyncio.gather(client.set("x", "1"), ExperienceLog(run).take(Role.LEARNER))
+    writing = asyncio.gather(client.set("x", "1"), ExperienceLog(run).take(Writer.LEARNER))
     await asyncio.sleep(0.2)
     assert not writing.done()
     await other.config_set("min-replicas-to-write", "0")
@@ -262,7 +262,7 @@ async def test_an_error_of_the_server_is_told_in_its_own_words(own_server: Embed
     client = await connect(own_server.url)
     run = await Run.create(client, "refused", run_config(tmp_path), {})
     await client.set(run.key("terms"), "of another type")
-    for asked in (client.hgetall(run.key("terms")), ExperienceLog(run).take(Role.LEARNER)):
+    for asked in (client.hgetall(run.key("terms")), ExperienceLog(run).take(Writer.LEARNER)):
         with pytest.raises(StoreError, match="found WRONGTYPE Operation against a key"):
             await asked
     await client.config_set("min-replicas-to-write", "1")
@@ -277,8 +277,8 @@ async def test_a_full_server_refuses_whole_changes_only(own_server: EmbeddedServ
     client = await connect(own_server.url)
     run = await Run.create(client, "full", run_config(tmp_path), {})
     orchestrator, learner = ExperienceLog(run), ExperienceLog(run)
-    await orchestrator.take(Role.ORCHESTRATOR)
-    await learner.take(Role.LEARNER)
+    await orchestrator.take(Writer.ORCHESTRATOR)
+    await learner.take(Writer.LEARNER)
     await learner.begin(0)
     await orchestrator.admit(4)
     for index in range(3):
@@ -357,7 +357,7 @@ async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
 
     monkeypatch.setattr(run.redis, "script_load", loaded_and_lost)
     await run.redis.script_flush()
-    await log.take(Role.ORCHESTRATOR)
+    await log.take(Writer.ORCHESTRATOR)
     assert next(restarts, None) is None
 
 

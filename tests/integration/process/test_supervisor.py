@@ -10,25 +10,25 @@ import psutil
 import pytest
 
 from polyreme.errors import GateError, RunFailedError, StaleTermError
-from polyreme.process.supervisor import ChildFailedError, Program, Supervisor, Unit, last_error
+from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec, Supervisor, last_error
 from support.processes import command_line, runs
 from support.waiting import until, wait_until
 
 pytestmark = pytest.mark.timeout(600)  # what supervision should have ended sleeps for longer
 
 
-def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) -> Unit:
+def unit(folder: Path, *scripts: str, name: str = "work", serves: bool = False) -> ProcessSet:
     """A unit of one Python process per script; `note(text)` in it appends a line to notes.txt."""
     prelude = (
         f"import os, signal, sys, time\ndef note(text):\n    open({str(folder / 'notes.txt')!r}, 'a').write(f'{{text}}\\n')\n"
     )
 
-    def programs() -> list[Program]:
+    def programs() -> list[ProcessSpec]:
         return [
-            Program(f"{name}-{place}", (sys.executable, "-S", "-c", prelude + script)) for place, script in enumerate(scripts)
+            ProcessSpec(f"{name}-{place}", (sys.executable, "-S", "-c", prelude + script)) for place, script in enumerate(scripts)
         ]
 
-    return Unit(name, programs, folder, serves)
+    return ProcessSet(name, programs, folder, serves)
 
 
 def notes(folder: Path) -> list[str]:
@@ -73,12 +73,12 @@ async def test_each_unit_has_its_own_restarts(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_started_is_told_and_the_others_are_ended(tmp_path: Path) -> None:
-    def programs() -> list[Program]:
-        started = Program("there", (sys.executable, "-c", "import time; time.sleep(3600)", str(tmp_path)))
-        return [started, Program("missing", (str(tmp_path / "nothing"),))]
+    def programs() -> list[ProcessSpec]:
+        started = ProcessSpec("there", (sys.executable, "-c", "import time; time.sleep(3600)", str(tmp_path)))
+        return [started, ProcessSpec("missing", (str(tmp_path / "nothing"),))]
 
     with pytest.raises(RunFailedError, match=r"missing to start, .* No such file"):
-        await Supervisor([Unit("work", programs, tmp_path)], max_restarts=3).run()
+        await Supervisor([ProcessSet("work", programs, tmp_path)], max_restarts=3).run()
     assert not [child for child in psutil.Process().children() if str(tmp_path) in command_line(child)]
 
 
@@ -186,10 +186,10 @@ def test_the_telling_line_of_a_log() -> None:
 
 def test_children_die_with_a_killed_owner(tmp_path: Path) -> None:
     owner = (
-        "import asyncio, sys\nfrom pathlib import Path\nfrom polyreme.process.supervisor import Program, Supervisor, Unit\n"
+        "import asyncio, sys\nfrom pathlib import Path\nfrom polyreme.process.supervisor import ProcessSpec, Supervisor, ProcessSet\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "argv = (sys.executable, '-c', f'import os, time; open({str(folder)!r} + \"/notes.txt\", \"a\").write(str(os.getpid()) + chr(10)); time.sleep(3600)')\n"
-        "asyncio.run(Supervisor([Unit('a', lambda: [Program('a', argv)], folder)], 0).run())\n"
+        "asyncio.run(Supervisor([ProcessSet('a', lambda: [ProcessSpec('a', argv)], folder)], 0).run())\n"
     )
     pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", owner])
     try:

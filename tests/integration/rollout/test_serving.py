@@ -8,11 +8,11 @@ from redis.asyncio import Redis
 
 from polyreme.errors import PolyremeError
 from polyreme.experience.leases import Registry
-from polyreme.net.endpoint import Place
+from polyreme.net.endpoint import Endpoint
 from polyreme.process.supervisor import FINAL_CODES
 from polyreme_rollout import serving
 from polyreme_rollout.run_spec import RunSpec
-from polyreme_rollout.testing.simulated_engine import SimulatedEngine
+from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from support.simulated import CONTEXT, ROWS, VOCAB, config_tree, make_run
 
 
@@ -22,9 +22,9 @@ async def test_a_dead_engine_ends_the_replica_with_a_restartable_code(
     monkeypatch.setattr(serving, "ENGINE_CHECK_INTERVAL", 0.02)
     config = config_tree(tmp_path, ROWS)
     registry = Registry(await make_run(redis, run_id, config))
-    engine = SimulatedEngine(frozenset(["weight"]), CONTEXT, VOCAB)
+    engine = SimulatedInferenceEngine(frozenset(["weight"]), CONTEXT, VOCAB)
     spec = RunSpec(run_id, config, {}, "")
-    serves = asyncio.create_task(serving.serve(engine, spec, redis_url, Place(http_port=None), asyncio.Event()))
+    serves = asyncio.create_task(serving.serve(engine, spec, redis_url, Endpoint(http_port=None), asyncio.Event()))
     await registry.wait_for("rollout", 1, 300)
     engine.close()
     with pytest.raises(PolyremeError, match="the engine to run") as raised:

@@ -131,10 +131,10 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_forked(parent: RunConfig, co
     assert not (parent.output_dir / "run-fork-1").exists()
 
 
-def test_a_run_that_goes_on_cannot_be_forked(parent: RunConfig, config_file: Path) -> None:
+def test_a_running_run_cannot_be_forked(parent: RunConfig, config_file: Path) -> None:
     with owned(parent.run_dir), pytest.raises(ConfigError) as error, prepared(config_file, [], resume=False, fork=True):
         pass
-    assert error.value.found == "it still runs"
+    assert "running" in error.value.found
 
 
 def test_resume_and_fork_exclude_each_other(parent: RunConfig, config_file: Path) -> None:

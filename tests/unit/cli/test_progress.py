@@ -46,7 +46,7 @@ def evaluation(version: int, time: float, accuracy: float) -> dict[str, Any]:
     }
 
 
-def told(*records: dict[str, Any]) -> Progress:
+def progress_of(*records: dict[str, Any]) -> Progress:
     progress = Progress(samples_per_iteration=256)
     for record in records:
         progress.add(record)
@@ -54,7 +54,7 @@ def told(*records: dict[str, Any]) -> Progress:
 
 
 def test_the_first_iteration_begins_when_the_evaluation_before_it_has_ended() -> None:
-    progress = told(evaluation(0, 100.0, 0.3), iteration(1, time=102.0, seconds=5.0, wait=4.0), iteration(2, time=104.0))
+    progress = progress_of(evaluation(0, 100.0, 0.3), iteration(1, time=102.0, seconds=5.0, wait=4.0), iteration(2, time=104.0))
     assert progress.rl_seconds() == pytest.approx(4.0)
     assert progress.time_split()["waiting for samples"] == pytest.approx(2.0)
     assert sum(progress.time_split().values()) == pytest.approx(4.0)
@@ -62,7 +62,7 @@ def test_the_first_iteration_begins_when_the_evaluation_before_it_has_ended() ->
 
 def test_a_repeated_iteration_counts_once_and_its_rates_do_not() -> None:
     nonsense = iteration(2, time=5000.0, seconds=0.01, wait=0.0, tokens_per_second=69_484.0)
-    progress = told(iteration(1, time=10.0), iteration(2, time=12.0), nonsense, iteration(3, time=5002.0))
+    progress = progress_of(iteration(1, time=10.0), iteration(2, time=12.0), nonsense, iteration(3, time=5002.0))
     assert progress.repeats(nonsense)
     assert progress.rl_seconds() == pytest.approx(6.0)
     assert progress.summary()["iterations"] == 3
@@ -71,7 +71,7 @@ def test_a_repeated_iteration_counts_once_and_its_rates_do_not() -> None:
 
 def test_a_long_run_s_progress_is_bounded() -> None:
     """Sums go on; records are kept of the newest iterations only."""
-    short, long = told(*history(100)), told(*history(3000))
+    short, long = progress_of(*history(100)), progress_of(*history(3000))
     assert len(long.recent) == len(short.recent) < 100
     assert long.summary()["rl_seconds"] == 6000.0
     assert long.summary()["staleness"] == [9000, 3000]
@@ -90,7 +90,7 @@ def history(iterations: int) -> Iterator[dict[str, Any]]:
 
 
 def test_what_is_gone_leaves() -> None:
-    progress = told(
+    progress = progress_of(
         {"kind": "start", "time": 1.0, "start": 1, "forked_from": None},
         {"kind": "replicas", "time": 1.0, "replicas": {"r0": "http://a/v1", "r1": "http://b/v1"}},
         {"kind": "commit", "time": 2.0, "replica": "r0", "version": 0},
@@ -106,8 +106,10 @@ def test_what_is_gone_leaves() -> None:
 
 
 def test_the_time_that_is_left_follows_the_newest_iterations() -> None:
-    assert told().remaining_seconds(24) is None
-    progress = told(*(iteration(number, time=2.0 * number, seconds=100.0 if number < 5 else 2.0) for number in range(1, 25)))
+    assert progress_of().remaining_seconds(24) is None
+    progress = progress_of(
+        *(iteration(number, time=2.0 * number, seconds=100.0 if number < 5 else 2.0) for number in range(1, 25))
+    )
     assert progress.remaining_seconds(34) == 20.0
     assert progress.remaining_seconds(24) == 0.0
 
@@ -115,28 +117,32 @@ def test_the_time_that_is_left_follows_the_newest_iterations() -> None:
 def test_a_mean_score_is_no_accuracy() -> None:
     scored = {**evaluation(0, 1.0, 0.0), "score": 1.3}
     del scored["accuracy"]
-    progress = told(scored, iteration(1, time=2.0), {**scored, "version": 1, "score": 1.5})
+    progress = progress_of(scored, iteration(1, time=2.0), {**scored, "version": 1, "score": 1.5})
     assert (progress.summary()["score_before"], progress.summary()["score_after"]) == (1.3, 1.5)
     assert "accuracy_before" not in progress.summary()
     assert "accuracy" not in str(plain_line(scored, progress, 24))
 
 
 def test_accuracy_before_and_after() -> None:
-    progress = told(evaluation(0, 1.0, 0.3), evaluation(8, 2.0, 0.7), evaluation(24, 3.0, 0.99))
+    progress = progress_of(evaluation(0, 1.0, 0.3), evaluation(8, 2.0, 0.7), evaluation(24, 3.0, 0.99))
     assert (progress.score(first=True), progress.score()) == (0.3, 0.99)
-    assert told(evaluation(0, 1.0, 0.3)).summary()["accuracy_after"] is None
-    assert told(evaluation(0, 1.0, 0.3), iteration(1, time=2.0), evaluation(1, 3.0, 0.5)).summary()["accuracy_after"] == 0.5
-    assert told(evaluation(0, 1.0, 0.3), iteration(1, time=2.0)).summary()["accuracy_after"] is None  # nobody evaluated version 1
+    assert progress_of(evaluation(0, 1.0, 0.3)).summary()["accuracy_after"] is None
+    assert (
+        progress_of(evaluation(0, 1.0, 0.3), iteration(1, time=2.0), evaluation(1, 3.0, 0.5)).summary()["accuracy_after"] == 0.5
+    )
+    assert (
+        progress_of(evaluation(0, 1.0, 0.3), iteration(1, time=2.0)).summary()["accuracy_after"] is None
+    )  # nobody evaluated version 1
     assert Progress(1).summary()["accuracy_before"] is None
 
 
 def test_kinds_of_a_later_release_change_nothing() -> None:
-    assert told({"kind": "from the future", "time": 1.0}) == Progress(samples_per_iteration=256)
+    assert progress_of({"kind": "from the future", "time": 1.0}) == Progress(samples_per_iteration=256)
 
 
 def test_one_line_per_iteration(tmp_path: Path) -> None:
     record = iteration(3, time=10.0, alarms=["constant reward"])
-    progress = told({"kind": "commit", "time": 9.0, "replica": "r0", "version": 2}, evaluation(0, 1.0, 0.3), record)
+    progress = progress_of({"kind": "commit", "time": 9.0, "replica": "r0", "version": 2}, evaluation(0, 1.0, 0.3), record)
     line = plain_line(record, progress, iterations=24)
     assert line == (
         "iteration  3/24  reward 0.750  accuracy 0.300  length 9.5  tokens/s 5,000  2.00 s (wait 50% train 25% write 5%)  r0@2"
@@ -147,7 +153,7 @@ def test_one_line_per_iteration(tmp_path: Path) -> None:
 def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: Path) -> None:
     before: dict[str, Any] = {"staleness/samples": [250, 6]}
     stale: dict[str, Any] = {"staleness/samples": [100, 150, 6], "mismatch_kl": None}
-    progress = told(
+    progress = progress_of(
         {"kind": "rollout", "time": 9.0, "iteration": 3, "time/rollout_wait": 0.5},
         iteration(2, time=8.0, **before),
         record := iteration(3, time=10.0, **stale),
@@ -166,7 +172,7 @@ def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: 
 
 def test_an_alarm_is_told_once() -> None:
     alarm = {"kind": "alarm", "time": 9.0, "text": "constant reward"}
-    progress = told(
+    progress = progress_of(
         alarm, iteration(3, time=10.0, alarms=["constant reward"]), iteration(4, time=12.0, alarms=["constant reward"])
     )
     assert progress.summary()["alarms"] == ["constant reward"]
@@ -175,7 +181,7 @@ def test_an_alarm_is_told_once() -> None:
 
 def test_the_live_view_and_the_report_show_what_matters(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    progress = told(
+    progress = progress_of(
         {"kind": "commit", "time": 1.0, "replica": "r0", "version": 2},
         evaluation(0, 1.0, 0.3),
         iteration(1, time=3.0),

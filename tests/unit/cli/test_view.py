@@ -39,7 +39,7 @@ def evaluation(version: int, accuracy: float, **example: Any) -> dict[str, Any]:
     }
 
 
-def told(*records: dict[str, Any]) -> Progress:
+def progress_of(*records: dict[str, Any]) -> Progress:
     progress = Progress(samples_per_iteration=8)
     for record in records:
         progress.add(record)
@@ -49,7 +49,7 @@ def told(*records: dict[str, Any]) -> Progress:
 @pytest.mark.parametrize("size", [(100, 30), (80, 24), (50, 12)])
 def test_the_view_stays_within_the_terminal(config: RunConfig, size: tuple[int, int]) -> None:
     long = "a notice that is much longer than the terminal is wide, " * 3 + "\nand has lines"
-    progress = told(
+    progress = progress_of(
         *[{"kind": "commit", "time": 1.0, "replica": f"rollout-a-host-of-some-name-{n}", "version": 2} for n in range(4)],
         *[{"kind": "notice", "time": 1.0, "service": "orchestrator", "text": long} for _ in range(3)],
         *[iteration(number) for number in range(1, 31)],
@@ -67,7 +67,7 @@ def test_the_view_stays_within_the_terminal(config: RunConfig, size: tuple[int, 
 def test_the_accuracy_before_training_is_seen(config: RunConfig) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
     with console.capture() as captured:
-        console.print(view.render(config, told(evaluation(0, 0.3)), "running"))
+        console.print(view.render(config, progress_of(evaluation(0, 0.3)), "running"))
     assert "accuracy 0.300 at version 0" in captured.get()
 
 
@@ -81,14 +81,14 @@ def test_an_alarm_stays_above_the_view(config: RunConfig) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=60, height=20)
     with view.LiveView(config, console) as shown:
         alarm = {"kind": "alarm", "time": 9.0, "text": "constant reward: " + "why " * 30}
-        shown.show(alarm, told(alarm))
+        shown.show(alarm, progress_of(alarm))
     assert isinstance(console.file, io.StringIO)
     assert "why " * 30 in console.file.getvalue()
 
 
 def test_a_version_that_was_not_evaluated_is_no_result(config: RunConfig) -> None:
     failed = {"kind": "eval_failed", "time": 2.0, "version": 2, "text": "version 2 could not be evaluated: no scores"}
-    progress = told(evaluation(0, 0.3), iteration(1), iteration(2), failed)
+    progress = progress_of(evaluation(0, 0.3), iteration(1), iteration(2), failed)
     [line] = [line for line in report(config, progress, config.run_dir) if "accuracy" in line]
     assert "0.300 before; UNKNOWN after 2 iterations" in line and "no scores" in line
     assert plain_line(failed, progress, 40) == "EVALUATION FAILED: version 2 could not be evaluated: no scores"
@@ -97,14 +97,14 @@ def test_a_version_that_was_not_evaluated_is_no_result(config: RunConfig) -> Non
     progress.add(evaluation(2, 0.9))
     assert "0.300 before, 0.900 after" in report(config, progress, config.run_dir)[0]
     why = "a stop was asked for: 1 of 40 iterations are trained"
-    stopped = report(config, told(evaluation(0, 0.3), iteration(1)), config.run_dir, RunState.STOPPED, why)
+    stopped = report(config, progress_of(evaluation(0, 0.3), iteration(1)), config.run_dir, RunState.STOPPED, why)
     assert stopped[0].split(maxsplit=1) == ["stopped", why]
     assert "0.300 before; version 1 was not evaluated" in stopped[1]
 
 
 def test_sample_answers_are_one_line_each(config: RunConfig) -> None:
     example = {"prompt": "word " * 500, "response": "a\nb\x1b[31m\tc", "label": "l"}
-    lines = report(config, told(evaluation(0, 0.3), iteration(1), evaluation(1, 0.5, **example)), config.run_dir)
+    lines = report(config, progress_of(evaluation(0, 0.3), iteration(1), evaluation(1, 0.5, **example)), config.run_dir)
     assert " -> a b [31m c  (right: l)" in lines[1]
     assert len(lines[1]) < 300
 
@@ -118,7 +118,7 @@ def shown(config: RunConfig, progress: Progress, size: tuple[int, int] = (120, 4
 
 def test_places_times_parts_and_restarts_are_seen(config: RunConfig) -> None:
     parts = {"reward/exact": 0.25, "reward/shape": 0.5}
-    progress = told(
+    progress = progress_of(
         {"kind": "start", "time": 0.0, "start": 2, "forked_from": None},
         {"kind": "replicas", "time": 1.0, "replicas": {"r0": "http://127.0.0.1:20001/v1"}},
         {"kind": "restart", "time": 1.0, "process": "rollout-0", "text": "killed"},
@@ -138,7 +138,7 @@ def test_places_times_parts_and_restarts_are_seen(config: RunConfig) -> None:
 
 
 def test_old_warnings_leave_and_an_alarm_that_holds_stays(config: RunConfig) -> None:
-    progress = told(
+    progress = progress_of(
         {"kind": "notice", "time": 1.0, "service": "rollout", "text": "a replica left"},
         {"kind": "alarm", "time": 2.0, "text": "constant reward"},
         {**iteration(1), "alarms": ["constant reward"]},
@@ -152,7 +152,7 @@ def test_old_warnings_leave_and_an_alarm_that_holds_stays(config: RunConfig) -> 
 
 
 def test_a_tall_terminal_shows_a_sample_and_more_iterations(config: RunConfig) -> None:
-    progress = told(*[iteration(number) for number in range(1, 41)])
+    progress = progress_of(*[iteration(number) for number in range(1, 41)])
     sample = {"iteration": 39, "prompt": "a2b3=", "response": "b3+2=5\n#5", "score": 1.0}
     tall, low = (shown(config, progress, size, sample=sample) for size in ((120, 50), (120, 24)))
     assert "b3+2=5 #5" in tall and "score    1 in iteration 39" in tall

@@ -1,4 +1,4 @@
-"""The schema in words."""
+"""The text of the schema."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def test_a_shown_configuration_has_every_description_and_default(tmp_path: Path)
     text = annotated_yaml(run_config(tmp_path))
     lines = text.splitlines()
     place = lines.index("  max_num_seqs: 256")
-    assert lines[place - 1] == "  # Samples that a replica decodes at once. (integer ≥ 1; default 256)"
+    assert lines[place - 1].endswith("(integer ≥ 1; default 256)")
     assert all(len(line) <= 120 for line in lines if line.lstrip().startswith("#"))
     for field in RunConfig.model_fields.values():
         assert (field.description or "").split(" ")[0] in text
@@ -58,5 +58,6 @@ def test_the_reference_has_every_key() -> None:
 
 
 def test_what_a_preset_gives_is_not_called_required() -> None:
-    rows = [line for line in reference().splitlines() if line.startswith(("| `advantage` |", "| `loss` |", "| `minibatches` |"))]
+    runs = reference().partition("## Stages")[0]
+    rows = [line for line in runs.splitlines() if line.startswith(("| `advantage` |", "| `loss` |", "| `minibatches` |"))]
     assert [row.split(" | ")[2] for row in rows] == ["by preset", "by preset", "1"]

@@ -1,4 +1,4 @@
-"""The configuration: every mistake is an error that tells what to do, and what decides the weights decides the fingerprint."""
+"""The configuration: every mistake is an actionable error, and exactly the fields that decide the weights decide the fingerprint."""
 
 import ast
 from pathlib import Path
@@ -50,34 +50,36 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
     for name in place:
         node = node[name]
     node[wrong] = 1
-    with pytest.raises(ConfigError, match=f"unknown key {'.'.join((*place, wrong))}") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, tree))
-    assert f"did you mean {right}?" in str(caught.value)
+    assert caught.value.found.startswith(f"unknown key {'.'.join((*place, wrong))} ")
+    assert right in caught.value.found
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "found"),
     [
         ("trainer.optimizer.lr=-1", "greater than 0, found -1"),
-        ("group_size=1", "at least two samples"),
-        ("data.max_prompt_tokens=60", "must fit rollout.max_model_len"),
-        ("trainer.optimizer.min_lr=1", "above trainer.optimizer.lr"),
-        ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`data` = 3 must be a multiple of `nodes` = 2"),
-        ("trainer.parallel={tensor: 4, nodes: 2}", "tensor ranks share one"),
+        ("group_size=1", "group_size 1"),
+        ("data.max_prompt_tokens=60", "rollout.max_model_len"),
+        ("trainer.optimizer.min_lr=1", "trainer.optimizer.min_lr"),
+        ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`nodes` = 2"),
+        ("trainer.parallel={tensor: 4, nodes: 2}", "`nodes` = 2"),
         ("name=No Spaces", "name"),
         ("trainer.optimizer.lr=.inf", "finite number"),
-        ("rollout.temperature=0.001", "greater than or equal to 0.01"),
+        ("rollout.temperature=0.001", "0.01"),
         ("rollout.temperature=3", "less than or equal to 2"),
         ("seed=-5", "greater than or equal to 0"),
-        ("algorithm.teacher_coef=1", "no part of a run asks a teacher"),
-        ("algorithm.minibatches=5", "minibatches = 5 is more than groups_per_iteration = 4"),
-        ("iterations", "write key=value|Write key=value"),
-        ("=3", "Write key=value"),
+        ("algorithm.teacher_coef=1", "algorithm.teacher_coef"),
+        ("algorithm.minibatches=5", "algorithm.minibatches = 5"),
+        ("iterations", "'iterations'"),
+        ("=3", "'=3'"),
     ],
 )
-def test_a_value_that_does_not_fit_is_told(tree: dict[str, Any], tmp_path: Path, override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_an_invalid_value_is_an_error_that_shows_it(tree: dict[str, Any], tmp_path: Path, override: str, found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, tree), [override])
+    assert found in caught.value.found
 
 
 @pytest.mark.parametrize(
@@ -100,11 +102,12 @@ def test_overrides_are_yaml_values_at_dotted_keys(
     assert read(load_config(written(tmp_path, tree), [override])) == value
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "YAML"), ("- 1", "a mapping"), ("", "a mapping")])
-def test_a_file_that_is_no_configuration_is_told(tmp_path: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), [("a: [", "YAML"), ("- 1", "a mapping"), ("", "a mapping")])
+def test_a_file_that_is_not_a_configuration_is_an_error(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as caught:
         load_config(tmp_path / "run.yaml")
+    assert caught.value.expected.startswith(expected)
 
 
 def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
@@ -123,11 +126,12 @@ def test_paths_are_relative_to_the_file_and_overrides_to_the_working_directory(
 
 def test_a_reward_has_one_source(tree: dict[str, Any]) -> None:
     tree["reward"]["rewards"] = [{"weight": 1.0}]
-    with pytest.raises(ConfigError, match=r"`name`.*or `url`"):
+    with pytest.raises(ConfigError) as caught:
         parse_config(tree, "the test")
+    assert caught.value.found.startswith("reward.rewards.0: ")
 
 
-def test_the_fingerprint_is_of_what_decides_the_weights(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_what_decides_the_weights(tmp_path: Path) -> None:
     base = run_config(tmp_path)
     same: list[dict[str, Any]] = [
         {"name": "other"},
@@ -150,7 +154,7 @@ def test_a_runs_length_decides_the_weights_where_the_learning_rate_depends_on_it
     assert (short.fingerprint() != long.fingerprint()) is decides
 
 
-def test_on_how_many_machines_the_ranks_are_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
+def test_the_number_of_machines_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
     tree["trainer"]["parallel"] = {"tensor": 2, "data": 4}
     here = parse_config(tree, "the test")
     tree["trainer"]["parallel"]["nodes"] = 4
@@ -169,7 +173,7 @@ def test_how_an_endpoint_is_secured_does_not_decide_the_weights(tree: dict[str, 
 
 
 @given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz_.", min_size=1, max_size=30))
-def test_no_unknown_key_is_taken(key: str) -> None:
+def test_no_unknown_key_is_accepted(key: str) -> None:
     tree = yaml.safe_load(run_config(Path("/nowhere")).to_yaml())
     if key in RunConfig.model_fields:
         return
@@ -177,14 +181,14 @@ def test_no_unknown_key_is_taken(key: str) -> None:
         parse_config(tree | {key: 1}, "the test")
 
 
-def test_samples_of_other_policies_are_corrected_for_where_there_may_be_some(tmp_path: Path) -> None:
+def test_off_policy_samples_are_corrected_when_there_may_be_some(tmp_path: Path) -> None:
     token = TokenTis(cap=2.0)
     for staleness, choice, found in [(0, "auto", ()), (1, "auto", (token,)), (0, (token,), (token,)), (4, (), ())]:
         section = algorithm(correction=choice)
         assert run_config(tmp_path, max_staleness=staleness, algorithm=section).recipe.correction == found
 
 
-def test_a_loss_that_measures_from_the_sampler_is_not_corrected_twice(tmp_path: Path) -> None:
+def test_a_loss_anchored_at_the_sampling_policy_is_not_corrected_twice(tmp_path: Path) -> None:
     config = run_config(tmp_path, max_staleness=2, algorithm=AlgorithmConfig.model_validate({"preset": "dppo_tv"}))
     assert config.recipe.correction == ()
 
@@ -202,7 +206,7 @@ def test_the_schema_has_every_key_once() -> None:
 
 
 def test_every_key_is_read() -> None:
-    """By its name, somewhere outside the schema's own checks."""
+    """Some code outside the schema's own validators reads an attribute of each key's name."""
     root = Path(__file__).resolve().parents[3]
     sources = [*(root / "polyreme").rglob("*.py"), *(root / "services").rglob("*.py")]
     nodes = [node for path in sources for node in ast.walk(_without_validators(ast.parse(path.read_text())))]

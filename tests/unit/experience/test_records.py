@@ -12,6 +12,7 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
 
+ARRAYS = ("token_ids", "logprobs", "loss_mask", "token_rewards", "teacher_logprobs")
 finite = st.floats(allow_nan=False, allow_infinity=False)
 text = st.text(max_size=20)
 
@@ -29,15 +30,18 @@ def samples(draw: st.DrawFn) -> SampleRecord:
     def numbers(each: st.SearchStrategy[Any], dtype: type) -> Any:
         return np.array(draw(st.lists(each, min_size=length, max_size=length)), dtype)
 
+    single = st.floats(width=32, allow_nan=False, allow_infinity=False)
     return SampleRecord(
         token_ids=numbers(st.integers(-(2**31), 2**31 - 1), np.int32),
-        logprobs=numbers(st.floats(width=32, allow_nan=False, allow_infinity=False), np.float32),
+        logprobs=numbers(single, np.float32),
         loss_mask=numbers(st.integers(0, 1), np.uint8),
         finish_reason=draw(st.sampled_from([pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH])),
         spans=draw(spans(length)),
         score=draw(finite),
         parts=draw(st.lists(st.builds(RewardPart, text, finite, finite, text), max_size=2)),
         text=draw(text),
+        token_rewards=numbers(single, np.float32) if draw(st.booleans()) else None,
+        teacher_logprobs=numbers(single, np.float32) if draw(st.booleans()) else None,
     )
 
 
@@ -59,10 +63,12 @@ def assert_same(a: GroupRecord, b: GroupRecord) -> None:
     assert replace(a, **bare) == replace(b, **bare)
     np.testing.assert_array_equal(a.prompt_ids, b.prompt_ids, strict=True)
     for left, right in zip(a.samples, b.samples, strict=True):
-        for name in ("token_ids", "logprobs", "loss_mask"):
+        for name in ARRAYS:
             found, expected = getattr(left, name), getattr(right, name)
-            assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()  # to the bit, also minus zero
-        rest: dict[str, Any] = {"token_ids": None, "logprobs": None, "loss_mask": None}
+            assert (found is None) == (expected is None)
+            if expected is not None:
+                assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()  # to the bit, also minus zero
+        rest: dict[str, Any] = dict.fromkeys(ARRAYS)
         assert replace(left, **rest) == replace(right, **rest)
 
 
@@ -102,6 +108,10 @@ def sample(**changes: Any) -> SampleRecord:
         ({"logprobs": np.zeros(2, np.float32)}, r"one length above 0 in group 7, sample 1; found lengths \(3, 2, 3\)"),
         ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "finite logprobs"),
         ({"score": float("nan")}, "score nan"),
+        ({"token_rewards": np.zeros(2, np.float32)}, "3 finite token_rewards in group 7, sample 1; found 2"),
+        ({"token_rewards": np.array([0, np.inf, 0], np.float32)}, "1 of them not finite"),
+        ({"token_rewards": np.zeros(3)}, "flat array of float32; found float64"),
+        ({"teacher_logprobs": np.zeros(4, np.float32)}, "3 finite teacher_logprobs"),
         ({"token_ids": np.zeros(3, np.int64)}, "flat array of int32; found int64"),
         ({"loss_mask": np.array([0, 1, 2], np.uint8)}, "a loss mask of 0 and 1"),
         ({"finish_reason": 0}, "a finish reason"),
@@ -129,6 +139,20 @@ def test_oldest_version_and_mean_reward() -> None:
     group = GroupRecord(0, 1, np.array([1], np.int32), [sample(score=1.0), sample(score=0.0, spans=[(9, 0, 3)])])
     assert (group.oldest_version, group.mean_reward) == (3, 0.5)
     assert len(group.samples[0]) == 3
+
+
+def test_numbers_per_token_cost_nothing_where_there_are_none() -> None:
+    without, having = (encode_group(GroupRecord(1, 1, np.array([1], np.int32), [s])) for s in (sample(), rewarded()))
+    message = pb.Group.FromString(without).samples[0]
+    assert (message.token_rewards, message.teacher_logprobs) == (b"", b"")
+    assert len(having) - len(without) == 2 * (2 + 3 * 4)
+    decoded = decode_group(having).samples[0]
+    assert decoded.token_rewards is not None and decoded.token_rewards.tolist() == [0.5, 0.0, -1.0]
+
+
+def rewarded() -> SampleRecord:
+    numbers = np.array([0.5, 0.0, -1.0], np.float32)
+    return sample(token_rewards=numbers, teacher_logprobs=numbers)
 
 
 def test_the_wire_is_little_endian_and_stable() -> None:

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from polyreme.errors import ConfigError
-from polyreme.net.endpoint import address_towards, place_of
+from polyreme.net.endpoint import address_towards, endpoint_of
 from polyreme.net.ports import free_port
 from support.ipv6 import needs_ipv6
 
@@ -54,13 +54,13 @@ REDIS = "redis://127.0.0.1:6379"
     ],
 )
 def test_what_is_told_others(host: str | None, advertise: str | None, redis: str | None, told: tuple[str, str]) -> None:
-    place = place_of(host, 0, 0, advertise, redis)
-    assert (place.grpc_address(7), place.http_address(8)) == told
+    endpoint = endpoint_of(host, 0, 0, advertise, redis)
+    assert (endpoint.grpc_address(7), endpoint.http_address(8)) == told
 
 
 def test_a_port_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="proxy:http"):
-        place_of("192.0.2.1", 0, 0, "proxy:http", None)
+        endpoint_of("192.0.2.1", 0, 0, "proxy:http", None)
 
 
 @needs_ipv6

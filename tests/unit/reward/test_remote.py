@@ -7,7 +7,7 @@ import pytest
 
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, Status
-from polyreme_reward.remote.endpoints import Endpoints
+from polyreme_reward.remote.endpoints import RewardEndpoints
 from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
 from polyreme_reward.remote.reward import HttpReward
 
@@ -107,7 +107,7 @@ class Clock:
 
 
 def test_the_least_busy_endpoint_is_next() -> None:
-    endpoints = Endpoints(["a", "b"], 1.0)
+    endpoints = RewardEndpoints(["a", "b"], 1.0)
     first, second, third = endpoints.take(), endpoints.take(), endpoints.take()
     assert first and second and third
     assert {first.url, second.url} == {"a", "b"}
@@ -118,7 +118,7 @@ def test_the_least_busy_endpoint_is_next() -> None:
 
 def test_a_dead_endpoint_is_left_alone_then_probed_by_one() -> None:
     clock = Clock()
-    endpoints = Endpoints(["a"], 1.0, clock)
+    endpoints = RewardEndpoints(["a"], 1.0, clock)
     for _ in range(3):
         endpoint = endpoints.take()
         assert endpoint
@@ -139,7 +139,7 @@ def test_a_dead_endpoint_is_left_alone_then_probed_by_one() -> None:
 
 
 def test_failures_that_may_be_the_items_doing_do_not_count() -> None:
-    endpoints = Endpoints(["a"], 1.0)
+    endpoints = RewardEndpoints(["a"], 1.0)
     for _ in range(10):
         endpoint = endpoints.take()
         assert endpoint
@@ -148,7 +148,7 @@ def test_failures_that_may_be_the_items_doing_do_not_count() -> None:
 
 def test_an_endpoint_that_lets_deadlines_pass_and_answers_nobody_is_left_alone() -> None:
     clock = Clock()
-    endpoints = Endpoints(["a", "b"], 1.0, clock)
+    endpoints = RewardEndpoints(["a", "b"], 1.0, clock)
     silent, other = endpoints.take(), endpoints.take()
     assert silent and other
     clock.now = 1.0
@@ -163,7 +163,7 @@ def test_an_endpoint_that_lets_deadlines_pass_and_answers_nobody_is_left_alone()
 
 def test_deadlines_that_pass_while_others_are_answered_are_the_items_doing() -> None:
     clock = Clock()
-    endpoints = Endpoints(["a", "b"], 1.0, clock)
+    endpoints = RewardEndpoints(["a", "b"], 1.0, clock)
     busy = endpoints.take()
     assert busy
     clock.now = 0.5

@@ -1,15 +1,19 @@
-"""Files for `polyreme reward test` are read as a run reads its data."""
+"""Files for `polyreme reward test` are read as a run reads its data, and its answers are whole."""
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from polyreme.config.data import DataConfig
 from polyreme.config.load import data_columns, load_config
+from polyreme.config.reward import RewardConfig
 from polyreme.errors import DataError
+from polyreme_reward import reward_test
 from polyreme_reward.reward_test import read_items, shown_part
 from polyreme_reward.scorer import Part
 from polyreme_trainer.data.prompts import load_prompts
@@ -81,3 +85,17 @@ def test_the_columns_are_those_of_the_run(tmp_path: Path) -> None:
 def test_a_part_shows_what_its_weight_makes_of_it() -> None:
     assert shown_part(Part("exact", 0.5, 0.5, "v")) == "0.5"
     assert shown_part(Part("shape", 0.5, 0.1, "v")) == "0.5 (0.1)"
+
+
+async def test_names_and_messages_are_whole_in_a_narrow_terminal(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"response": "a b", "label": "1"}, {"response": "a"}])
+    names = ["exact", "repetition", "think_format", "length"]
+    config = RewardConfig.model_validate({"rewards": [{"name": name} for name in names]})
+    console = Console(file=io.StringIO(), width=40)
+    assert await reward_test.test_rewards(config, path, console) == 1
+    assert isinstance(console.file, io.StringIO)
+    first, response, label, second, _, message, _ = console.file.getvalue().splitlines()
+    assert all(f" {name} " in first for name in ["OK", "score", *names])
+    assert (response.split(), label.split()) == (["response", "a", "b"], ["label", "1"])
+    assert first.index("length") == second.index("length")
+    assert "score none" in second and message.split()[:2] == ["message", "exact:"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from polyreme_reward.items import Item, Outcome, Status, failed, ok
-from polyreme_reward.metrics import Metrics
-from polyreme_reward.scorer import BadBatch, Refused, Scorer
+from polyreme_reward.metrics import RewardMetrics
+from polyreme_reward.scorer import BadBatch, RequestRejected, Scorer
 from support.rewards import item
 
 
@@ -16,6 +16,7 @@ class Scripted:
 
     version = "v1"
     description = ""
+    correctness = False
 
     def __init__(self, name: str = "r", weight: float = 1.0, **outcomes: Outcome) -> None:
         self.name, self.weight, self.outcomes = name, weight, outcomes
@@ -31,7 +32,7 @@ class Scripted:
 
 
 def scorer(*rewards: Scripted, limit: int = 100) -> Scorer:
-    return Scorer(rewards, limit, Metrics())
+    return Scorer(rewards, limit, RewardMetrics())
 
 
 async def test_a_score_is_the_sum_of_weighted_parts() -> None:
@@ -65,7 +66,7 @@ async def test_a_reward_that_breaks_its_contract_is_an_error_of_its_items(
         async def score(self, items: Sequence[Item]) -> list[Outcome]:
             return []
 
-    service = Scorer([Scripted("fine"), Broken("broken"), Short("short")], 100, Metrics(), column)
+    service = Scorer([Scripted("fine"), Broken("broken"), Short("short")], 100, RewardMetrics(), column)
     row = '{"task": ["fine", "broken", "short"]}'
     (answer,) = await service.score([item("x", metadata_json=row)])
     assert (answer.status, [part.name for part in answer.parts]) == (Status.ERROR, ["fine"])
@@ -128,7 +129,7 @@ async def test_beyond_the_bound_items_are_refused_and_what_is_inside_goes_on() -
     inside = [asyncio.create_task(service.score([item("x")] * 5)) for _ in range(2)]
     await asyncio.sleep(0.01)
     assert service.inside == 10
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         await service.score([item("x")])
     assert caught.value.retry_after >= 0.1
     assert not caught.value.draining
@@ -145,7 +146,7 @@ async def test_draining_refuses_the_new_and_waits_for_the_old() -> None:
     await asyncio.sleep(0.01)
     drain = asyncio.create_task(service.drain(10.0))
     await asyncio.sleep(0.01)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         await service.score([item("x")])
     assert caught.value.draining
     reward.gate.set()

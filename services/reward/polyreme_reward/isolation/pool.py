@@ -18,7 +18,7 @@ from typing import Any
 
 from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class WorkerPool:
         start_timeout: float,
         memory_mib: int,
         environment: Collection[str],
-        metrics: Metrics,
+        metrics: RewardMetrics,
     ) -> None:
         setup = {"rewards": list(sources), "memory_mib": memory_mib}
         self._processes = Workers(setup, preload, start_timeout, environment)
@@ -210,8 +210,8 @@ def _reply(number: int, message: Any) -> tuple[Outcome, bool, bool]:
 class PooledReward:
     """A reward that runs in the pool's workers."""
 
-    def __init__(self, name: str, weight: float, pool: WorkerPool, index: int) -> None:
-        self.name, self.weight = name, weight
+    def __init__(self, name: str, weight: float, pool: WorkerPool, index: int, correctness: bool) -> None:
+        self.name, self.weight, self.correctness = name, weight, correctness
         self._pool, self._index = pool, index
 
     @property

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass as checked
 from polyreme.errors import ConfigError
 from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed, judge
-from polyreme_reward.metrics import Metrics
+from polyreme_reward.metrics import RewardMetrics
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class ModelReward:
         ConfigError: an option is unknown or does not fit, or there is no such directory.
     """
 
+    correctness = False
+
     def __init__(
         self,
         name: str,
@@ -97,7 +99,7 @@ class ModelReward:
         item_timeout: float,
         start_timeout: float,
         memory_mib: int,
-        metrics: Metrics,
+        metrics: RewardMetrics,
     ) -> None:
         try:
             checked_options = TypeAdapter(ModelOptions).validate_python(options)

@@ -10,7 +10,7 @@ _LONGEST_PAUSE = 30.0
 
 
 @dataclass
-class Endpoint:
+class RewardEndpoint:
     """One URL and the state of its requests."""
 
     url: str
@@ -20,7 +20,7 @@ class Endpoint:
     answered_at: float = float("-inf")
 
 
-class Endpoints:
+class RewardEndpoints:
     """Shares the load between URLs.
 
     Args:
@@ -29,7 +29,7 @@ class Endpoints:
     """
 
     def __init__(self, urls: Sequence[str], deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._all = [Endpoint(url) for url in urls]
+        self._all = [RewardEndpoint(url) for url in urls]
         self._deadline, self._clock = deadline, clock
 
     @property
@@ -37,7 +37,7 @@ class Endpoints:
         """The number of URLs, dead ones included."""
         return len(self._all)
 
-    def take(self) -> Endpoint | None:
+    def take(self) -> RewardEndpoint | None:
         """The least busy live endpoint, or a dead one that is due for a probe; None when all are dead and none is due."""
         now = self._clock()
         due = [e for e in self._all if e.failures >= _FAILURES and e.retry_at <= now]
@@ -52,7 +52,7 @@ class Endpoints:
         chosen.busy += 1
         return chosen
 
-    def give_back(self, endpoint: Endpoint, alive: bool | None) -> None:
+    def give_back(self, endpoint: RewardEndpoint, alive: bool | None) -> None:
         """Ends a request. `alive`: the server answered; False: no server is there; None: the item may be the cause of the failure."""
         endpoint.busy -= 1
         if alive:
@@ -60,7 +60,7 @@ class Endpoints:
         elif alive is False:
             self._failed(endpoint)
 
-    def let_pass(self, endpoint: Endpoint) -> None:
+    def let_pass(self, endpoint: RewardEndpoint) -> None:
         """Records that a request missed its deadline. The item may be the cause, unless the endpoint has answered no request for as long:
         then its machine may be gone, and other endpoints are preferred."""
         others = any(other.failures < _FAILURES for other in self._all if other is not endpoint)
@@ -71,7 +71,7 @@ class Endpoints:
         """Seconds until a dead endpoint is tried again."""
         return max(0.0, min(e.retry_at for e in self._all) - self._clock())
 
-    def _failed(self, endpoint: Endpoint) -> None:
+    def _failed(self, endpoint: RewardEndpoint) -> None:
         endpoint.failures += 1
         endpoint.retry_at = self._clock() + _pause(endpoint.failures)
 

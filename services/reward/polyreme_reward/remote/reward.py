@@ -20,7 +20,7 @@ from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
-from polyreme_reward.remote.endpoints import Endpoint, Endpoints
+from polyreme_reward.remote.endpoints import RewardEndpoint, RewardEndpoints
 from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
 from polyreme_reward.remote.trouble import explain, refused
 
@@ -82,6 +82,7 @@ class HttpReward:
     """
 
     available = True
+    correctness = False
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class HttpReward:
         self._item_timeout = item_timeout
         self._security = security
         self._outage = ""  # why the last request found no server
-        self._endpoints = Endpoints(urls, item_timeout)
+        self._endpoints = RewardEndpoints(urls, item_timeout)
         self._slots = asyncio.Semaphore(self._options.concurrency)
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if security is not None and (token := secure.token(security)) is not None:
@@ -175,7 +176,7 @@ class HttpReward:
             return _Failure(Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none{before}", False)
         return last
 
-    async def _request(self, endpoint: Endpoint, body: bytes, count: int) -> tuple[list[Outcome] | _Failure, bool]:
+    async def _request(self, endpoint: RewardEndpoint, body: bytes, count: int) -> tuple[list[Outcome] | _Failure, bool]:
         """One request: its outcomes or failure, and whether another try may help."""
         alive: bool | None = None
         reply = _Reply(0, 0.0, b"")

@@ -35,12 +35,16 @@ class Builtin:
     Attributes:
         preload: modules that its workers share.
         needs: of these a row must have one, or the rule cannot score it: "label", or a column.
+        correctness: its value is 1 for a right answer and 0 for a wrong one.
+        graded_by: the option with which its value has more steps than these two.
     """
 
     factory: Callable[..., Rule]
     in_process: bool
     preload: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    correctness: bool = False
+    graded_by: str = ""
 
     @property
     def description(self) -> str:
@@ -48,13 +52,13 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {
-    "exact": Builtin(exact, in_process=True, needs=("label",)),
-    "numeric": Builtin(numeric, in_process=True, needs=("label",)),
-    "choice": Builtin(choice, in_process=True, needs=("label",)),
-    "math": Builtin(math, in_process=False, preload=("math_verify",), needs=("label",)),
-    "code": Builtin(code, in_process=False, needs=("tests", "label")),
+    "exact": Builtin(exact, in_process=True, needs=("label",), correctness=True),
+    "numeric": Builtin(numeric, in_process=True, needs=("label",), correctness=True),
+    "choice": Builtin(choice, in_process=True, needs=("label",), correctness=True),
+    "math": Builtin(math, in_process=False, preload=("math_verify",), needs=("label",), correctness=True),
+    "code": Builtin(code, in_process=False, needs=("tests", "label"), correctness=True, graded_by="partial"),
     "think_format": Builtin(think_format, in_process=True),
-    "knights_and_knaves": Builtin(knights_and_knaves, in_process=True, needs=("label",)),
+    "knights_and_knaves": Builtin(knights_and_knaves, in_process=True, needs=("label",), correctness=True, graded_by="scores"),
     "length": Builtin(length, in_process=True),
     "overlong": Builtin(overlong, in_process=True),
     "repetition": Builtin(repetition, in_process=True),

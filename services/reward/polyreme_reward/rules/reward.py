@@ -18,8 +18,9 @@ LOOP_CHARS = 1 << 14
 class RuleReward:
     """A built-in rule that runs in this process because its time is linear in its input."""
 
-    def __init__(self, name: str, weight: float, version: str, description: str, rule: Rule) -> None:
+    def __init__(self, name: str, weight: float, version: str, description: str, rule: Rule, correctness: bool = False) -> None:
         self.name, self.weight, self.version, self.description = name, weight, version, description
+        self.correctness = correctness
         self._rule = rule
         self._thread = ThreadPoolExecutor(1, f"reward {name}")  # one: the interpreter runs one at a time anyway
 

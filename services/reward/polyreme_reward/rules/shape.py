@@ -7,7 +7,7 @@ from pydantic import Field
 
 from polyreme_reward.items import Item
 
-Unit = Literal["characters", "words"]
+LengthUnit = Literal["characters", "words"]
 
 
 def think_format(think: str = "think", answer: str | None = "answer", prefilled: bool = False) -> Callable[[Item], float]:
@@ -42,7 +42,7 @@ def tagged(text: str, *names: str) -> bool:
     return all(text.count(tag) == 1 for tag in tags) and places == sorted(places)
 
 
-def length(unit: Unit = "words") -> Callable[[Item], float]:
+def length(unit: LengthUnit = "words") -> Callable[[Item], float]:
     """The length of the response. Give it a small negative weight to price every word.
 
     Args:
@@ -52,7 +52,7 @@ def length(unit: Unit = "words") -> Callable[[Item], float]:
 
 
 def overlong(
-    limit: Annotated[int, Field(ge=1)], margin: Annotated[int, Field(ge=1)], unit: Unit = "words"
+    limit: Annotated[int, Field(ge=1)], margin: Annotated[int, Field(ge=1)], unit: LengthUnit = "words"
 ) -> Callable[[Item], float]:
     """0 up to limit - margin, falling linearly to -1 at the limit, and -1 beyond it (soft overlong punishment of DAPO).
 
@@ -81,7 +81,7 @@ def repetition(size: Annotated[int, Field(ge=1, le=100)] = 3) -> Callable[[Item]
     return score
 
 
-def _count(text: str, unit: Unit) -> int:
+def _count(text: str, unit: LengthUnit) -> int:
     return len(text) if unit == "characters" else len(text.split())
 
 

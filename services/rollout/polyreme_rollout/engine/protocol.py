@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.weights.manifest import Manifest
@@ -137,8 +137,8 @@ class InferenceEngine(Protocol):
         """Continues sampling. Raises EngineDeadError."""
         ...
 
-    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> ASGIApp:
-        """An ASGI application that serves the OpenAI-compatible /v1 on this engine.
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
+        """An application that serves the OpenAI-compatible /v1 on this engine.
 
         Args:
             served_name: the model name in requests and replies.

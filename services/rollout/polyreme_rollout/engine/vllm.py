@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.process.lifecycle import die_with_parent
@@ -34,10 +34,10 @@ from polyreme_rollout.engine.protocol import (
     LoadResult,
     TensorDigest,
 )
+from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
-OPENAI_APP_TIMEOUT = 60.0  # to build vLLM's HTTP application
 BATCHED_TOKENS = 8192  # of one step, prompts included
 
 _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group on CPU
@@ -91,13 +91,13 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
         torch.set_num_threads(rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
     with _children_die_with_parent():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-    return VllmEngine(llm, SamplingParams, model_dir)
+    return VllmEngine(llm, SamplingParams)
 
 
 class VllmEngine:
     """vLLM behind `InferenceEngine`. `start` makes it."""
 
-    def __init__(self, llm: Any, sampling_params: Any, model_dir: Path) -> None:
+    def __init__(self, llm: Any, sampling_params: Any) -> None:
         import vllm
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
@@ -106,7 +106,7 @@ class VllmEngine:
         self.max_model_len = int(llm.model_config.max_model_len)
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.weight_names: frozenset[str] = frozenset()
-        self.llm, self._model_dir, self._dead_error = llm, model_dir, VllmDeadError
+        self.llm, self._dead_error = llm, VllmDeadError
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
         self._interval = {"stream_interval": CHUNK_TOKENS} if "stream_interval" in sampling_params.__struct_fields__ else {}
         self._processes = {child.pid: child for child in multiprocessing.active_children() if child.pid}
@@ -178,9 +178,8 @@ class VllmEngine:
     def dead(self) -> bool:
         return self.llm is None or bool(self.llm.errored)
 
-    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> ASGIApp:
-        client = _SaltedClient(self.llm, salt)
-        return await asyncio.to_thread(_openai_app, client, self._model_dir, served_name, asyncio.get_running_loop())
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
+        return await make_openai_app(self.llm, served_name, salt)
 
     async def weight_digests(self) -> Sequence[Mapping[str, TensorDigest]]:
         answers = await self._call(self.llm.collective_rpc("polyreme_digests"))
@@ -210,29 +209,6 @@ class VllmEngine:
             return await awaitable
         except self._dead_error as error:
             raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
-
-
-class _SaltedClient:
-    """AsyncLLM as vLLM's HTTP application uses it, with a cache salt on every request."""
-
-    def __init__(self, llm: Any, salt: Callable[[], Awaitable[str]]) -> None:
-        self._llm, self._salt = llm, salt
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    async def generate(self, prompt: Any, *arguments: Any, **keywords: Any) -> AsyncIterator[Any]:
-        salt = await self._salt()
-        if isinstance(prompt, dict):
-            prompt = {**prompt, "cache_salt": f"{salt} {prompt.get('cache_salt') or ''}"}
-        else:  # older releases pass a finished request
-            prompt.cache_salt = f"{salt} {prompt.cache_salt or ''}"
-        outputs = self._llm.generate(prompt, *arguments, **keywords)
-        try:
-            async for output in outputs:
-                yield output
-        finally:
-            await outputs.aclose()
 
 
 def _do_nothing() -> None:
@@ -289,25 +265,3 @@ def _unname_shared_memory(pids: Iterable[int]) -> None:
             for mapping in process.memory_maps():
                 if mapping.path.startswith(_WORKERS_MEMORY):
                     Path(mapping.path).unlink(missing_ok=True)
-
-
-def _openai_app(llm: Any, model_dir: Path, served_name: str, loop: asyncio.AbstractEventLoop) -> ASGIApp:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    try:
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # older releases
-        from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        from vllm.entrypoints.openai.cli_args import make_arg_parser  # type: ignore[import-not-found, no-redef]
-
-    parser = make_arg_parser(FlexibleArgumentParser())
-    arguments = parser.parse_args(["--model", str(model_dir), "--served-model-name", served_name])
-    app = build_app(arguments, ("generate",), llm.model_config)
-    making = asyncio.run_coroutine_threadsafe(init_app_state(llm, app.state, arguments, ("generate",)), loop)
-    try:
-        making.result(OPENAI_APP_TIMEOUT)
-    finally:
-        making.cancel()  # has no effect once it is done
-    return app

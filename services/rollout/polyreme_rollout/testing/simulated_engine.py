@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 import xxhash
-from starlette.types import ASGIApp
+from fastapi import FastAPI
 
 from polyreme.config.run import RunConfig
 from polyreme.weights.arena import ArenaError
@@ -68,7 +68,7 @@ class Failures:
     broken_loads: frozenset[int] = frozenset()
 
 
-def start(config: RunConfig, model_dir: Path) -> "SimulatedEngine":
+def start(config: RunConfig, model_dir: Path) -> "SimulatedInferenceEngine":
     """An `EngineFactory`: context, vocabulary and end token are the run's."""
     files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.is_file()}
     return for_run(config, files, Lengths(end_id=end_id(files)))
@@ -76,11 +76,11 @@ def start(config: RunConfig, model_dir: Path) -> "SimulatedEngine":
 
 def for_run(
     config: RunConfig, model_files: Mapping[str, bytes], lengths: "Lengths", step_seconds: float = 0.0
-) -> "SimulatedEngine":
+) -> "SimulatedInferenceEngine":
     """An engine with the run's context, vocabulary and concurrency."""
     vocab_size = json.loads(model_files["config.json"])["vocab_size"]
     rollout = config.rollout
-    return SimulatedEngine(WEIGHT_NAMES, rollout.max_model_len, vocab_size, step_seconds, rollout.max_num_seqs, lengths)
+    return SimulatedInferenceEngine(WEIGHT_NAMES, rollout.max_model_len, vocab_size, step_seconds, rollout.max_num_seqs, lengths)
 
 
 def end_id(model_files: Mapping[str, bytes]) -> int:
@@ -92,7 +92,7 @@ def end_id(model_files: Mapping[str, bytes]) -> int:
     return Lengths.end_id
 
 
-class SimulatedEngine:
+class SimulatedInferenceEngine:
     """A simulated `InferenceEngine`.
 
     Args:
@@ -193,7 +193,7 @@ class SimulatedEngine:
         self._check_alive()
         self._running.set()
 
-    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> ASGIApp:
+    async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
         from polyreme_rollout.testing.simulated_openai import make_openai_app
 
         return make_openai_app(self, served_name, salt)

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
-from starlette.types import ASGIApp
 
 from polyreme_rollout.engine.protocol import EngineRequest, InferenceEngine, Sampling
 
@@ -23,7 +22,7 @@ class _Completion(BaseModel):
     cache_salt: str = ""
 
 
-def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[], Awaitable[str]]) -> ASGIApp:
+def make_openai_app(engine: InferenceEngine, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
     """See `InferenceEngine.openai_app`."""
     app = FastAPI(title="Simulated /v1")
     numbers = itertools.count()

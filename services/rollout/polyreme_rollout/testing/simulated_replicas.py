@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
-from polyreme.net.endpoint import Advertise, Place, Port, place_of
+from polyreme.net.endpoint import Advertise, Endpoint, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import lifecycle, logging_setup
 from polyreme_rollout.run_spec import fetch_run_spec
 from polyreme_rollout.serving import serve
-from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedEngine, end_id, for_run
+from polyreme_rollout.testing.simulated_engine import Lengths, SimulatedInferenceEngine, end_id, for_run
 
 
 def simulation(
@@ -38,8 +38,8 @@ def simulation(
     """Serves a run with simulated engines that have its context, vocabulary and end token."""
     logging_setup.setup("rollout")
     with lifecycle.exit_on_error("rollout"):
-        place = place_of(None, port, None, advertise, redis)
-        asyncio.run(_simulate(redis, run, replicas, step_seconds, mean_length, length_spread, count, place))
+        endpoint = endpoint_of(None, port, None, advertise, redis)
+        asyncio.run(_simulate(redis, run, replicas, step_seconds, mean_length, length_spread, count, endpoint))
 
 
 async def _simulate(
@@ -50,7 +50,7 @@ async def _simulate(
     mean_length: float,
     length_spread: float,
     count: Path | None,
-    place: Place,
+    endpoint: Endpoint,
 ) -> None:
     stop = lifecycle.stop_event()
     spec = await fetch_run_spec(redis_url, run_id)
@@ -59,7 +59,7 @@ async def _simulate(
     lifecycle.settle()
     counting = asyncio.create_task(_count(engines, count)) if count else None
     try:
-        await asyncio.gather(*(serve(engine, spec, redis_url, place, stop) for engine in engines))
+        await asyncio.gather(*(serve(engine, spec, redis_url, endpoint, stop) for engine in engines))
     finally:
         if counting:
             counting.cancel()
@@ -67,7 +67,7 @@ async def _simulate(
             engine.close()
 
 
-async def _count(engines: Sequence[SimulatedEngine], path: Path) -> None:
+async def _count(engines: Sequence[SimulatedInferenceEngine], path: Path) -> None:
     with path.open("a", buffering=1) as file:
         while True:
             file.write(f"{time.time():.3f} {sum(engine.tokens for engine in engines)}\n")

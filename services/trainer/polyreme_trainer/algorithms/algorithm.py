@@ -96,7 +96,8 @@ class Algorithm:
         kl, coef = None, state.kl_coef
         if recipe.kl is not None and recipe.kl.place == "reward":
             kl, coef = self._kl_in_reward(recipe.kl, batch), coef if recipe.kl.adaptive and coef is not None else recipe.kl.coef
-        rewards = estimation.rewards_of(batch, scores, None if kl is None or coef is None else coef * kl)
+        std = moments.std if recipe.shaping.normalise else 1.0
+        rewards = estimation.rewards_of(batch, scores, None if kl is None or coef is None else coef * kl, std)
         advantages, returns = self.estimate(batch, rewards)
         if recipe.teacher_coef > 0:
             teacher = estimation.required(batch.teacher, "teacher")

@@ -40,7 +40,7 @@ class TokenBatch:
         teacher: float32 [t], under the teacher of a distillation.
         values: float32 [t], the critic's value of the state before the token.
         final_values: float32 [n], the critic's value of the state after the last token.
-        token_rewards: float32 [t], process rewards; added to the score.
+        token_rewards: float32 [t], process rewards: a part of the score. The rest of it belongs to the last trained token.
         ids: int64 [t], the predicted tokens.
         parts: float64 [n, k], the named components of the reward, unweighted.
         part_names: k names.

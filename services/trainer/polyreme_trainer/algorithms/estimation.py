@@ -39,8 +39,8 @@ class Rewards:
     Attributes:
         scores: float64 [n], after shaping.
         tokens: float64 [t], rewards per token; see `shaping.token_rewards`.
-        beside: float64 [t], rewards per token without the scores.
-        totals: float64 [n], of each sequence: its score, plus what its trained tokens have beside it.
+        beside: float64 [t], process rewards minus the KL penalty, 0 where masked.
+        totals: float64 [n], of each sequence: its score minus the KL penalty of its trained tokens.
     """
 
     scores: Float64
@@ -76,12 +76,21 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moment
     return scores, seen
 
 
-def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None) -> Rewards:
-    """Rewards of the shaped scores, the batch's process rewards and a KL penalty [t], coefficient included."""
-    none = np.zeros(len(batch))
-    beside = shaping.token_rewards(none, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
-    tokens = shaping.token_rewards(scores, batch.mask, batch.offsets, batch.token_rewards, kl_penalty)
-    return Rewards(scores, beside, tokens, scores + sequence_sums(beside, batch.offsets))
+def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None, std: float = 1.0) -> Rewards:
+    """Rewards of shaped scores and of a batch's process rewards.
+
+    Process rewards keep their tokens and their share of the score: what shaping adds to the score is at the last trained token.
+
+    Args:
+        scores: float64 [n], shaped, process rewards included.
+        kl_penalty: float64 [t], coefficient included.
+        std: what normalisation has divided the scores by; process rewards are divided by it too.
+    """
+    none = np.zeros(batch.tokens)
+    process = none if batch.token_rewards is None else np.where(batch.trained, batch.token_rewards / np.float64(std), 0.0)
+    penalty = none if kl_penalty is None else np.where(batch.trained, kl_penalty, 0.0)
+    tokens = shaping.token_rewards(scores, batch.mask, batch.offsets, process, penalty)
+    return Rewards(scores, process - penalty, tokens, scores - sequence_sums(penalty, batch.offsets))
 
 
 def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:

@@ -26,7 +26,8 @@ class OwnAlgorithm(Algorithm):
 
     Args:
         source: names the functions' file or module in errors.
-        own_advantages: `advantages(batch)`. The batch's scores are shaped, its token rewards hold the KL penalty. Gives back numbers
+        own_advantages: `advantages(batch)`. The batch's scores are shaped, `token_rewards` are process
+            rewards, a part of the score, minus the KL penalty. Gives back numbers
             [t], or with a critic the pair (advantages [t], returns [t]).
         own_loss: `loss(inputs)`. Gives back a scalar tensor that depends on `inputs.logprobs`, made of sums with `inputs.weight`, and
             metrics: name -> (sum, weight).

@@ -1,13 +1,12 @@
 """Scores and rewards per token before advantages are made of them; float64 numpy.
 
-Invariant: the token rewards of a sequence with trained tokens, summed over these, are its score plus its process rewards minus
-its KL penalty.
+Invariant: the token rewards of a sequence with trained tokens, summed over these, are its shaped score minus its KL penalty.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_of
+from polyreme_trainer.algorithms.batch import Bool, Float32, Float64, Int64, last_trained, sequence_of, sequence_sums
 from polyreme_trainer.algorithms.state import Moments
 
 
@@ -59,20 +58,19 @@ def repetition_penalty(ids: Int64, mask: Float32, offsets: Int64, ngram: int, fa
 def token_rewards(
     scores: Float64, mask: Float32, offsets: Int64, process: NDArray[np.floating] | None = None, kl: Float64 | None = None
 ) -> Float64:
-    """Rewards per token, float64 [t], 0 where masked: the score at the last trained token, plus `process`, minus `kl`.
+    """Rewards per token, float64 [t], 0 where masked: `process`, what the score has beyond it at the last trained token, minus `kl`.
 
     Args:
-        scores: float64 [n].
+        scores: float64 [n], process rewards included.
         mask: float32 [t].
         offsets: int64 [n + 1].
-        process: [t], process rewards.
+        process: [t], process rewards. Those of masked tokens count in the score alone, and so reach the last trained token.
         kl: float64 [t], the KL penalty of each token, coefficient included.
     """
-    rewards, last = np.zeros(len(mask)), last_trained(mask, offsets)
-    rewards[last[last >= 0]] = scores[last >= 0]
-    trained = mask > 0
-    if process is not None:
-        rewards[trained] += process[trained]
+    trained, last = mask > 0, last_trained(mask, offsets)
+    rewards = np.zeros(len(mask)) if process is None else np.where(trained, process, 0.0)
+    rest, ends = scores - sequence_sums(rewards, offsets), last >= 0
+    rewards[last[ends]] += rest[ends]
     if kl is not None:
         rewards[trained] -= kl[trained]
     return rewards

@@ -34,7 +34,7 @@ Source = TypeVar("Source", bound=Numbered)
 
 
 @dataclass(frozen=True)
-class Row:
+class DatasetRow:
     """One line: `prompt` is a text or chat messages; `metadata` has the columns without a role, and the prompt as the file has it."""
 
     line: int
@@ -75,7 +75,7 @@ class Example:
     loss_mask: np.ndarray
 
 
-def read_rows(path: Path, data: DataConfig, *, response_key: str | None = None, limit: int | None = None) -> list[Row]:
+def read_rows(path: Path, data: DataConfig, *, response_key: str | None = None, limit: int | None = None) -> list[DatasetRow]:
     """The rows of a JSON lines file, blank lines left out.
 
     Args:
@@ -105,7 +105,7 @@ def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
     return dataset
 
 
-def encode_prompts(rows: Sequence[Row], path: Path, data: DataConfig, template: Template) -> Dataset:
+def encode_prompts(rows: Sequence[DatasetRow], path: Path, data: DataConfig, template: Template) -> Dataset:
     """The prompts of rows that were read from `path`. Raises DataError: a row is unusable, or too long under `overlong: error`."""
     texts = each_or_blame(lambda some: template.render([row.prompt for row in some]), rows, path)
     prompts, filtered = [], 0
@@ -145,7 +145,7 @@ def load_examples(path: Path, data: DataConfig, template: Template, max_tokens: 
     return encode_examples(read_rows(path, data, response_key="response"), path, template, max_tokens)
 
 
-def encode_examples(rows: Sequence[Row], path: Path, template: Template, max_tokens: int) -> list[Example]:
+def encode_examples(rows: Sequence[DatasetRow], path: Path, template: Template, max_tokens: int) -> list[Example]:
     """The examples of rows that were read from `path`. Raises as `load_examples`."""
     conversations = each_or_blame(
         lambda some: template.converse([row.prompt for row in some], [row.response for row in some]), rows, path
@@ -188,7 +188,7 @@ def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Seque
         raise
 
 
-def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, response_key: str | None) -> Row:
+def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, response_key: str | None) -> DatasetRow:
     prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
     label = _text(fields.get(data.label_key), f"{data.label_key!r} in {where}")
     response = ""
@@ -198,7 +198,7 @@ def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, r
             raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
         response = value
     roles = {data.label_key, response_key}  # the prompt stays: a reward model puts it into a template of its own
-    return Row(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
+    return DatasetRow(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
 
 
 def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any:

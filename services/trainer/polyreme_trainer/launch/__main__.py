@@ -11,7 +11,7 @@ import typer
 from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.net.endpoint import address_towards
-from polyreme.net.ports import free_port
+from polyreme.net.ports import free_port, join
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
@@ -35,8 +35,9 @@ def machines(
         client = await connect(redis, RECONNECT_TIMEOUT)
         try:
             found = await Run.attach(client, run, _ATTACH_SECONDS)
-            place = f"{host or address_towards(redis)}:{port or free_port('0.0.0.0')}"
-            return await lead(found, await found.config(), redis, place, log_dir, ranks)
+            own = host or address_towards(redis)
+            endpoint = join(own, port or free_port("::" if ":" in own else "0.0.0.0"))
+            return await lead(found, await found.config(), redis, endpoint, log_dir, ranks)
         finally:
             with suppress(OSError):
                 await client.aclose()

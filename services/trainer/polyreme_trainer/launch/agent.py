@@ -6,9 +6,9 @@ lost a rank is lost everywhere; and its ranks die with it, however it dies (each
 
 import os
 import signal
-import socket
 import sys
 import time
+from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
 from torch.distributed import DistNetworkError, DistStoreError
@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from polyreme.errors import PolyremeError, UnavailableError
+from polyreme.net.endpoint import own_address
 from polyreme.process.lifecycle import exit_on_error
 from polyreme.process.supervisor import FINAL_CODES
 from polyreme_trainer.learner.leader import AGENT_PID
@@ -72,20 +73,21 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
 
 def interface_towards(address: str) -> str:
     """The network interface whose address this machine has on its way to `address`. Raises UnavailableError: there is no way."""
-    host, _, port = address.rpartition(":")
+    parts = urlsplit(f"//{address}")
+    host, port = str(parts.hostname), int(parts.port or 0)
     deadline = time.monotonic() + _JOIN_SECONDS
     while True:
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, int(port)))  # of a datagram socket: sends nothing
-                own = probe.getsockname()[0]
+            own = own_address(host, port).partition("%")[0]
             break
         except OSError as error:  # a name may be as new as its machine
             if time.monotonic() > deadline:
                 found = error.strerror or str(error)
                 raise UnavailableError(f"a way to the trainer at {host}", found, "Check its --advertise.") from None
             time.sleep(1.0)
-    return next(name for name, parts in psutil.net_if_addrs().items() if any(part.address == own for part in parts))
+    return next(
+        name for name, found in psutil.net_if_addrs().items() if any(each.address.partition("%")[0] == own for each in found)
+    )
 
 
 def main() -> None:

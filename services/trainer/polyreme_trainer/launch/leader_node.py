@@ -14,6 +14,7 @@ from polyreme.errors import ConfigError, PolyremeError, StaleTermError, Unavaila
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import address
+from polyreme.net.endpoint import is_loopback
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import FINAL_CODES, describe_end
 from polyreme_trainer.launch.rendezvous import AGENT, MachineError, Machines, judge, proof_of, start_agent
@@ -30,7 +31,7 @@ async def lead(
     run: Run,
     config: RunConfig,
     redis_url: str,
-    place: str,
+    endpoint: str,
     log_dir: Path,
     ranks: Sequence[str] = LEARNER,
     agent: Sequence[str] = AGENT,
@@ -38,7 +39,7 @@ async def lead(
     """Leads one launch to its end.
 
     Args:
-        place: host:port where the ranks meet: this machine, as the others reach it.
+        endpoint: host:port where the ranks meet: this machine, as the others reach it.
         ranks: what Python runs as a rank.
 
     Returns:
@@ -46,7 +47,7 @@ async def lead(
 
     Raises:
         UnavailableError: a machine did not come. MachineError: one has gone, or cannot go on.
-        StaleTermError: another process leads now. ConfigError: the others cannot reach `place`. PolyremeError: the agent was killed.
+        StaleTermError: another process leads now. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was killed.
     """
     machines = Machines(run)
     launch = f"learner-0-{uuid.uuid4().hex[:8]}"
@@ -56,7 +57,7 @@ async def lead(
         old.unlink(missing_ok=True)
     proof.touch()
     try:
-        async with await Registry(run).register(Lease("learner", launch, place, "", API_VERSION, facts)) as keeper:
+        async with await Registry(run).register(Lease("learner", launch, endpoint, "", API_VERSION, facts)) as keeper:
             members = await _gather(machines, run, config, keeper.lease)
             if not members:
                 return 0
@@ -92,7 +93,7 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
 
     def missing() -> tuple[str, str]:
         absent = [node for node in nodes if node not in answers]
-        at = "URL" if address(run.redis).startswith("127.") else f"redis://{address(run.redis)}"
+        at = "URL" if is_loopback(address(run.redis)) else f"redis://{address(run.redis)}"
         return (
             f"machine{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}",
             "; ".join(f"polyreme learner --node {node} --redis {at}" for node in absent),
@@ -110,7 +111,7 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
         raise UnavailableError(
             f"{who} of the learner within {seconds:g} s", "no answer", f"Start `{commands}` there, then go on with --resume."
         )
-    if call.address.startswith("127.") and (far := [lease for lease in members if not lease.address.startswith("127.")]):
+    if is_loopback(call.address) and (far := [lease for lease in members if not is_loopback(lease.address)]):
         raise ConfigError(
             f"an address of the trainer that the learner's machine {far[0].facts['node']} ({far[0].address}) can reach",
             f"{call.address}, its own on the way to Redis",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from polyreme.config.trainer import ParallelConfig
 from polyreme.net.ports import free_port
-from polyreme.process.supervisor import Program
+from polyreme.process.supervisor import ProcessSpec
 
 
 def compute_environment(parallel: ParallelConfig) -> dict[str, str]:
@@ -19,11 +19,11 @@ def compute_environment(parallel: ParallelConfig) -> dict[str, str]:
     }
 
 
-def rank_programs(parallel: ParallelConfig, arguments: Sequence[str], environment: Mapping[str, str]) -> list[Program]:
+def rank_programs(parallel: ParallelConfig, arguments: Sequence[str], environment: Mapping[str, str]) -> list[ProcessSpec]:
     """One program per rank: Python with `arguments`, `environment` and a rank's place."""
     world, port = parallel.world_size, free_port()
     return [
-        Program(
+        ProcessSpec(
             f"learner-{rank}",
             (sys.executable, *arguments),
             {

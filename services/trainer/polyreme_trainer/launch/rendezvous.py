@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from polyreme.cli.run_directory import read_model_files
+from polyreme.cli.input_files import read_model_files
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme.experience.leases import Lease, Registry

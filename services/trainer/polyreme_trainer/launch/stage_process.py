@@ -21,7 +21,7 @@ from polyreme.config.stage import StageConfig
 from polyreme.errors import PolyremeError, RunFailedError
 from polyreme.experience.run import RunState
 from polyreme.process.lifecycle import stop_event
-from polyreme.process.supervisor import ChildFailedError, Supervisor, Unit
+from polyreme.process.supervisor import ChildFailedError, ProcessSet, Supervisor
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.stage_progress import StageProgress, line_of
 from polyreme_trainer.launch.trainer_process import DRAIN_SECONDS
@@ -51,7 +51,7 @@ class StageProcess:
         self._config, self._run_id, self._console = config, run_id, console
         parallel = config.trainer.parallel
         environment = {**compute_environment(parallel), "POLYREME_RUN_DIR": str(config.run_dir)}
-        self._unit = Unit("learner", lambda: rank_programs(parallel, rank, environment), log_dir)
+        self._unit = ProcessSet("learner", lambda: rank_programs(parallel, rank, environment), log_dir)
         self._supervisor = Supervisor([self._unit], config.trainer.max_restarts, on_restart=self._say_restart)
         self._progress = StageProgress()
         self._read = 0

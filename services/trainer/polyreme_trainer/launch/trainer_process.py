@@ -24,7 +24,7 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import stop_event
-from polyreme.process.supervisor import Program, Supervisor, Unit
+from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.weights.arena import remove_stale
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.observe.records import Recorder
@@ -49,16 +49,15 @@ class Trainer:
     Args:
         config: of the run.
         run: it exists already.
-        units: what to keep running.
+        process_sets: what to keep running.
         owner: pid of the `polyreme up` that started this process, whose death leaves nothing to drain with; None: started by itself.
     """
 
-    def __init__(self, config: RunConfig, run: Run, units: Sequence[Unit], owner: int | None = None) -> None:
+    def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet], owner: int | None = None) -> None:
         self._config, self._run, self._owner, self._orphaned = config, run, owner, False
         self._stopped = False
         self._end: tuple[RunState, str] | None = None
-        self._reporting: set[asyncio.Task[None]] = set()
-        self._supervisor = Supervisor(units, config.trainer.max_restarts, on_restart=self._report_restart)
+        self._supervisor = Supervisor(process_sets, config.trainer.max_restarts, on_restart=run.report_restart)
 
     async def run(self) -> None:
         """Returns when the run is done, or drained and saved. Raises what ended it otherwise, after setting the run's state."""
@@ -207,24 +206,13 @@ class Trainer:
                     known = there
             await asyncio.sleep(_REPLICAS_POLL_SECONDS)
 
-    def _report_restart(self, process: str, found: str) -> None:
-        """Emits a restart's record; a store that is away does not hold the restart up."""
-
-        async def report() -> None:
-            with suppress(PolyremeError):
-                await self._run.emit({"kind": "restart", "process": process, "text": found})
-
-        task = asyncio.create_task(report())
-        self._reporting.add(task)
-        task.add_done_callback(self._reporting.discard)
-
 
 LEARNER = ("-m", "polyreme_trainer.learner")
 """What Python runs as a learner rank."""
 
 
 @dataclass(frozen=True)
-class MeetingPlace:
+class RendezvousAddress:
     """Where the learner's ranks of other machines find this one's. None: its address on the way to Redis; 0: a free port."""
 
     host: str | None = None
@@ -240,28 +228,38 @@ def rank_environment(config: RunConfig, run_id: str, redis_url: str) -> dict[str
     }
 
 
-def trainer_units(
+def trainer_processes(
     config: RunConfig,
     run_id: str,
     redis_url: str,
     log_dir: Path,
     learner_arguments: Sequence[str] = LEARNER,
-    place: MeetingPlace = MeetingPlace(),
-) -> list[Unit]:
+    rendezvous: RendezvousAddress = RendezvousAddress(),
+) -> list[ProcessSet]:
     """The orchestrator, and the learner: its ranks under torchrun's environment contract, or who leads those of several machines."""
     shared = {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id}
 
-    def orchestrator() -> list[Program]:
+    def orchestrator() -> list[ProcessSpec]:
         return [
-            Program("orchestrator", (sys.executable, "-m", "polyreme_trainer.orchestrator"), {**shared, "OMP_NUM_THREADS": "1"})
+            ProcessSpec(
+                "orchestrator", (sys.executable, "-m", "polyreme_trainer.orchestrator"), {**shared, "OMP_NUM_THREADS": "1"}
+            )
         ]
 
-    def learner() -> list[Program]:
+    def learner() -> list[ProcessSpec]:
         return rank_programs(config.trainer.parallel, learner_arguments, rank_environment(config, run_id, redis_url))
 
-    def leader() -> list[Program]:
-        options = ("--log-dir", str(log_dir), "--port", str(place.port), *(("--host", place.host) if place.host else ()))
-        return [Program("learner", (sys.executable, "-m", "polyreme_trainer.launch", *options, "--", *learner_arguments), shared)]
+    def leader() -> list[ProcessSpec]:
+        options = (
+            "--log-dir",
+            str(log_dir),
+            "--port",
+            str(rendezvous.port),
+            *(("--host", rendezvous.host) if rendezvous.host else ()),
+        )
+        return [
+            ProcessSpec("learner", (sys.executable, "-m", "polyreme_trainer.launch", *options, "--", *learner_arguments), shared)
+        ]
 
     programs = learner if config.trainer.parallel.nodes == 1 else leader
-    return [Unit("learner", programs, log_dir), Unit("orchestrator", orchestrator, log_dir)]
+    return [ProcessSet("learner", programs, log_dir), ProcessSet("orchestrator", orchestrator, log_dir)]

@@ -19,7 +19,7 @@ from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.learner.gates import Answer, Gate
 
-Metrics = Mapping[str, Any]
+IterationMetrics = Mapping[str, Any]
 """Metric name to number; None where a metric was not measured."""
 
 
@@ -124,7 +124,7 @@ class TrainEngine(Protocol):
         """Restores the newest intact checkpoint of a warm start. Returns its facts; None when there is none."""
         ...
 
-    def train(self, batch: PlannedBatch) -> Metrics:
+    def train(self, batch: PlannedBatch) -> IterationMetrics:
         """Trains one iteration. Returns its metrics, the same on every rank; `trained_samples` and `actor/lr` among them."""
         ...
 

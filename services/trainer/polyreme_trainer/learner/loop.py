@@ -14,7 +14,7 @@ from polyreme.config.run import RunConfig
 from polyreme.process.lifecycle import settle
 from polyreme.weights.manifest import Manifest, changed_tensors
 from polyreme_trainer.learner import gates
-from polyreme_trainer.learner.engine import Metrics, PlannedBatch, TrainEngine, Written
+from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, TrainEngine, Written
 from polyreme_trainer.learner.leader import Ranks, join, split
 from polyreme_trainer.learner.run_client import RunClient
 from polyreme_trainer.observe import alarms
@@ -163,7 +163,7 @@ class Learner:
         slot = await self.publisher.acquire_slot(SLOT_SECONDS)
         return f"{slot} {self.client.term.counter}".encode()
 
-    async def hand_over(self, batch: PlannedBatch, metrics: Metrics, written: Written, clock: "Clock") -> None:
+    async def hand_over(self, batch: PlannedBatch, metrics: IterationMetrics, written: Written, clock: "Clock") -> None:
         """Makes the iteration's version the run's, publishes it and reports. On rank 0."""
         before = self.published
         await self.client.experience.set_version(batch.iteration)
@@ -177,7 +177,7 @@ class Learner:
         self.publisher.publish(written.manifest, written.slot, written.generation)
         self.published = written.manifest
 
-    async def report(self, batch: PlannedBatch, metrics: Metrics, changed: int, seconds: dict[str, float]) -> None:
+    async def report(self, batch: PlannedBatch, metrics: IterationMetrics, changed: int, seconds: dict[str, float]) -> None:
         """Emits the iteration's record, and each alarm that did not hold before. On rank 0."""
         self.history = alarms.recent([*self.history, observe(batch.iteration, batch.groups, metrics, changed)])
         holding = alarms.check(self.history, gates.LIMITS[self.config.model.dtype].mismatch_kl)

@@ -13,7 +13,7 @@ import numpy as np
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
-from polyreme.experience.ledger import ExperienceLog, Plan, Role, Term
+from polyreme.experience.ledger import ExperienceLog, Plan, Term, Writer
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme_trainer.data.prompts import load_prompts
@@ -51,7 +51,7 @@ class RunClient:
         """Connects, and takes over the learner's role."""
         run = await Run.attach(await connect(redis_url, RECONNECT_TIMEOUT), run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)
-        return cls(run, experience, await experience.take(Role.LEARNER))
+        return cls(run, experience, await experience.take(Writer.LEARNER))
 
     async def close(self) -> None:
         await self.run.redis.aclose()

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from polyreme.cli.run_directory import read_model_files, read_run_file, read_stage_config
+from polyreme.cli.input_files import read_model_files
+from polyreme.cli.run_directory import read_run_file, read_stage_config
 from polyreme.errors import ConfigError
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error, settle

@@ -127,12 +127,25 @@ def collect(
         score=np.array([sample.score for _, sample in samples], dtype=np.float64),
         truncated=np.array([sample.finish_reason == FINISH_REASON_LENGTH for _, sample in samples]),
         greedy=np.array([greedy and not sample.loss_mask.any() for _, sample in samples]),
+        teacher=_per_token([s.teacher_logprobs for _, s in samples], sequences.offsets, np.nan),
+        token_rewards=_per_token([s.token_rewards for _, s in samples], sequences.offsets, 0.0),
         ids=np.concatenate([x[1:] for x in ids]),
         parts=np.array(parts, dtype=np.float64) if names else None,
         part_names=names,
         part_weights=tuple((part_weights or {}).values()),
     )
     return sequences, batch
+
+
+def _per_token(responses: Sequence[FloatArray | None], offsets: IntArray, missing: float) -> FloatArray | None:
+    """float32 [t], the numbers of every response's tokens, and `missing` elsewhere; None where no response has any."""
+    if all(numbers is None for numbers in responses):
+        return None
+    result = np.full(int(offsets[-1]), missing, dtype=np.float32)
+    for end, numbers in zip(offsets[1:], responses, strict=True):
+        if numbers is not None:
+            result[end - len(numbers) : end] = numbers
+    return result
 
 
 def supervised(ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], together: int = 1) -> Sequences:

@@ -17,7 +17,7 @@ from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint, comparison
@@ -157,7 +157,7 @@ class MegatronEngine:
         policy.load_hf(path)
         self.reference = Role("reference", policy, self.logprobs_of(policy), self.shard)
 
-    def train(self, batch: PlannedBatch) -> Metrics:
+    def train(self, batch: PlannedBatch) -> IterationMetrics:
         config = self.config
         sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy)
         seed = (config.seed, batch.iteration)

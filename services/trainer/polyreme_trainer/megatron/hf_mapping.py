@@ -19,7 +19,7 @@ from polyreme_trainer.megatron.families.base import (
     FINAL_NORM_ROW,
     LM_HEAD,
     Architecture,
-    Row,
+    MappingRow,
     Shape,
 )
 
@@ -55,7 +55,7 @@ class Rank:
     ep: int = 1
 
 
-def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[Row, bool]]:
+def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
     """The table's rows that live on this pipeline stage; whether the stage is the one that writes them."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     if first:

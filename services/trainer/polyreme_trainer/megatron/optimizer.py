@@ -1,10 +1,12 @@
 """AdamW steps through megatron-core's optimizer, and the learning-rate schedule.
 
 The gradient of a step is the sum over data ranks: losses arrive divided by the step's global token count. Clipping and the reported norm
-see the whole model once (parameters that tensor ranks replicate are counted once). A step with a gradient that is not finite changes nothing.
+see the whole model once (parameters that tensor ranks replicate are counted once). A step with a gradient that is not finite changes
+nothing, and a step that leaves weights which are not finite is the last one.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +74,24 @@ class Optimizer:
             The global gradient norm before clipping.
 
         Raises:
-            RunFailedError: the gradient is not finite; weights and moments are as before, on every rank.
+            RunFailedError: the gradient is not finite: weights and moments are as before, on every rank. Or the weights that the
+                step made are not, or so large that their norm is not: the model is of no use any more.
         """
         mcore.finalize_model_grads([self._ddp])
-        norm = self._grad_norm()
+        norm = self._norm(param.main_grad for param in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or look at the last samples.")
         if 0 < self.adam.clip_grad < norm:
             self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         self._inner.prepare_grads()
         self._inner.step_with_ready_grads()
+        if not math.isfinite(weights := self._norm(self._counted)):
+            lr = self._inner.param_groups[0]["lr"]
+            raise RunFailedError(
+                "finite weights after a step",
+                f"weights of norm {weights} after one at a learning rate of {lr:g}",
+                "Lower the learning rate, then start again or from the newest checkpoint.",
+            )
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,8 +110,9 @@ class Optimizer:
             group["fused"] = self.model.device.kind != "npu"
 
     @torch.no_grad()
-    def _grad_norm(self) -> float:
-        norms: list[Tensor] = list(torch._foreach_norm([param.main_grad for param in self._counted]))
+    def _norm(self, tensors: Iterable[Tensor]) -> float:
+        """Of one tensor for each weight that this rank counts: over the whole model."""
+        norms: list[Tensor] = list(torch._foreach_norm(list(tensors)))
         squared = torch.stack(norms).square().sum()
         torch.distributed.all_reduce(squared, group=parallel_state.get_model_parallel_group())
         return math.sqrt(squared.item())

@@ -30,7 +30,7 @@ _NOT_SHOWN = ("kind", "iteration", "time")
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class MetricsSnapshot:
     """A run at one moment."""
 
     state: RunState = RunState.STARTING
@@ -38,7 +38,7 @@ class Snapshot:
     replicas: dict[str, int] = field(default_factory=dict)
 
 
-def snapshot(state: RunState, progress: Progress) -> Snapshot:
+def snapshot(state: RunState, progress: Progress) -> MetricsSnapshot:
     """Every number of the newest iteration's and rollout's records under its own name (`time/train` is `time_train_seconds`), and what
     follows from them. The newest evaluation is `accuracy` or `score`, as its record names it."""
     gauges = {"alarms": float(progress.alarm_count)}
@@ -49,7 +49,7 @@ def snapshot(state: RunState, progress: Progress) -> Snapshot:
         gauges["iteration"] = float(progress.last["iteration"])
         seconds = progress.last["time/iteration"]
         gauges["learner_wait_ratio"] = progress.last[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
-    return Snapshot(state, gauges, dict(progress.versions))
+    return MetricsSnapshot(state, gauges, dict(progress.versions))
 
 
 class Exporter(Collector):
@@ -57,7 +57,7 @@ class Exporter(Collector):
 
     def __init__(self, run: Run, config: RunConfig) -> None:
         self._run, self._folder, self._progress = run, config.run_dir, Progress(config.samples_per_iteration)
-        self.shown = Snapshot()
+        self.shown = MetricsSnapshot()
 
     async def follow(self) -> None:
         """Keeps `shown` up to date. Never returns."""

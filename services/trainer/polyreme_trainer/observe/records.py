@@ -142,6 +142,7 @@ class Board:
 def sample_lines(group: GroupRecord) -> Iterator[Record]:
     """A group's samples for people and tools: text, score and where it came from."""
     for place, sample in enumerate(group.samples):
+        numbers = {"token_rewards": sample.token_rewards, "teacher_logprobs": sample.teacher_logprobs}
         yield {
             "group": group.index,
             "attempt": group.attempt,
@@ -154,6 +155,7 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "tokens": len(sample.token_ids),
             "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
             "spans": [list(span) for span in sample.spans],
+            **{name: values.tolist() for name, values in numbers.items() if values is not None},
         }
 
 

@@ -1,13 +1,19 @@
 """Evaluates one policy version: greedy answers to held-out prompts, by the same replicas and rewards as training.
 
-Invariant: a result belongs to exactly one version, and its samples never reach the experience log.
+Invariant: a result belongs to exactly one version, and its samples never reach the experience log: they are in the run directory,
+samples/evaluation_VERSION.jsonl, before the result is on record.
 """
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from polyreme.config.reward import RewardConfig
+from polyreme.api.v1 import reward_pb2
+from polyreme.api.v1.experience_pb2 import FinishReason
+from polyreme.cli.run_records import write_atomically
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme_trainer.data.prompts import Prompt
@@ -19,9 +25,9 @@ from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, 
 from polyreme_trainer.orchestrator.tasks import together
 
 EXAMPLES = 5
-_JUDGES = {"exact": "", "numeric": "", "choice": "", "math": "", "code": "partial", "knights_and_knaves": "scores"}
-"""Built-in rewards that judge an answer right (1) or wrong (0), and the option that makes one of them give shares instead."""
 _SCORED_AT_ONCE = 64
+
+logger = logging.getLogger(__name__)
 
 
 class EvaluationError(Exception):
@@ -52,21 +58,36 @@ class Evaluator:
             batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
         except (GenerateError, ScoreError) as error:
             raise EvaluationError(f"version {version} could not be evaluated: {error}") from error
-        scores = [result.score for batch in batches for result in batch]
-        examples = [
-            {"prompt": prompt.text, "response": response, "label": prompt.label, "score": score}
-            for prompt, response, score in zip(self._prompts[:EXAMPLES], responses, scores, strict=False)
+        results = [result for batch in batches for result in batch]
+        scores = [result.score for result in results]
+        lines = [
+            {"version": version, "row": row, **answer_line(*parts)}
+            for row, parts in enumerate(zip(self._prompts, samples, responses, results, strict=True))
         ]
+        await self._write(version, lines)
         await self._run.emit(
             {
                 "kind": "eval",
                 "version": version,
-                metric_name(self._config.reward, scores): sum(scores) / len(scores),
+                metric_name(self._rewards.measure_correctness, scores): sum(scores) / len(scores),
+                "parts": part_means(results),
                 "samples": len(scores),
                 "seconds": time.monotonic() - begin,
-                "examples": examples,
+                "examples": [{key: line[key] for key in ("prompt", "response", "label", "score")} for line in lines[:EXAMPLES]],
             }
         )
+
+    async def _write(self, version: int, lines: Sequence[dict[str, Any]]) -> None:
+        """Writes the file of a version's answers; one that cannot be written is a notice, since the result is known all the same."""
+        path = self._config.run_dir / "samples" / f"evaluation_{version:04d}.jsonl"
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(write_atomically, path, text)
+        except OSError as error:
+            logger.warning("no file of the answers of version %d: %s", version, error)
+            notice = f"the answers of the evaluation of version {version} could not be written: {error}"
+            await self._run.emit({"kind": "notice", "service": "orchestrator", "text": notice})
 
     async def _answers(self, version: int) -> list[PartialRollout]:
         capacity = asyncio.Semaphore(self._config.rollout.max_num_seqs * max(1, len(self._pool)))
@@ -112,9 +133,32 @@ class Evaluator:
         return clean, questions
 
 
-def metric_name(reward: RewardConfig, scores: Sequence[float]) -> str:
-    """What the mean of an evaluation's scores is: `accuracy` where a rule has judged each answer right or wrong, else `score`."""
-    first, *others = reward.rewards
-    is_built_in = not (first.file or first.module or first.url or first.model)
-    is_judged = not others and is_built_in and first.name in _JUDGES and _JUDGES[first.name] not in first.options
-    return "accuracy" if is_judged and set(scores) <= {0.0, 1.0} else "score"
+def answer_line(prompt: Prompt, sample: PartialRollout, response: str, result: reward_pb2.ScoreResult) -> dict[str, Any]:
+    """An answer for people and tools, with the fields of a training sample's line."""
+    return {
+        "prompt": prompt.text,
+        "response": response,
+        "label": prompt.label,
+        "score": result.score,
+        "parts": {part.name: {"raw": part.raw, "weighted": part.weighted} for part in result.parts},
+        "tokens": sample.length,
+        "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
+    }
+
+
+def part_means(results: Sequence[reward_pb2.ScoreResult]) -> dict[str, float]:
+    """The mean raw value of each part, over the results that have it."""
+    values: dict[str, list[float]] = {}
+    for result in results:
+        for part in result.parts:
+            values.setdefault(part.name, []).append(part.raw)
+    return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+def metric_name(correctness: bool, scores: Sequence[float]) -> str:
+    """The name of an evaluation's mean score: `accuracy` when every score is 1 for a right or 0 for a wrong answer, else `score`.
+
+    Args:
+        correctness: whether the rewards' value is that of right and wrong answers (a weight may still scale it).
+    """
+    return "accuracy" if correctness and set(scores) <= {0.0, 1.0} else "score"

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
-from polyreme.experience.ledger import Admission, ExperienceLog, Role, StaleAttemptError, TransitionError
+from polyreme.experience.ledger import Admission, ExperienceLog, StaleAttemptError, TransitionError, Writer
 from polyreme.experience.records import encode_group
 from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import settle
@@ -63,7 +63,7 @@ async def _orchestrate(run: Run) -> None:
             await _notice(
                 run, f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long (template {template.digest})"
             )
-    term = await experience.take(Role.ORCHESTRATOR)
+    term = await experience.take(Writer.ORCHESTRATOR)
     logger.info("term %d", term.counter)
     pool = ReplicaPool(run, experience, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security)
     rewards = RewardClient(run, config.reward, proven=await experience.planned() > 0)

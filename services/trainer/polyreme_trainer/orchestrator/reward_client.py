@@ -98,6 +98,7 @@ class _Server:
     outstanding: int = 0
     backoff_until: float = 0.0
     rewards: str = ""
+    """The description of its rewards, as part of item keys; empty until the server was asked."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -156,6 +157,10 @@ class RewardClient:
         run: has the leases and takes the notices.
         config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
         proven: as Health's.
+
+    Attributes:
+        measure_correctness: whether the run has one reward, and its server declares that a value is 1 for a right and 0 for a wrong
+            answer. False until a server has scored.
     """
 
     def __init__(self, run: Run, config: RewardConfig, proven: bool = True) -> None:
@@ -167,6 +172,7 @@ class RewardClient:
         self._drain_timeout = min(config.item_timeout + 1.0, 30.0)  # as in the reward server
         self._remote = tuple(f"{spec.label}: " for spec in config.rewards if spec.urls)
         self.health = Health(config.start_timeout, proven)
+        self.measure_correctness = False
 
     @property
     def paused(self) -> bool:
@@ -263,7 +269,10 @@ class RewardClient:
             return _Outcome(error=f"no reward server is registered{self._skew()}", counts=False, outage=True)
         try:
             with server.asked(len(positions)):
-                server.rewards = server.rewards or await _describe(server)
+                if not server.rewards:
+                    listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
+                    server.rewards = _describe(listed)
+                    self.measure_correctness = len(listed.rewards) == 1 and listed.rewards[0].correctness
                 items = [_item(questions[position], server.rewards) for position in positions]
                 request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
                 response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
@@ -308,9 +317,8 @@ def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreIt
     return outcome
 
 
-async def _describe(server: _Server) -> str:
+def _describe(listed: reward_pb2.ListRewardsResponse) -> str:
     """Names, versions and weights of a server's rewards, as part of item keys."""
-    listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
     return json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
 
 

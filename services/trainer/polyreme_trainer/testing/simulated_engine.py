@@ -21,7 +21,7 @@ from polyreme.config.trainer import SftPhase
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.learner.engine import Metrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.megatron.atomic import discard, new_directory
 
@@ -49,7 +49,7 @@ def after_plan(before: bytes, iteration: int, indices: Sequence[int]) -> bytes:
     return hashlib.sha256(before + f"{iteration}: {tuple(indices)}".encode()).digest()
 
 
-class SimulatedEngine:
+class SimulatedTrainEngine:
     """The weights of one learner of one rank.
 
     Args:
@@ -98,7 +98,7 @@ class SimulatedEngine:
         found = sorted(self._checkpoints.glob("warm-start-*/facts.json"))
         return json.loads(found[-1].read_text()) if found else None
 
-    def train(self, batch: PlannedBatch) -> Metrics:
+    def train(self, batch: PlannedBatch) -> IterationMetrics:
         time.sleep(self._train_seconds)
         self._weights = self._weights.trained_on(batch)
         samples = sum(len(group.samples) for group in batch.groups)

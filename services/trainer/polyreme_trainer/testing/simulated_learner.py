@@ -19,7 +19,7 @@ from polyreme.process.lifecycle import exit_on_error
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
-from polyreme_trainer.testing.simulated_engine import LAYOUT, SimulatedEngine
+from polyreme_trainer.testing.simulated_engine import LAYOUT, SimulatedTrainEngine
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def simulated_learner(
         config = asyncio.run(_read_config(redis_url, run_id))
         ranks = Ranks()
         try:
-            with closing(SimulatedEngine(config, run_id, train_seconds, weight_bytes)) as engine:
+            with closing(SimulatedTrainEngine(config, run_id, train_seconds, weight_bytes)) as engine:
                 Learner(config, {}, engine, redis_url, run_id, ranks).run()
         except DrainError as stopped:
             logger.info("%s", stopped)

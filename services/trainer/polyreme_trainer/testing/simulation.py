@@ -14,7 +14,7 @@ from polyreme.experience.store import connect
 from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
-from polyreme_trainer.launch.trainer_process import Trainer, trainer_units
+from polyreme_trainer.launch.trainer_process import Trainer, trainer_processes
 
 _ATTACH_SECONDS = 10.0
 
@@ -40,7 +40,7 @@ async def _train(redis_url: str, run_id: str | None, log_dir: Path, options: tup
         run = await Run.attach(redis, run_id, _ATTACH_SECONDS)
         config = await run.config()
         learner = ("-m", "polyreme_trainer.testing.simulated_learner", *options)
-        await Trainer(config, run, trainer_units(config, run.run_id, redis_url, log_dir, learner)).run()
+        await Trainer(config, run, trainer_processes(config, run.run_id, redis_url, log_dir, learner)).run()
     finally:
         await redis.aclose()
 

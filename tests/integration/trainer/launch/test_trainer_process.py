@@ -18,9 +18,9 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import GateError, RunFailedError, StaleTermError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
-from polyreme.process.supervisor import ChildFailedError, Program, Unit
+from polyreme.process.supervisor import ChildFailedError, ProcessSet, ProcessSpec
 from polyreme_trainer.launch import trainer_process
-from polyreme_trainer.launch.trainer_process import MeetingPlace, Trainer, trainer_units
+from polyreme_trainer.launch.trainer_process import RendezvousAddress, Trainer, trainer_processes
 from support.processes import runs
 from support.waiting import until
 
@@ -45,9 +45,9 @@ def trainer(config: RunConfig, run: Run, redis_url: str, *scripts: str) -> Train
     env = {"POLYREME_REDIS": redis_url, "META": run.key("meta")}
     says = f"open({str(config.run_dir)!r} + '/started', 'a').write('x')\n"
     units = [
-        Unit(
+        ProcessSet(
             f"child-{place}",
-            lambda place=place, script=script: [Program(f"child-{place}", (sys.executable, "-c", says + script), env)],
+            lambda place=place, script=script: [ProcessSpec(f"child-{place}", (sys.executable, "-c", says + script), env)],
             config.run_dir,
         )
         for place, script in enumerate(scripts)
@@ -205,14 +205,14 @@ ALONE = """
 import asyncio, os, sys
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
-from polyreme.process.supervisor import Program, Unit
+from polyreme.process.supervisor import ProcessSpec, ProcessSet
 from polyreme_trainer.launch.trainer_process import Trainer
 
 async def main(url, run_id, script, owner):
     run = await Run.attach(await connect(url), run_id, 0)
     config = await run.config()
     env = {"POLYREME_REDIS": url, "META": run.key("meta")}
-    unit = Unit("child", lambda: [Program("child", (sys.executable, "-c", script), env)], config.run_dir)
+    unit = ProcessSet("child", lambda: [ProcessSpec("child", (sys.executable, "-c", script), env)], config.run_dir)
     await Trainer(config, run, [unit], int(owner) if owner else None).run()
 
 asyncio.run(main(*sys.argv[1:]))
@@ -272,7 +272,7 @@ async def test_the_stop_of_a_trainer_that_was_taken_over_is_not_its_successor_s(
 def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config: RunConfig) -> None:
     parallel = config.trainer.parallel.model_copy(update={"tensor": 2, "data": 2, "threads": 3})
     wide = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": parallel})})
-    learner, orchestrator = trainer_units(wide, "r", "redis://somewhere", tmp_path)
+    learner, orchestrator = trainer_processes(wide, "r", "redis://somewhere", tmp_path)
     ranks = learner.programs()
     assert [program.env["RANK"] for program in ranks] == ["0", "1", "2", "3"]
     assert {program.env["WORLD_SIZE"] for program in ranks} == {"4"}
@@ -284,7 +284,9 @@ def test_learner_ranks_start_under_the_launcher_contract(tmp_path: Path, config:
 def test_ranks_of_several_machines_are_led_by_one_process(tmp_path: Path, config: RunConfig) -> None:
     parallel = config.trainer.parallel.model_copy(update={"data": 2, "nodes": 2})
     wide = config.model_copy(update={"trainer": config.trainer.model_copy(update={"parallel": parallel})})
-    learner, _ = trainer_units(wide, "r", "redis://somewhere", tmp_path, place=MeetingPlace("trainer.learner", 29500))
+    learner, _ = trainer_processes(
+        wide, "r", "redis://somewhere", tmp_path, rendezvous=RendezvousAddress("trainer.learner", 29500)
+    )
     [leader] = learner.programs()
     command = " ".join(leader.argv)
     assert "-m polyreme_trainer.launch" in command and "--port 29500 --host trainer.learner" in command

@@ -10,7 +10,7 @@ import pytest
 
 from polyreme.api.v1 import experience_pb2
 from polyreme.errors import UnavailableError
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Failures, Lengths, sample
 from polyreme_trainer.orchestrator.claim import Claim
@@ -250,7 +250,7 @@ async def test_tokens_of_a_version_that_a_resumed_learner_went_back_to_are_dropp
     )
     await world.a_chunk_came()
     await replica.engine.pause()  # until it has the other version
-    await world.learner.log.take(Role.LEARNER)
+    await world.learner.log.take(Writer.LEARNER)
     await serve(0)
     await until(lambda: bool(world.pool._waiting))  # for a replica that serves version 1
     await serve(1)

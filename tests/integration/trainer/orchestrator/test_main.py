@@ -92,7 +92,14 @@ async def test_a_run_from_admission_to_the_last_evaluation(world):
         evals = await w.records("eval")
         assert [record["version"] for record in evals] == [0, 2, 3]
         assert all(record["samples"] == 6 and len(record["examples"]) == 5 for record in evals)
-        assert all(0.0 <= record["accuracy"] <= 1.0 for record in evals)
+        assert all(0.0 <= record["accuracy"] <= 1.0 and record["parts"] == {"exact": record["accuracy"]} for record in evals)
+        for record in evals:
+            file = w.config.run_dir / "samples" / f"evaluation_{record['version']:04d}.jsonl"
+            answers = [json.loads(line) for line in file.read_text().splitlines()]
+            assert [(answer["version"], answer["row"]) for answer in answers] == [(record["version"], row) for row in range(6)]
+            assert sum(answer["score"] for answer in answers) / 6 == pytest.approx(record["accuracy"])
+            assert [answer["label"] for answer in answers] == [str(row["answer"]) for row in ROWS[:6]]
+            assert all(answer["parts"].keys() == {"exact"} and answer["tokens"] > 0 for answer in answers)
         assert all(replica.calls for replica in w.replicas)
 
 

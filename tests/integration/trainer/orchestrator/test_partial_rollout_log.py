@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import rollout_pb2
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
 from polyreme_rollout.testing.simulated_engine import Lengths
@@ -33,8 +33,8 @@ def chunk(slot: int, ids: list[int], version: int = 0) -> rollout_pb2.GenerateRe
 
 async def test_only_what_is_new_of_groups_that_last_is_written(run):
     log, learner = ExperienceLog(run), ExperienceLog(run)
-    await log.take(Role.ORCHESTRATOR)
-    await learner.take(Role.LEARNER)
+    await log.take(Writer.ORCHESTRATOR)
+    await learner.take(Writer.LEARNER)
     await learner.begin(0)
     first, second = await log.admit(2)
     partial_log = PartialRolloutLog(log, interval=3600.0)
@@ -61,8 +61,8 @@ async def test_only_what_is_new_of_groups_that_last_is_written(run):
 
 async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
     log, learner = ExperienceLog(run), ExperienceLog(run)
-    await log.take(Role.ORCHESTRATOR)
-    await learner.take(Role.LEARNER)
+    await log.take(Writer.ORCHESTRATOR)
+    await learner.take(Writer.LEARNER)
     await learner.begin(0)
     (admission,) = await log.admit(1)
     partial_log = PartialRolloutLog(log, interval=0.0)
@@ -82,8 +82,8 @@ async def test_drafts_that_were_cut_are_kept_as_they_are_now(run):
 
 async def test_drafts_of_another_prompt_are_replaced(run):
     log, learner = ExperienceLog(run), ExperienceLog(run)
-    await log.take(Role.ORCHESTRATOR)
-    await learner.take(Role.LEARNER)
+    await log.take(Writer.ORCHESTRATOR)
+    await learner.take(Writer.LEARNER)
     await learner.begin(0)
     (admission,) = await log.admit(1)
     for prompt in (PROMPT, PROMPT + 1):

@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import UnavailableError
-from polyreme.experience.ledger import ExperienceLog, Role
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.schedule import EvalSchedule
 from polyreme_trainer.orchestrator.tasks import task_group
@@ -35,7 +35,7 @@ def evaluated(redis: Redis, run_id: str, tmp_path: Path):
         config = config_tree(tmp_path, ROWS, data={"eval": str(tmp_path / "train.jsonl")}, **sections)
         run = await make_run(redis, run_id, config)
         log = ExperienceLog(run)
-        await log.take(Role.ORCHESTRATOR)
+        await log.take(Writer.ORCHESTRATOR)
         schedule = EvalSchedule(run, config, log, ReplicaPool(run, log, 1.0, 1, None), Answers(later, first), lambda: None)  # type: ignore[arg-type]
         async with task_group() as group:
             for version in (0, 2):

@@ -159,15 +159,6 @@ def test_a_teacher_that_is_the_student_teaches_exactly_nothing(with_old: bool) -
     np.testing.assert_allclose(found, np.where(batch.trained, batch.teacher - student, 0), atol=1e-6)
 
 
-def test_process_rewards_add_to_the_score() -> None:
-    batch = full_batch(0)
-    process = np.random.default_rng(9).normal(size=batch.tokens).astype(np.float32)
-    found = algorithm_of("dr_grpo").advantages(replace(batch, token_rewards=process))
-    sums = np.array([float((process * batch.mask)[a:b].sum()) for a, b in zip(batch.offsets, batch.offsets[1:], strict=False)])
-    expected = algorithm_of("dr_grpo").advantages(replace(batch, score=batch.score + sums))
-    np.testing.assert_allclose(found.advantages, expected.advantages, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("name", "overrides", "field"),
     [("ppo", {}, "values"), ("ppo", {}, "reference"), ("gdpo", {}, "parts"), ("dr_grpo", {"teacher_coef": 1.0}, "teacher")],

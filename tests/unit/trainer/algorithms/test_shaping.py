@@ -66,12 +66,14 @@ def test_token_rewards_add_up_to_the_score(sizes: list[int], seed: int, with_pro
     expected = np.zeros(len(mask))
     for i in range(len(sizes)):
         trained = [t for t in range(offsets[i], offsets[i + 1]) if mask[t]]
+        rest = scores[i]
         for t in trained:
+            rest -= process[t] if with_process else 0
             expected[t] = (process[t] if with_process else 0) - (kl[t] if with_kl else 0)
         if trained:
-            expected[trained[-1]] += scores[i]
+            expected[trained[-1]] += rest
     np.testing.assert_allclose(found, expected, atol=1e-12)
-    if not with_process and not with_kl:
+    if not with_kl:
         has_token = sequence_sums(mask, offsets) > 0
         np.testing.assert_allclose(sequence_sums(found, offsets), np.where(has_token, scores, 0), atol=1e-12)
 

@@ -152,7 +152,7 @@ def test_bad_row(write: Write, line: str, complaint: str) -> None:
 
 
 def test_half_a_character_names_the_line(write: Write) -> None:
-    with pytest.raises(DataError, match=r"whole characters in .*rows.jsonl:2; found \\ud83d"):
+    with pytest.raises(DataError, match=r"complete characters in .*rows.jsonl:2; found \\ud83d"):
         read_rows(write({"prompt": "\U0001f600 is whole"}, '{"prompt": "fine", "note": ["\\ud83d x"]}'), section())
 
 

@@ -160,6 +160,19 @@ def test_samples_without_a_trained_token_are_greedy_where_the_algorithm_asks_for
     assert collect([made])[1].greedy.tolist() == [False, False, False]
 
 
+def test_numbers_per_token_stand_at_their_tokens_where_a_response_has_them() -> None:
+    made = group(0, [5, 6, 7], [[8, 9], [8]])
+    assert (collect([made])[1].token_rewards, collect([made])[1].teacher) == (None, None)
+    rewarded = replace(made.samples[0], token_rewards=np.array([0.5, -1], np.float32))
+    taught = [replace(each, teacher_logprobs=np.full(len(each), -2, np.float32)) for each in (rewarded, made.samples[1])]
+    tokens = collect([replace(made, samples=taught)])[1]
+    assert tokens.token_rewards is not None and tokens.teacher is not None
+    assert tokens.token_rewards.tolist() == [0, 0, 0.5, -1, 0, 0, 0]
+    assert tokens.teacher[tokens.trained].tolist() == [-2, -2, -2]
+    with pytest.raises(ValueError, match="teacher"):
+        collect([replace(made, samples=[taught[0], made.samples[1]])])
+
+
 def test_only_the_response_of_a_supervised_row_is_trained_on() -> None:
     ids = [np.array([5, 1], dtype=np.int32), np.array([5, 6, 7, 1], dtype=np.int32)]
     sequences = supervised(ids, [np.array([0, 1], dtype=np.uint8), np.array([0, 0, 1, 1], dtype=np.uint8)])

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import StoreError
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
+from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
 from polyreme.experience.run import RunState
-from polyreme_trainer.observe.records import Recorder, cut_torn_line, scalars
+from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines, scalars
 from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
@@ -130,6 +131,14 @@ async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> N
         "finish_reason": "stop",
         "spans": [[0, 0, 3]],
     }
+
+
+def test_a_sample_has_its_numbers_per_token_where_there_are_some() -> None:
+    plain = decode_group(group(1))
+    assert not {"token_rewards", "teacher_logprobs"} & next(sample_lines(plain)).keys()
+    numbers = np.linspace(0, 1, len(plain.samples[0]), dtype=np.float32)
+    (line,) = sample_lines(replace(plain, samples=[replace(plain.samples[0], token_rewards=numbers)]))
+    assert line["token_rewards"] == numbers.tolist() and "teacher_logprobs" not in line
 
 
 async def test_groups_that_are_gone_cost_their_sample_file_only(config: RunConfig, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,6 +52,17 @@ def test_what_the_contract_rules_out_is_refused(bad: rollout_pb2.GenerateRespons
         rollouts.add(bad)
 
 
+def test_probabilities_of_diverged_weights_are_refused_by_their_version() -> None:
+    bad = message(1, [5, 6, 7], version=4)
+    bad.chunks[0].logprobs = np.array([-1.0, np.nan, -np.inf], "<f4").tobytes()
+    rollouts = PartialRollouts(2, 8, [1])
+    rollouts.start_call()
+    rollouts.add(message(1, [5, 6]))
+    with pytest.raises(BadStreamError, match="found 2 that are not, by version 4"):
+        rollouts.add(bad)
+    assert rollouts.samples[1].length == 2
+
+
 def test_an_end_that_was_lost_with_its_replica() -> None:
     rollouts = PartialRollouts(3, 4, [1])
     rollouts.start_call()

@@ -20,7 +20,7 @@ TRUSTED = (
 _SHORT = {"np": "numpy"}
 
 
-class Refused(BaseException):
+class UnsafeTest(BaseException):
     """The test asks for what cannot be done safely. No `except` of a test catches it by accident."""
 
 
@@ -62,7 +62,7 @@ class _Program:
         try:
             sent = [values.encode(arg, _number) for arg in args]
         except values.Unplain as error:
-            raise Refused(f"arguments that are plain values, or the program's own objects; found {error}") from None
+            raise UnsafeTest(f"arguments that are plain values, or the program's own objects; found {error}") from None
         reply = self._ask({"do": operation, "args": sent})
         if operation == "call":
             try:
@@ -77,7 +77,7 @@ class _Program:
         try:
             values.send(self.fd, message)
         except values.Unplain as error:
-            raise Refused(str(error)) from None
+            raise UnsafeTest(str(error)) from None
         except OSError as error:
             raise Failed(repr(error)) from None
         reply = self._receive()
@@ -198,7 +198,7 @@ def verdict(fd: int, test: str) -> str:
         return f"error: expected a test in Python; found {error!r}"
     try:
         exec(code, _Names(program))
-    except Refused as error:
+    except UnsafeTest as error:
         return f"error: {error}"
     except BaseException:  # noqa: BLE001 whatever the test raises, it has not passed
         return "fail"

@@ -22,7 +22,7 @@ Share = Literal["all", "columns", "vocab", "gate_up", "qkv"]
 
 
 @dataclass(frozen=True)
-class Row:
+class MappingRow:
     """One line of the mapping table: a parameter of megatron-core and the Hugging Face tensors that make it up.
 
     Attributes:
@@ -36,10 +36,10 @@ class Row:
     share: Share
     tensors: Mapping[str, tuple[int | str, ...]]
 
-    def in_layer(self, param_layer: int, hf_layer: int) -> "Row":
+    def in_layer(self, param_layer: int, hf_layer: int) -> "MappingRow":
         """The row with the layer's numbers: of the layer on its pipeline stage, and in the whole model."""
         tensors = {f"model.layers.{hf_layer}.{name}": dims for name, dims in self.tensors.items()}
-        return Row(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors)
+        return MappingRow(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors)
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Architecture:
         """Width of all key heads, and of all value heads."""
         return self.kv_heads * self.head_dim
 
-    def shapes(self, row: Row) -> dict[str, Shape]:
+    def shapes(self, row: MappingRow) -> dict[str, Shape]:
         """Shape of each Hugging Face tensor of the row."""
         return {
             name: tuple(dim if isinstance(dim, int) else getattr(self, dim) for dim in dims) for name, dims in row.tensors.items()
         }
 
-    def head_row(self) -> Row:
+    def head_row(self) -> MappingRow:
         """The output layer's parameter and what it is loaded from."""
         if self.head == "value":
-            return Row("output_layer.weight", "all", {VALUE_HEAD: (1, "hidden")})
-        return Row("output_layer.weight", "vocab", {EMBEDDING if self.head == "tied" else LM_HEAD: ("vocab", "hidden")})
+            return MappingRow("output_layer.weight", "all", {VALUE_HEAD: (1, "hidden")})
+        return MappingRow("output_layer.weight", "vocab", {EMBEDDING if self.head == "tied" else LM_HEAD: ("vocab", "hidden")})
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[MappingRow]:
         """The whole model's table, in the order of the model. A tied head has no row: it is the embedding's."""
         yield EMBEDDING_ROW
         for layer in range(self.layers):
@@ -101,12 +101,12 @@ class Architecture:
         return sum(math.prod(shape) for row in self.rows() for shape in self.shapes(row).values())
 
 
-EMBEDDING_ROW = Row("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
-FINAL_NORM_ROW = Row("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
+EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
+FINAL_NORM_ROW = MappingRow("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
 
 DENSE_LAYER = (
-    Row("input_layernorm.weight", "all", {"input_layernorm.weight": ("hidden",)}),
-    Row(
+    MappingRow("input_layernorm.weight", "all", {"input_layernorm.weight": ("hidden",)}),
+    MappingRow(
         "self_attention.linear_qkv.weight",
         "qkv",
         {
@@ -115,10 +115,12 @@ DENSE_LAYER = (
             "self_attn.v_proj.weight": ("keys", "hidden"),
         },
     ),
-    Row("self_attention.linear_proj.weight", "columns", {"self_attn.o_proj.weight": ("hidden", "queries")}),
-    Row("pre_mlp_layernorm.weight", "all", {"post_attention_layernorm.weight": ("hidden",)}),
-    Row("mlp.linear_fc1.weight", "gate_up", {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")}),
-    Row("mlp.linear_fc2.weight", "columns", {"mlp.down_proj.weight": ("hidden", "ffn")}),
+    MappingRow("self_attention.linear_proj.weight", "columns", {"self_attn.o_proj.weight": ("hidden", "queries")}),
+    MappingRow("pre_mlp_layernorm.weight", "all", {"post_attention_layernorm.weight": ("hidden",)}),
+    MappingRow(
+        "mlp.linear_fc1.weight", "gate_up", {"mlp.gate_proj.weight": ("ffn", "hidden"), "mlp.up_proj.weight": ("ffn", "hidden")}
+    ),
+    MappingRow("mlp.linear_fc2.weight", "columns", {"mlp.down_proj.weight": ("hidden", "ffn")}),
 )
 """A layer of Llama's shape: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
 
@@ -138,7 +140,7 @@ class ModelFamily:
     """
 
     name: str
-    layer: tuple[Row, ...] = DENSE_LAYER
+    layer: tuple[MappingRow, ...] = DENSE_LAYER
     options: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
 

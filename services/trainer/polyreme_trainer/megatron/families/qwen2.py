@@ -1,8 +1,8 @@
 """Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values."""
 
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, ModelFamily, Row
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow, ModelFamily
 
-QKV_BIAS = Row(
+QKV_BIAS = MappingRow(
     "self_attention.linear_qkv.bias",
     "qkv",
     {

@@ -1,13 +1,13 @@
 """Qwen3, dense: Llama's layer with an RMS norm on each query and key head before the rotary embedding."""
 
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, ModelFamily, Row
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow, ModelFamily
 
 FAMILY = ModelFamily(
     name="qwen3",
     layer=(
         *DENSE_LAYER,
-        Row("self_attention.q_layernorm.weight", "all", {"self_attn.q_norm.weight": ("head_dim",)}),
-        Row("self_attention.k_layernorm.weight", "all", {"self_attn.k_norm.weight": ("head_dim",)}),
+        MappingRow("self_attention.q_layernorm.weight", "all", {"self_attn.q_norm.weight": ("head_dim",)}),
+        MappingRow("self_attention.k_layernorm.weight", "all", {"self_attn.k_norm.weight": ("head_dim",)}),
     ),
     options={"qk_layernorm": True},  # also makes megatron-core sum these norms' gradients over the tensor ranks
     defaults={"num_key_value_heads": 32, "head_dim": 128},
