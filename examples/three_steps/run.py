@@ -63,12 +63,12 @@ def report(output: Path) -> list[str]:
     """What the three steps have reached."""
     scored = summary("reward-model", output)["eval_after"]
     lines = (output / NAMES["up"] / "metrics.jsonl").read_text().splitlines()
-    iterations = [record for record in map(json.loads, lines) if record["kind"] == "iteration"]
-    first, last = iterations[0], iterations[-1]
+    parts = [record["parts"] for record in map(json.loads, lines) if record["kind"] == "eval"]
+    before, after = parts[0], parts[-1]
     return [
-        f"held-out pairs that the reward model orders rightly: {scored['accuracy']:.3f}",
-        f"reward model's score of the policy's answers: {first['reward/preference']:.2f} -> {last['reward/preference']:.2f}",
-        f"share of vowels, which no step was told of:   {first['reward/rule']:.3f} -> {last['reward/rule']:.3f}",
+        f"held-out pairs that the reward model orders correctly  {scored['accuracy']:.3f}",
+        f"reward model's score of answers to held-out prompts    {before['preference']:.2f} -> {after['preference']:.2f}",
+        f"share of vowels in them, which no step was trained on  {before['rule']:.3f} -> {after['rule']:.3f}",
     ]
 
 

@@ -36,11 +36,11 @@ def template_of(data: Any, chat: str | None = None) -> Template:
 
 def trained(template: Template, rows: StageRows) -> list[str]:
     """The tokens that the loss counts, sequence by sequence."""
-    return template.decode([ids[mask == 1] for ids, mask in zip(rows.ids, rows.loss_mask, strict=True)], special=True)
+    return template.decode([ids[mask == 1].tolist() for ids, mask in zip(rows.ids, rows.loss_mask, strict=True)], special=True)
 
 
 def texts(template: Template, rows: StageRows) -> list[str]:
-    return template.decode(rows.ids, special=True)
+    return template.decode([ids.tolist() for ids in rows.ids], special=True)
 
 
 def sft(path: Path, **fields: Any) -> SftData:
