@@ -109,9 +109,9 @@ $(VENV)/.run: requirements/cpu.txt requirements/uv.txt $(PROJECTS)
 	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	@touch $@
 
-$(VENV)/.dev: requirements/dev.txt $(VENV)/.run
+$(VENV)/.dev: requirements/dev.txt requirements/trackers.txt $(VENV)/.run
 	@echo "installing what the tests need"
-	@$(INSTALL) -r requirements/dev.txt
+	@$(INSTALL) -r requirements/dev.txt -r requirements/trackers.txt
 	@touch $@
 
 $(VENV)/.docs: requirements/docs.txt $(VENV)/.run

@@ -36,15 +36,15 @@ GATE = 0.8
 SIDE = ROOT / "bench" / "peer_side"
 
 
-def trl_python(work: Path) -> Path:
-    """The interpreter of TRL's environment, made when it is not there."""
-    home = work / "trl-venv"
+def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Path:
+    """The interpreter of TRL's environment `name`, made from a lock in requirements/ when it is not there."""
+    home = work / name
     python = home / "bin" / "python"
     if not (home / "made").exists():
         print("making TRL's environment", flush=True)
         venv.create(home, with_pip=True, clear=True)
         subprocess.run(
-            [python, "-m", "pip", "install", "-q", "--no-deps", "-r", ROOT / "requirements" / "peer.txt"], check=True, timeout=900
+            [python, "-m", "pip", "install", "-q", "--no-deps", "-r", ROOT / "requirements" / lock], check=True, timeout=900
         )
         (home / "made").touch()
     return python
@@ -98,7 +98,7 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
         if record["kind"] == "iteration":
             before = evaluated.get(record["iteration"] - 1)
             seconds.append(record["time/iteration"] - (before["seconds"] if before else 0.0))
-            lengths.append(record["response/length_mean"])
+            lengths.append(record["response_length/mean"])
     evaluations = [{"step": version, "accuracy": record["accuracy"], "train_seconds": sum(seconds[:version])} for version, record in sorted(evaluated.items())]  # fmt: skip
     return {"step_seconds": seconds, "mean_lengths": lengths, "evaluations": evaluations}
 

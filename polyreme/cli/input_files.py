@@ -46,6 +46,7 @@ def check_inputs(config: RunConfig) -> None:
     )
     named = {"data.train": config.data.train, "data.eval": config.data.eval}
     named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
+    named["algorithm.ptx.data"] = config.algorithm.ptx.data if config.algorithm.ptx else None
     _check_files(named)
 
 

@@ -45,6 +45,7 @@ class Progress:
         replicas: URL of /v1 by replica, for the registered replicas.
         starts: number of starts of the run; `started` is the time of the newest one.
         restarts: number of restarts by process since the newest start.
+        tracker_failures: number of failures by tracker since the newest start.
     """
 
     samples_per_iteration: int
@@ -66,6 +67,7 @@ class Progress:
     alarms: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=5))
     alarm_count: int = 0
     notices: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=5))
+    tracker_failures: dict[str, int] = field(default_factory=dict)
     gates: dict[str, Record] = field(default_factory=dict)
     sft: Record | None = None
     sft_seconds: float = 0.0
@@ -115,6 +117,8 @@ class Progress:
                 self.alarm_count += 1
             case "notice":
                 self.notices.append((record["time"], f"{record['service']}: {record['text']}"))
+            case "tracker_failed":
+                self.tracker_failures[record["tracker"]] = record["failures"]
             case "gate":
                 self.gates[record["name"]] = record
             case "done_learning":
@@ -182,6 +186,7 @@ class Progress:
             "checkpoint": self.saved and self.saved["path"],
             "hf_path": self.saved and self.saved["hf_path"],
             "alarms": [text for _, text in self.alarms],
+            "tracker_failures": dict(self.tracker_failures),
             "starts": self.starts,
             "forked_from": self.forked_from,
         }
@@ -191,7 +196,7 @@ class Progress:
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
         self.sft, self.learned = None, False
-        self.versions, self.replicas, self.restarts = {}, {}, {}
+        self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:
         self.iterations += 1

@@ -22,7 +22,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
             return (
                 f"{number}  reward {record['reward/mean']:.3f}"
                 f"  {progress.metric} {'-' if score is None else format(score, '.3f')}"
-                f"  length {record['response/length_mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
+                f"  length {record['response_length/mean']:.1f}  tokens/s {record['tokens_per_second']:,.0f}"
                 f"  {record['time/iteration']:.2f} s ({shares_of(record, progress)}){staleness_of(record)}  {versions}"
                 + ("  ALARM" if record.get("alarms") else "")  # the alarm's own record has the text
             )

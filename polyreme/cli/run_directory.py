@@ -120,12 +120,15 @@ async def open_run(
 
     Raises:
         UnavailableError: Redis does not have the existing run.
+        ConfigError: the existing run was trained with another tokenizer, chat template or architecture.
     """
     files = read_model_files(config.model.path)
     if existing is None:
         run = await Run.create(redis, new_run_id(config), config, files, first_group=origin.group if origin else 0)
         found = RunFile(run.run_id, store, redis_url, origin)
     else:
+        if checkpoints(config.run_dir):
+            _check_same_files(await Run(redis, existing.run_id).model_files(), files, config)
         run = await Run.resume(redis, existing.run_id, config, files)
         found = replace(existing, redis=store, redis_url=redis_url, replicas={})
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
@@ -140,6 +143,17 @@ def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
     _write_run_file(config.run_dir, found)
     return found
+
+
+def _check_same_files(before: Mapping[str, bytes], now: Mapping[str, bytes], config: RunConfig) -> None:
+    """Raises ConfigError when a run that the store has was trained with other small files of the model."""
+    changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if before and changed:
+        raise ConfigError(
+            f"the files in {config.model.path} as the run was trained with them: tokenizer, template, architecture",
+            f"another {' and '.join(changed)}",
+            "Restore them. With other files, --fork starts a run in a new directory from a copy of its checkpoint.",
+        )
 
 
 def new_run_id(config: BaseConfig) -> str:

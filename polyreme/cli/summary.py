@@ -15,7 +15,7 @@ _GROUP_OVERHEAD_BYTES = 1024
 
 
 def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
-    """The run as lines of text: length, samples, learning rates, save and evaluation intervals, memory of Redis, then warnings.
+    """The run as lines of text: counts, learning rates, save and evaluation intervals, memory of Redis, then warnings.
 
     Args:
         config: the resolved configuration.
@@ -25,7 +25,8 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
     spread = f" over {trainer.parallel.nodes} machines" if trainer.parallel.nodes > 1 else ""
     lines = [
         f"iterations     {config.iterations} of {config.groups_per_iteration} prompts x {config.group_size} samples"
-        f" = {config.iterations * config.samples_per_iteration:,} samples",
+        f" = {config.iterations * config.groups_per_iteration:,} groups, {config.iterations * config.samples_per_iteration:,} samples",
+        f"mini-batches   {minibatch_line(config)}",
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
         f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
         f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
@@ -34,9 +35,9 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
     ]
-    lines.insert(1, f"algorithm      {algorithm_line(config)}")
+    lines.insert(2, f"algorithm      {algorithm_line(config)}")
     if config.max_staleness:
-        lines.insert(2, f"asynchrony     samples up to {config.max_staleness} iterations behind")
+        lines.insert(3, f"asynchrony     samples up to {config.max_staleness} iterations behind")
     for number, phase in enumerate(trainer.sft, start=1):
         lines.insert(
             number - 1,
@@ -83,23 +84,37 @@ def _warnings(config: RunConfig) -> list[str]:
     intervals = {"trainer.save_interval": config.trainer.save_interval}
     if config.data.eval:
         intervals["eval_interval"] = config.eval_interval
-    return [
+    found = [
         f"{key} = {interval} is longer than the run, so it applies only after iteration {config.iterations}"
         for key, interval in intervals.items()
         if interval > config.iterations
     ]
+    critic = config.trainer.critic.warmup_iterations
+    if config.algorithm.has_critic and critic >= config.iterations:
+        found.append(f"trainer.critic.warmup_iterations = {critic} is the whole run: the actor is never trained")
+    warmup = config.trainer.optimizer.warmup
+    if warmup > config.iterations:
+        found.append(f"trainer.optimizer.warmup = {warmup} is longer than the run: the learning rate never reaches its peak")
+    return found
+
+
+def minibatch_line(config: RunConfig) -> str:
+    """How an iteration's samples become optimizer steps, and how many there are."""
+    algorithm, steps = config.algorithm, config.algorithm.minibatches * config.algorithm.epochs
+    groups = -(-config.groups_per_iteration // algorithm.minibatches)
+    most = "" if groups * algorithm.minibatches == config.groups_per_iteration else "up to "
+    each = (
+        f"{algorithm.minibatches} of {most}{groups} groups ({groups * config.group_size} samples) x {algorithm.epochs} epoch(s)"
+    )
+    return f"{each} = {steps} optimizer step(s) per iteration, {config.iterations * steps:,} in all"
 
 
 def algorithm_line(config: RunConfig) -> str:
     """The recipe's primitives on one line."""
-    algorithm, recipe = config.algorithm, config.recipe
+    recipe = config.recipe
     kl = "no KL" if recipe.kl is None else f"KL {recipe.kl.estimator} x {recipe.kl.coef:g} in the {recipe.kl.place}"
     corrected = " and ".join(each.kind for each in recipe.correction) or "no correction"
-    steps = algorithm.minibatches * algorithm.epochs
-    return (
-        f"{algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected},"
-        f" {steps} optimizer step(s) per iteration"
-    )
+    return f"{config.algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected}"
 
 
 def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "iterations") -> str:

@@ -237,7 +237,7 @@ def _table(progress: Progress, rows: int, width: int) -> Table:
                 "iteration": str(number),
                 "reward": f"{record['reward/mean']:.3f}",
                 progress.metric: "" if score is None else f"{score:.3f}",
-                "length": f"{record['response/length_mean']:.1f}",
+                "length": f"{record['response_length/mean']:.1f}",
                 "tokens/s": f"{record['tokens_per_second']:,.0f}",
                 "seconds": f"{record['time/iteration']:.2f}",
                 shares: shares_of(record, progress, names=False),

@@ -53,6 +53,14 @@ class AlgorithmSource(Section):
         return content.decode()
 
 
+class PtxConfig(Section):
+    """Supervised rows mixed into every optimizer step of the policy (PPO-ptx)."""
+
+    data: Path = Field(description="JSON lines with the prompt and a `response` column, as of trainer.sft.")
+    coef: float = Field(gt=0, description="Weight of the rows' cross entropy, the mean over their response tokens.")
+    batch_size: int = Field(ge=1, description="Rows per optimizer step.")
+
+
 class AlgorithmConfig(Recipe):
     filled_by: ClassVar[str] = "preset"
 
@@ -63,6 +71,7 @@ class AlgorithmConfig(Recipe):
         " weights are bfloat16, unless the loss already measures ratios against the sampling policy.",
     )
     source: AlgorithmSource | None = Field(None, description="Source with user-defined functions. null: the recipe's functions.")
+    ptx: PtxConfig | None = Field(None, description="Supervised rows mixed into every step of the policy. null: none.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps per pass over an iteration's samples.")
     epochs: int = Field(1, ge=1, description="Passes over an iteration's samples.")
 

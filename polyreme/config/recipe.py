@@ -224,6 +224,9 @@ class Kl(Primitive):
     )
     coef: Positive = Field(description="Coefficient of the penalty. With `adaptive`, its initial value.")
     adaptive: AdaptiveKl | None = Field(None, description="Controller of the coefficient. null: the coefficient is constant.")
+    renew_interval: int = Field(
+        0, ge=0, description="Iterations after which the reference is replaced by the policy. 0: the reference stays version 0."
+    )
 
 
 class Overlong(Primitive):
@@ -253,6 +256,18 @@ class Shaping(Primitive):
     truncation_mask: bool = Field(False, description="Do not train on truncated responses.")
 
 
+class SkipPrompts(Primitive):
+    """Prompts whose samples were lately all solved, or all not, are mostly left out: they teach nothing."""
+
+    solved_above: float = Field(0.5, description="A sample with a higher score counts as solved.")
+    min_samples: int = Field(16, ge=1, description="Newest samples of a prompt that must agree before it may be skipped.")
+    always: bool = Field(True, description="Skip prompts whose newest samples were all solved.")
+    never: bool = Field(True, description="Skip prompts none of whose newest samples was solved.")
+    retry: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.1, description="Probability with which such a prompt is sampled nevertheless, since the policy changes."
+    )
+
+
 class Recipe(Primitive):
     """An algorithm as data."""
 
@@ -271,3 +286,6 @@ class Recipe(Primitive):
     entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     teacher_coef: float = Field(0.0, ge=0, description="On-policy distillation: weight of log p_teacher - log p_student.")
     dynamic_sampling: bool = Field(False, description="Drop groups with equal scores and sample others in their place.")
+    skip_prompts: SkipPrompts | None = Field(
+        None, description="Skip prompts that are always or never solved. null: every prompt is sampled."
+    )

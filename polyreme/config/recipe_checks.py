@@ -78,6 +78,10 @@ def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[Config
             f"dynamic_sampling with advantage {kind}, which can learn from them",
             "Turn dynamic_sampling off.",
         )
+    if recipe.skip_prompts is not None and not (recipe.skip_prompts.always or recipe.skip_prompts.never):
+        yield ConfigError(
+            "skip_prompts that skips something", "always: false and never: false", "Set one of them, or skip_prompts: null."
+        )
     if recipe.dynamic_sampling and recipe.teacher_coef > 0:
         yield ConfigError(
             "all groups, since distillation needs no scores",

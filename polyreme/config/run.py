@@ -17,6 +17,7 @@ from polyreme.config.reward import RewardConfig
 from polyreme.config.rollout import RolloutConfig
 from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
+from polyreme.config.trackers import TrackerConfig
 from polyreme.config.trainer import TrainerConfig
 
 
@@ -44,6 +45,9 @@ class RunConfig(BaseConfig):
     reward: RewardConfig
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
+    trackers: Operational[list[TrackerConfig]] = Field(
+        [], description="Trackers that get the metrics beside metrics.jsonl and TensorBoard, at most one of each kind."
+    )
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of all services. The section `reward.security` replaces it for the reward service."
     )
@@ -70,6 +74,9 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"algorithm.minibatches = {self.algorithm.minibatches} exceeds groups_per_iteration = {self.groups_per_iteration}: a mini-batch consists of whole groups"
             )
+        kinds = [tracker.kind for tracker in self.trackers]
+        if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
+            raise ValueError(f"trackers has {', '.join(sorted(twice))} twice; a run has one tracker of each kind")
         if self.trainer.optimizer.min_lr > self.trainer.optimizer.lr:
             raise ValueError("trainer.optimizer.min_lr must not exceed trainer.optimizer.lr")
         return self

@@ -79,6 +79,12 @@ class TrainerConfig(Section):
     )
     optimizer: OptimizerConfig
     critic: CriticConfig = CriticConfig()
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Decay per iteration of the moving average of the actor's weights, which is exported beside them. null: none.",
+    )
     sft: list[SftPhase] = Field([], description="Phases of the warm start, which run once before the first iteration.")
     save_interval: Operational[int] = Field(
         0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: only that."

@@ -17,6 +17,7 @@ from typing import Any
 
 from polyreme.errors import StaleTermError, StoreError
 from polyreme.experience.audit import Audit, LogSnapshot
+from polyreme.experience.pass_rates import PassRate, PassRates, Tally
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import StaleAttemptError, TransitionError
 
@@ -120,7 +121,15 @@ class ExperienceLog:
         words: list[bytes | int] = [word for part in parts for word in (part.index, part.attempt, part.number, part.payload)]
         await self._change("draft", *words)
 
-    async def append(self, index: int, attempt: int, payload: bytes, oldest_version: int, mean_reward: float) -> bool:
+    async def append(
+        self,
+        index: int,
+        attempt: int,
+        payload: bytes,
+        oldest_version: int,
+        mean_reward: float,
+        tally: Tally | None = None,
+    ) -> bool:
         """Appends a scored group.
 
         Args:
@@ -128,6 +137,7 @@ class ExperienceLog:
             payload: the serialised group (`experience.encode_group`).
             oldest_version: the oldest policy version among its tokens; not below the admission's.
             mean_reward: of its samples; finite.
+            tally: counts in the pass rate of its prompt; None: nothing is counted.
 
         Returns:
             False when this attempt is in the log already, for example after a repeated append.
@@ -138,17 +148,26 @@ class ExperienceLog:
         """
         if not math.isfinite(mean_reward):
             raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")
-        return bool(await self._change("append", index, attempt, oldest_version, repr(float(mean_reward)), payload))
+        words = (index, attempt, oldest_version, repr(float(mean_reward)), payload, *_words(tally))
+        return bool(await self._change("append", *words, keys=[self._pass_rates]))
 
-    async def drop(self, index: int, attempt: int, reason: str, mean_reward: float) -> bool:
+    async def drop(self, index: int, attempt: int, reason: str, mean_reward: float, tally: Tally | None = None) -> bool:
         """Drops a scored group that is not used for training, without its payload. Returns False when it was dropped before.
+
+        Its `tally` counts as in `append`.
 
         Raises:
             StaleAttemptError: as in `append`.
         """
         if not math.isfinite(mean_reward):
             raise ValueError(f"group {index}: the mean reward must be finite, found {mean_reward}")
-        return bool(await self._change("drop", index, attempt, repr(float(mean_reward)), _one_line(reason)))
+        words = (index, attempt, repr(float(mean_reward)), _one_line(reason), *_words(tally))
+        return bool(await self._change("drop", *words, keys=[self._pass_rates]))
+
+    async def skip(self, index: int, attempt: int, reason: str) -> bool:
+        """Drops a group that was not sampled. Returns False when it was dropped before. Raises StaleAttemptError as `append`."""
+        words = (index, attempt, "-", _one_line(reason), *_words(None))
+        return bool(await self._change("drop", *words, keys=[self._pass_rates]))
 
     async def set_evaluated(self, version: int) -> None:
         """Records that evaluations up to `version` have ended or were skipped."""
@@ -156,15 +175,16 @@ class ExperienceLog:
 
     # -- the learner's changes
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, pass_rates: PassRates | None = None) -> None:
         """Sets the learner's checkpoint to `version` (0: before the first iteration). Later plans stay and are replayed.
 
-        An empty log may begin at any version (a fork).
+        An empty log may begin at any version (a fork), and takes over `pass_rates` when it begins for the first time.
 
         Raises:
             TransitionError: groups that the replay needs are released, or the checkpoint is ahead of the log.
         """
-        await self._change("begin", version)
+        lines = "\n".join(f"{prompt} {rate}" for prompt, rate in (pass_rates or {}).items())
+        await self._change("begin", version, lines, keys=[self._pass_rates])
 
     async def set_version(self, version: int) -> None:
         """Records that iteration `version` is trained. Raises TransitionError unless it is the next one."""
@@ -251,6 +271,16 @@ class ExperienceLog:
                     found[admission.index] = parts
         return found
 
+    async def pass_rate(self, prompt: str) -> PassRate:
+        """What is known of a prompt."""
+        text = await self.run.redis.hget(self._pass_rates, prompt)
+        return PassRate() if text is None else PassRate.parse(text.decode())
+
+    async def pass_rates(self) -> dict[str, PassRate]:
+        """Of every prompt that was judged."""
+        found = self.run.redis.hscan_iter(self._pass_rates, count=1000)
+        return {prompt.decode(): PassRate.parse(text.decode()) async for prompt, text in found}
+
     async def find_plan(self, iteration: int) -> Plan | None:
         """The plan of `iteration` if there is one."""
         text = await self.run.redis.hget(self.run.key("plans"), str(iteration))
@@ -300,6 +330,10 @@ class ExperienceLog:
         """Counts every state and finds missing or duplicate groups."""
         return (await LogSnapshot.take(self.run)).audit()
 
+    @property
+    def _pass_rates(self) -> str:
+        return self.run.key("pass_rates")
+
     async def _change(self, script: str, *args: bytes | str | int, keys: list[str] | None = None) -> Any:
         if self.term is None:
             raise StaleTermError(f"a term for `{script}`", "none taken", "Call take() first.")
@@ -308,6 +342,11 @@ class ExperienceLog:
 
 def _admission(reply: Any) -> Admission:
     return Admission(*(int(word) for word in reply))
+
+
+def _words(tally: Tally | None) -> tuple[str | int, ...]:
+    """A tally as a script's arguments; no prompt: nothing is counted."""
+    return ("", 0, 0) if tally is None else (tally.prompt, tally.samples, tally.solved)
 
 
 def _indices(text: bytes) -> tuple[int, ...]:

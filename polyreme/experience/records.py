@@ -94,8 +94,13 @@ class GroupRecord:
         return min(sample.oldest_version for sample in self.samples)
 
     @property
+    def sampled(self) -> list[SampleRecord]:
+        """The samples that are trained on: not a greedy baseline, which has no trained token. All, where none has one."""
+        return [sample for sample in self.samples if sample.loss_mask.any()] or self.samples
+
+    @property
     def mean_reward(self) -> float:
-        return math.fsum(sample.score for sample in self.samples) / len(self.samples)
+        return math.fsum(sample.score for sample in self.sampled) / len(self.sampled)
 
 
 def encode_group(group: GroupRecord) -> bytes:

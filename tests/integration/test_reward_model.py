@@ -119,7 +119,7 @@ def _without(name: str):
     [
         (lambda p: tiny_reward_model(p, outputs=2), {}, r"one output \(num_labels 1\); found 2 outputs.*options.label"),
         (lambda p: tiny_reward_model(p, outputs=2), {"label": 2}, "below the model's 2 outputs"),
-        (_causal, {}, "weights for the whole classifier.*score.weight, which would be random"),
+        (_causal, {}, r"no weights for .*score\.weight"),
         (lambda p: tiny_reward_model(p, template=None), {}, "a chat template.*options.template: none"),
         (_without("model.safetensors"), {}, "a sequence classifier and its tokenizer"),
         (_without("tokenizer.json"), {}, r"a tokenizer in .*tokenizer\.json"),
@@ -227,7 +227,7 @@ async def test_without_torch_the_error_names_the_extra(model: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match=r"No module named 'torch'. Install them: pip install 'polyreme-reward\[model\]'"):
         async with scoring({"model": str(model)}):
             pass
-    with pytest.raises(ConfigError, match=r"no config\.json there"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         async with scoring({"model": str(tmp_path)}):
             pass
     assert not [p for p in descendants() if p.pid not in before]

@@ -19,13 +19,13 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-import xxhash
 
 from polyreme.api.v1 import rollout_pb2
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, Version
 from support.models import Kind, tiny_model
 from support.replicas import Learner, generate, hf_weights, model_files, replica, request, rollout_config
+from support.worker_weights import digest, rank_weights
 
 TESTS = Path(__file__).resolve().parents[1]
 PROMPT = [5, 6, 7, 8, 9]
@@ -163,46 +163,14 @@ def test_the_workers_hold_the_pushed_tensors(kind: Kind, parallel: int, tmp_path
         environment = os.environ | {"PYTHONPATH": str(TESTS)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-        for weights, workers in zip(pushed, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        for weights, loaded in zip(pushed, json.loads(done.stdout.splitlines()[-1]), strict=True):
+            workers = loaded["workers"]
             assert len(workers) == parallel
             for rank, answer in enumerate(workers):
-                expected = {name: digest(array) for name, array in rank_weights(weights, kind, rank, parallel).items()}
+                expected = {name: digest(array) for name, array in rank_weights(weights, kind == "tied", rank, parallel).items()}
                 assert {name: (tuple(shape), value) for name, (shape, value) in answer.items()} == expected
     finally:
         learner.arena.close()
-
-
-def digest(array: np.ndarray) -> tuple[tuple[int, ...], int]:
-    return array.shape, xxhash.xxh3_64_intdigest(np.ascontiguousarray(array + np.float32(0)))
-
-
-def rank_weights(weights: dict[str, np.ndarray], kind: Kind, rank: int, parallel: int) -> dict[str, np.ndarray]:
-    """What a tensor-parallel rank holds of the Hugging Face tensors, by vLLM's names."""
-
-    def part(name: str, axis: int) -> np.ndarray:
-        return np.split(weights[name], parallel, axis)[rank]
-
-    padded = -(-weights["model.embed_tokens.weight"].shape[0] // 64) * 64
-    rows = slice(rank * padded // parallel, (rank + 1) * padded // parallel)
-    found: dict[str, np.ndarray] = {}
-    for name, array in weights.items():
-        prefix, _, leaf = name.rpartition("self_attn.") if "self_attn" in name else name.rpartition("mlp.")
-        if leaf.startswith("q_proj."):
-            suffix = leaf.removeprefix("q_proj.")
-            names = [f"{prefix}self_attn.{x}_proj.{suffix}" for x in "qkv"]
-            found[f"{prefix}self_attn.qkv_proj.{suffix}"] = np.concatenate([part(x, 0) for x in names])
-        elif leaf.startswith("gate_proj."):
-            names = [f"{prefix}mlp.{x}_proj.weight" for x in ("gate", "up")]
-            found[f"{prefix}mlp.gate_up_proj.weight"] = np.concatenate([part(x, 0) for x in names])
-        elif leaf.startswith(("o_proj.", "down_proj.")):
-            found[name] = part(name, 1)
-        elif name in ("model.embed_tokens.weight", "lm_head.weight"):
-            found[name] = array[rows]
-        elif not leaf.startswith(("k_proj.", "v_proj.", "up_proj.")):
-            found[name] = array
-    if kind == "tied":
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    return found
 
 
 @pytest.mark.real

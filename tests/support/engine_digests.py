@@ -1,4 +1,4 @@
-"""Run as a program: an engine loads versions from an arena and prints its workers' weight digests after each, as JSON.
+"""Run as a program: an engine loads versions from an arena and prints after each what its workers hold and answer, as JSON.
 
 python -m support.engine_digests MODEL_FILES TENSOR_PARALLEL STAGING...     (each a serialised StageArenaRequest)
 """
@@ -13,12 +13,15 @@ from polyreme.api.v1 import weights_pb2
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest
 from polyreme_rollout.engine.load import load_engine
-from polyreme_rollout.engine.protocol import ArenaSource, InferenceEngine
+from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, InferenceEngine, Sampling
 from support.replicas import rollout_config
+
+PROMPT = [5, 6, 7, 8, 9]
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=())
 
 
 async def load_all(engine: InferenceEngine, stagings: list[Path]) -> list[Any]:
-    """The workers' digests after each version."""
+    """After each version the workers' digests, and 32 greedy tokens with their log-probabilities."""
     await engine.open()
     answers = []
     for path in stagings:
@@ -28,8 +31,17 @@ async def load_all(engine: InferenceEngine, stagings: list[Path]) -> list[Any]:
         await engine.pause()
         await engine.load([ArenaSource(staging.arena_path, nonce, staging.slot, staging.generation, manifest)])
         await engine.resume()
-        answers.append(await engine.weight_digests())
+        answers.append({"workers": await engine.weight_digests(), **await greedy(engine, path.name)})
     return answers
+
+
+async def greedy(engine: InferenceEngine, salt: str) -> dict[str, Any]:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    async for delta in engine.generate(EngineRequest(salt, PROMPT, 32, 0, salt, GREEDY)):
+        ids += delta.token_ids
+        logprobs += delta.logprobs
+    return {"ids": ids, "logprobs": logprobs, "names": sorted(engine.weight_names)}
 
 
 def main() -> None:

@@ -19,19 +19,32 @@ from support import model_checks
 from support.model_checks import TOLERANCE, batch, hf_model, policy_of
 
 
-def family_checks(model: str, tensor: str, folder: str) -> None:
+def every_family(folder: str, tensor: str) -> None:
+    """Every check of each model in the folder's directories."""
     device = model_checks.start(tensor)
+    for model in sorted(Path(folder).iterdir()):
+        print(f"checking {model.name}", flush=True)
+        family_agrees(str(model), device, f"{folder}/{model.name}")
+
+
+def family_agrees(model: str, device: Device, folder: str) -> None:
     model_checks.logits_and_logprobs_agree(model, device)
     model_checks.training_agrees_with_plain_torch(model, device)
     model_checks.slices_fill_shared_views(model, device, folder)
+    model_checks.export_loads_in_transformers(model, device, folder)
     entropies_agree_also_in_chunks(model, device)
     both_specs_agree(model, device)
     critic_agrees(model, device, folder)
 
 
-def positions_agree(model: str) -> None:
-    """Logits over the whole context, for a model with another rotary embedding or a sliding window."""
+def positions_agree(folder: str) -> None:
+    """Logits over the whole context, for models with other rotary embeddings or a sliding window."""
     device = model_checks.start("1")
+    for model in sorted(Path(folder).iterdir()):
+        whole_context_agrees(str(model), device)
+
+
+def whole_context_agrees(model: str, device: Device) -> None:
     actor, reference = policy_of(model, device), hf_model(model)
     ids, _ = batch(actor.arch.vocab, rows=2, width=actor.arch.max_position)
     with torch.no_grad():
@@ -70,7 +83,8 @@ def _objective(results: list[Tensor] | tuple[Tensor, ...], weight: Tensor) -> Te
 
 def _gradients_agree(actor: Policy, reference: torch.nn.Module) -> None:
     """Of every parameter that tensor ranks cut; replicated ones are summed later, and `training_agrees` compares them."""
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    expected = model_checks.file_tensors(reference, gradients)
     assert actor.ddp is not None
     for row, _ in hf_mapping.stage_rows(actor.arch, actor.rank):
         if row.share == "all":

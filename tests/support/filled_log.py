@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from polyreme.experience.ledger import ExperienceLog, Writer
+from polyreme.experience.pass_rates import Tally
 from polyreme.experience.records import encode_group
 from polyreme.experience.run import Run
 from support.learning import made_up_groups
@@ -33,6 +34,7 @@ async def fill(
             group = replace(group, index=admission.index, attempt=admission.attempt, samples=made)
             if lags is not None:
                 lags.append(iteration - admission.version)
-            await log.append(admission.index, admission.attempt, encode_group(group), admission.version, 0.0)
+            tally = Tally(f"prompt-{place}", samples, sum(sample.score > 0.5 for sample in made))
+            await log.append(admission.index, admission.attempt, encode_group(group), admission.version, 0.0, tally)
             there += 1
         await asyncio.sleep(0.005)

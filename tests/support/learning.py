@@ -3,6 +3,7 @@
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,13 @@ def planned(iteration: int, vocab: int, greedy: bool = False) -> PlannedBatch:
     return PlannedBatch(iteration, tuple(range(len(groups))), tuple(encode_group(group) for group in groups))
 
 
+def supervised_rows(vocab: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Ids and loss masks of twelve rows of uneven lengths."""
+    random = np.random.default_rng(5)
+    ids = [random.integers(1, vocab, int(n), dtype=np.int32) for n in random.integers(4, 40, 12)]
+    return ids, [(np.arange(len(row)) >= 3).astype(np.uint8) for row in ids]
+
+
 class Rank:
     """One rank with everything an iteration needs."""
 
@@ -76,23 +84,26 @@ class Rank:
         self.ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         files = {"config.json": Path(config.model.path, "config.json").read_bytes()}
         self.engine = MegatronEngine(config, files, f"test-{uuid.uuid4().hex[:8]}", self.ranks, device)
-        if self.engine.algorithm.needs.reference:
+        self.engine.followers.begin()
+        if config.algorithm.ptx is not None:
+            self.engine.mix_in(*supervised_rows(self.engine.policy.arch.vocab))
+        if self.engine.algorithm.needs.reference and self.engine.reference is None:
             policy = self.engine.policy.frozen_copy()
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
     def iterate(self, iteration: int) -> dict[str, Any]:
+        """Trains an iteration. Returns its metrics but for times."""
         greedy = self.engine.algorithm.needs.greedy
-        return dict(self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy)))
+        measured = self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy))
+        return {name: value for name, value in measured.items() if not name.startswith("timing/")}
 
-    def write(self, path: Path, results: dict[str, object]) -> None:
-        """The whole weights, the critic's with the prefix `critic.`, and some results, by the first rank."""
-        tensors = self.engine.policy.full_tensors()
-        critic = self.engine.critic.model.full_tensors() if self.engine.critic is not None else {}
+    def write(self, path: Path, results: Mapping[str, object]) -> None:
+        """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
+        others = self.engine.saved[1:]
+        whole = {"": self.engine.policy.full_tensors(), **{f"{role.name}.": role.model.full_tensors() for role in others}}
         if self.ranks.leads:
-            assert tensors is not None and critic is not None
-            save_file(
-                {**tensors, **{f"critic.{name}": value for name, value in critic.items()}}, path.with_suffix(".safetensors")
-            )
+            tensors = {prefix + name: tensor for prefix, part in whole.items() for name, tensor in (part or {}).items()}
+            save_file(tensors, path.with_suffix(".safetensors"))
             path.with_suffix(".json").write_text(json.dumps(results))
 
 
@@ -123,10 +134,7 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
 
 def warm_start(rank: Rank) -> list[float]:
     phase = SftPhase(data=Path("unused"), steps=3, batch_size=5, lr=LR)
-    random = np.random.default_rng(5)
-    vocab = rank.engine.policy.arch.vocab
-    ids = [random.integers(1, vocab, int(n), dtype=np.int32) for n in random.integers(4, 40, 12)]
-    mask = [(np.arange(len(row)) >= 3).astype(np.uint8) for row in ids]
+    ids, mask = supervised_rows(rank.engine.policy.arch.vocab)
     reports: list[dict[str, float]] = []
     rank.engine.begin_iterations()  # with the epsilon of the test's configuration
 
@@ -139,27 +147,27 @@ def warm_start(rank: Rank) -> list[float]:
 
 
 def save_and_continue(config_json: str, out: str) -> None:
-    """Saves after iteration 2 of 4, and compares what was saved with transformers; the weights after iteration 1 are written too."""
+    """Saves after iteration 3 of 5, and compares what was saved with transformers; the weights of every version are written too."""
     rank = Rank(*start(config_json))
     assert rank.engine.load() is None
     rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
-    for iteration in range(1, 5):
-        rank.iterate(iteration)
-        if iteration == 1:
-            rank.write(Path(out, "first"), {})
-        if iteration == 2:
+    metrics = []
+    for iteration in range(1, 6):
+        metrics.append(rank.iterate(iteration))
+        rank.write(Path(out, f"version-{iteration}"), {})
+        if iteration == 3:
             rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
-            gates = rank.engine.compare_hf(rank.engine.hf_path(2))
-    rank.write(Path(out, "whole"), {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json()})
+            gates = rank.engine.compare_hf(rank.engine.hf_path(3))
+    results = {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json(), "metrics": metrics}
+    rank.write(Path(out, "whole"), results)
     rank.engine.close()
 
 
 def resume_and_continue(config_json: str, out: str) -> None:
     rank = Rank(*start(config_json))
-    assert rank.engine.load() == 2
-    for iteration in range(3, 5):
-        rank.iterate(iteration)
-    rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json()})
+    assert rank.engine.load() == 3
+    metrics = [rank.iterate(iteration) for iteration in (4, 5)]
+    rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json(), "metrics": metrics})
     rank.engine.close()
 
 

@@ -32,6 +32,7 @@ class LogModel:
     groups: list[Group] = field(default_factory=list)
     plans: dict[int, list[int]] = field(default_factory=dict)
     drafts: dict[int, list[bytes]] = field(default_factory=dict)
+    judged: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # samples and solved of a prompt's groups, in order
 
     @property
     def planned(self) -> int:
@@ -43,6 +44,13 @@ class LogModel:
     def payloads(self) -> set[int]:
         kept = {index for index in self.those("planned") if self.groups[index].iteration > self.released}
         return kept | set(self.those("appended"))
+
+    def pass_rates(self) -> dict[str, tuple[int, int, int]]:
+        """Samples, solved and streak of every prompt."""
+        return {
+            prompt: (sum(n for n, _ in groups), sum(k for _, k in groups), streak(groups))
+            for prompt, groups in self.judged.items()
+        }
 
     # -- orchestrator
 
@@ -71,7 +79,7 @@ class LogModel:
                 raise Illegal
             self.drafts[index] = [*parts[:number], part]
 
-    def append(self, index: int, attempt: int, oldest_version: int) -> bool:
+    def append(self, index: int, attempt: int, oldest_version: int, tally: tuple[str, int, int] | None = None) -> bool:
         group = self._group(index)
         if index < self.low_water or (group.state in ("appended", "planned") and group.attempt == attempt):
             return False
@@ -81,9 +89,10 @@ class LogModel:
             raise Illegal
         group.state, group.version = "appended", oldest_version
         self.drafts.pop(index, None)
+        self._judge(tally)
         return True
 
-    def drop(self, index: int, attempt: int) -> bool:
+    def drop(self, index: int, attempt: int, tally: tuple[str, int, int] | None = None) -> bool:
         group = self._group(index)
         if index < self.low_water or (group.state == "dropped" and group.attempt == attempt):
             return False
@@ -91,7 +100,13 @@ class LogModel:
             raise Stale
         group.state = "dropped"
         self.drafts.pop(index, None)
+        self._judge(tally)
         return True
+
+    def _judge(self, tally: tuple[str, int, int] | None) -> None:
+        if tally is not None:
+            prompt, samples, solved = tally
+            self.judged.setdefault(prompt, []).append((samples, solved))
 
     def _group(self, index: int) -> Group:
         if index >= len(self.groups):
@@ -164,3 +179,16 @@ class LogModel:
                 break
             self.low_water += 1
         return self.low_water
+
+
+def streak(groups: list[tuple[int, int]]) -> int:
+    """Samples of the newest groups that were all solved; negative where none was."""
+    for sign, all_alike in ((1, lambda n, k: k == n), (-1, lambda n, k: k == 0)):
+        count = 0
+        for samples, solved in reversed(groups):
+            if not all_alike(samples, solved):
+                break
+            count += samples
+        if count:
+            return sign * count
+    return 0

@@ -45,6 +45,24 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
     return Path(path)
 
 
+FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+    },
+    "qwen3_moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+}
+"""What a tiny model of the family needs to show all of its parts."""
+
+
 def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any) -> Path:
     """Saves a random model of any family with `transformers` and returns its directory.
 
@@ -67,9 +85,10 @@ def tiny_family_model(model_type: str, path: Path, seed: int = 0, **fields: Any)
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
+    fields = sizes | FAMILY_FIELDS.get(model_type, {}) | fields
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | fields)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
         with torch.no_grad():
             for parameter in model.parameters():  # biases and norms start at constants: make every number matter
                 parameter.add_(torch.randn_like(parameter) * 0.05)

@@ -18,20 +18,7 @@ PACKAGES = (
     ROOT / "services" / "trainer" / "polyreme_trainer",
 )
 TRAINER = "services/trainer/polyreme_trainer"
-NOT_CONVERTED = (
-    "services/reward",
-    f"{TRAINER}/algorithms",
-    f"{TRAINER}/checks.py",
-    f"{TRAINER}/command.py",
-    f"{TRAINER}/data",
-    f"{TRAINER}/launch",
-    f"{TRAINER}/learner",
-    f"{TRAINER}/megatron",
-    f"{TRAINER}/observe",
-    f"{TRAINER}/stages",
-    f"{TRAINER}/testing",
-    f"{TRAINER}/weight_sync/version_writer.py",
-)
+NOT_CONVERTED = (f"{TRAINER}/megatron",)
 
 BANNED_MODULES = frozenset(
     {"desk", "drafts", "fleet", "hold", "intake", "pace", "place", "rows", "scratch", "servers", "slots", "snapshots", "usage"}

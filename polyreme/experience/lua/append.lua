@@ -1,7 +1,7 @@
 #!lua
 -- append: admitted(attempt) -> appended, with its payload. The same attempt again changes nothing.
--- KEYS: common. Writes ledger, in_flight, appended, payloads, drafts.
--- ARGV: orchestrator's term, index, attempt, oldest version, mean reward, payload. Returns 1, or 0 for a duplicate.
+-- KEYS: common, then pass_rates. Writes ledger, in_flight, appended, payloads, drafts, pass_rates.
+-- ARGV: orchestrator's term, index, attempt, oldest version, mean reward, payload, prompt ('' counts nothing), samples, solved. Returns 1, or 0 for a duplicate.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end
 local index, attempt = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -18,6 +18,7 @@ redis.call('ZREM', IN_FLIGHT, member(index))
 cut_draft(index, 0)
 redis.call('ZADD', APPENDED, tonumber(ARGV[4]), member(index))
 redis.call('HSET', PAYLOADS, int(index), ARGV[6])
+count_tally(KEYS[10], ARGV[7], ARGV[8], ARGV[9])
 write(index, 'appended', int(attempt), ARGV[4], ARGV[5])
 -- Signals only once a full batch is available.
 if redis.call('ZCARD', APPENDED) >= meta('groups_per_iteration') then signal('append', int(index)) end

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- begin: sets the learner to checkpoint `version`; later plans are kept and replayed.
--- KEYS: common. Reads plans; writes meta.version, and meta.base of a log without plans.
--- ARGV: learner's term, version.
+-- KEYS: common, then pass_rates. Reads plans; writes meta.version, meta.base of a log without plans, and pass_rates of one that never began.
+-- ARGV: learner's term, version, what a fork continues with: a line "PROMPT SAMPLES SOLVED STREAK" for each prompt.
 local stale = refused('learner', ARGV[1])
 if stale then return stale end
 local version = tonumber(ARGV[2])
@@ -13,6 +13,9 @@ elseif version < meta('released') then
 elseif version > planned() then
   return redis.error_reply('ORDER version ' .. int(version) .. ' is ahead of the log, which has planned up to iteration '
     .. int(planned()))
+end
+if meta('version') < 0 then
+  for prompt, rate in string.gmatch(ARGV[3], '(%S+) ([^\n]+)') do redis.call('HSET', KEYS[10], prompt, rate) end
 end
 redis.call('HSET', META, 'version', int(version))
 signal('version', int(version))

@@ -4,7 +4,7 @@
 --   terms      hash   role -> "counter token" of its holder
 --   ledger     hash   index -> row, one of
 --                       admitted ATTEMPT VERSION ADMITTED_MS | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
---                       planned ATTEMPT OLDEST_VERSION ITERATION | dropped ATTEMPT MEAN_REWARD REASON | failed ATTEMPT REASON
+--                       planned ATTEMPT OLDEST_VERSION ITERATION | dropped ATTEMPT MEAN_REWARD REASON (MEAN_REWARD is - where nothing was sampled) | failed ATTEMPT REASON
 --   in_flight  zset   padded index, by the version it was admitted at: the rows `admitted`
 --   appended   zset   padded index, by its oldest token's version: the rows `appended`
 --   plans      hash   iteration -> "INDEX INDEX ..."
@@ -74,6 +74,18 @@ local function cut_draft(index, first)
   elseif first < parts then
     redis.call('HSET', DRAFTS, int(index), int(attempt) .. ' ' .. int(first))
   end
+end
+
+-- Counts a scored group in the hash `rates` (prompt -> "SAMPLES SOLVED STREAK"); without a prompt, nothing.
+local function count_tally(rates, prompt, samples, solved)
+  if prompt == '' then return end
+  local before = redis.call('HGET', rates, prompt) or '0 0 0'
+  local all, passed, streak = string.match(before, '^(%d+) (%d+) (-?%d+)$')
+  local n, k = tonumber(samples), tonumber(solved)
+  if k == n then streak = math.max(0, tonumber(streak)) + n
+  elseif k == 0 then streak = math.min(0, tonumber(streak)) - n
+  else streak = 0 end
+  redis.call('HSET', rates, prompt, int(all + n) .. ' ' .. int(passed + k) .. ' ' .. int(streak))
 end
 
 -- admitted (row `r`) -> admitted with the next attempt, or failed after the last one. Returns the new attempt, or nil.

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- drop: admitted(attempt) -> dropped(mean reward, reason): scored, but not used for training. A repetition changes nothing.
--- KEYS: common. Writes ledger, in_flight, drafts.
--- ARGV: orchestrator's term, index, attempt, mean reward, reason. Returns 1, or 0 for a duplicate.
+-- drop: admitted(attempt) -> dropped(mean reward, reason): scored but not used for training, or not sampled at all (mean reward -).
+-- A repetition changes nothing. KEYS: common, then pass_rates. Writes ledger, in_flight, drafts, pass_rates.
+-- ARGV: orchestrator's term, index, attempt, mean reward, reason, prompt ('' counts nothing), samples, solved. Returns 1, or 0 for a duplicate.
 local stale = refused('orchestrator', ARGV[1])
 if stale then return stale end
 local index, attempt = tonumber(ARGV[2]), tonumber(ARGV[3])
@@ -12,6 +12,7 @@ if r.state == 'dropped' and r.attempt == attempt then return 0 end
 if r.state ~= 'admitted' or r.attempt ~= attempt then return redis.error_reply('STALEATTEMPT ' .. r.text) end
 redis.call('ZREM', IN_FLIGHT, member(index))
 cut_draft(index, 0)
+count_tally(KEYS[10], ARGV[6], ARGV[7], ARGV[8])
 write(index, 'dropped', int(attempt), ARGV[4], ARGV[5])
 signal('drop', int(index))
 return 1

@@ -1,4 +1,7 @@
-"""Loads the configured rewards. Invariant: only built-in rules of linear time run in this process."""
+"""Loads the configured rewards.
+
+Invariant: only built-in rules with linear time run in this process. Every other reward runs in a worker process or on another server.
+"""
 
 import logging
 from collections.abc import AsyncIterator, Sequence
@@ -16,22 +19,23 @@ from polyreme_reward.plugins.load import ENTRY_POINTS
 from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
 from polyreme_reward.rules.reward import RuleReward
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
 async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIterator[Sequence[Reward]]:
-    """The configured rewards, loaded, in their order; closed with their processes and connections at the end.
+    """Loads the configured rewards, in order. Ends their processes and connections at the end of the block.
 
     Raises:
-        ConfigError: one cannot be loaded. UnavailableError: loading takes longer than `start_timeout`.
+        ConfigError: a reward cannot be loaded.
+        UnavailableError: loading takes longer than `start_timeout`.
     """
     async with AsyncExitStack() as stack:
         rewards: list[Reward | None] = []
         pooled: list[tuple[int, dict[str, Any]]] = []
         for position, spec in enumerate(config.rewards):
             if spec.url is not None:
-                from polyreme_reward.remote.reward import HttpReward  # it imports httpx: only where it is needed
+                from polyreme_reward.remote.reward import HttpReward  # imports httpx, so only when needed
 
                 remote = HttpReward(
                     spec.label, spec.weight, spec.urls, str(spec.protocol), config.item_timeout, spec.options, spec.security
@@ -65,12 +69,12 @@ async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIte
             for index, (position, _) in enumerate(pooled):
                 spec = config.rewards[position]
                 reward = rewards[position] = PooledReward(spec.label, spec.weight, pool, index, correctness(spec))
-                log.info("the reward %s: %s", reward.name, reward.description)
+                logger.info("the reward %s: %s", reward.name, reward.description)
         yield [reward for reward in rewards if reward is not None]
 
 
 def is_builtin(spec: RewardSpec) -> bool:
-    """Whether a reward that is neither an endpoint nor a model goes by its name alone."""
+    """Whether a reward that is neither an endpoint nor a model is given by its name alone."""
     return spec.file is None and spec.module is None
 
 
@@ -81,7 +85,7 @@ def correctness(spec: RewardSpec) -> bool:
 
 
 def _source(spec: RewardSpec) -> dict[str, Any]:
-    """The reward's source, as `plugins.load` takes it."""
+    """The reward's source in the form of `plugins.load`."""
     if spec.file is not None:
         return {"path": str(spec.file), "code": read_file(spec.file), "function": spec.function, "options": spec.options}
     if spec.module is not None:
@@ -89,7 +93,7 @@ def _source(spec: RewardSpec) -> dict[str, Any]:
     if spec.name not in BUILTINS and entry_points(group=ENTRY_POINTS, name=str(spec.name)):
         return {"entry_point": spec.name, "options": spec.options}
     if spec.name not in BUILTINS:
-        make_rule(str(spec.name), spec.options)  # raises, naming the nearest
+        make_rule(str(spec.name), spec.options)  # raises and suggests the nearest name
     return {"builtin": spec.name, "options": spec.options}
 
 
@@ -98,4 +102,6 @@ def read_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"a Python file {path}", str(error), "Fix `file`; it is read where the reward service runs.") from None
+        raise ConfigError(
+            f"a Python file {path}", str(error), "Fix `file`. The reward service reads it on its own machine."
+        ) from None

@@ -1,6 +1,6 @@
-"""The reward service's check of a run before anything starts: sources, options, and whether rows have what rewards need.
+"""The reward service's check before a run starts: sources, options, and whether the rows have the columns that rewards need.
 
-Invariant: a reward of the user's is read, never run, and bounded work is done: of a long file, the first rows stand for the rest.
+Invariant: the check reads a user's reward but never runs it, and its work is bounded: it reads only the first rows of a long file.
 """
 
 import asyncio
@@ -33,17 +33,21 @@ _ROWS = 20_000
 
 @dataclass(frozen=True)
 class Need:
-    """What a row must have for a reward: one of these columns, "label" for data.label_key. Without it, the reward fails for the row;
-    where that is not certain, as in a function of the user's, it may."""
+    """The columns of which a row must have one for a reward; "label" stands for data.label_key.
+
+    Attributes:
+        columns: names of columns; empty: the reward needs none.
+        certain: whether the reward always fails for a row without them. A user's function may not.
+    """
 
     columns: tuple[str, ...] = ()
     certain: bool = True
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
-    """Notices and errors of a run's rewards."""
+    """Yields notices and errors about a run's rewards."""
     needs: dict[str, Need] = {}
-    if config.reward.security not in (None, config.security):  # the core checks the run's own
+    if config.reward.security not in (None, config.security):  # the core checks the run's section
         try:
             tls.check_files(config.reward.security)
         except ConfigError as error:
@@ -59,9 +63,9 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
 
 
 def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
-    """What a row must have for the reward. Raises ConfigError for a reward that could not be loaded."""
+    """What a row must have for the reward. Raises ConfigError when the reward cannot be loaded."""
     if spec.url is not None:
-        from polyreme_reward.remote.reward import HttpReward  # imports httpx: only where it is used
+        from polyreme_reward.remote.reward import HttpReward  # imports httpx, so only when needed
 
         remote = HttpReward(spec.label, spec.weight, spec.urls, str(spec.protocol), 1.0, spec.options, spec.security)
         asyncio.run(remote.close())
@@ -82,7 +86,7 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
 
 
 def _check_rows(path: Path, config: RunConfig, needs: dict[str, Need]) -> Iterator[str | PolyremeError]:
-    """Whether the rows of a file have what their rewards need."""
+    """Yields notices and errors about rows that lack columns their rewards need."""
     asked, lacking = Counter[str](), Counter[str]()
     try:
         for number, fields in islice(read_objects(path), _ROWS):
@@ -108,7 +112,7 @@ def _check_rows(path: Path, config: RunConfig, needs: dict[str, Need]) -> Iterat
 
 
 def _rewards_of(fields: Mapping[str, Any], config: RewardConfig, where: str) -> Sequence[str]:
-    """The rewards that score a row. Raises DataError when it names others than there are."""
+    """The names of the rewards that score a row. Raises DataError when the row names an unknown reward."""
     known = [spec.label for spec in config.rewards]
     if config.choose_by is None:
         return known
@@ -130,5 +134,5 @@ def _has(fields: Mapping[str, Any], need: Need, data: DataConfig) -> bool:
         return False
     try:
         return label_text(fields.get(data.label_key)) != ""
-    except TypeError:  # the trainer refuses such a row itself
+    except TypeError:  # the trainer's check refuses such a row
         return True

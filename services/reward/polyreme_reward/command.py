@@ -1,6 +1,6 @@
-"""`polyreme reward` serves the rewards of a run in Redis or of a file; `polyreme reward test FILE` scores a file with them.
+"""`polyreme reward` serves the rewards of a run in Redis or of a YAML file. `polyreme reward test FILE` scores a file with them.
 
-Invariant: from the first signal on, the server drains before it ends.
+Invariant: after the first signal the server drains before it ends.
 """
 
 import asyncio
@@ -21,27 +21,31 @@ from polyreme.net.redis_url import redis_option
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import stop_event
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def reward(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[test FILE.jsonl]", help="Score a file and exit.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[test FILE.jsonl]", help="Score the responses of a file and exit.")
+    ] = None,
     redis: Annotated[str | None, redis_option("URL of the run's Redis.")] = None,
-    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML with a `reward` section: serve it without a run.")] = None,
+    run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id. Default: the newest run.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with a `reward` section to serve without a run.")] = None,
     host: Host = None,
     port: Port = 0,
     http_port: HttpPort = 0,
     advertise: Advertise = None,
-    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run.")] = 60.0,
+    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Maximum seconds to wait for the run.")] = 60.0,
 ) -> None:
-    """Score responses, over gRPC and HTTP, with the rewards of a run or of a file."""
+    """Serve the rewards of a run or of a file over gRPC and HTTP."""
     logging_setup.setup("reward")
     if words:
         _test(words, config)
         return
     if config is None and redis is None:
-        raise ConfigError("--redis URL or --config FILE", "neither", "Name the run's Redis, or a YAML file to serve alone.")
+        raise ConfigError(
+            "--redis URL or --config FILE", "neither", "Pass the run's Redis, or a YAML file to serve without a run."
+        )
     asyncio.run(_serve(redis, run, config, partial(endpoint_of, host, port, http_port, advertise), wait))
 
 
@@ -62,7 +66,7 @@ async def _serve(
     from polyreme_reward.isolation.privacy import refuse_inspection
     from polyreme_reward.server import serve
 
-    refuse_inspection()  # its memory and environment hold the run's password and token
+    refuse_inspection()  # memory and environment contain the run's password and token
     if path is not None:
         stop = stop_event()
         async with serve(load_reward_config(path), endpoint_towards(None)) as addresses:
@@ -84,7 +88,7 @@ async def _serve(
 
 
 async def _until(stop: asyncio.Event, grpc: str, url: str) -> None:
-    gc.freeze()  # loaded modules stay: full collections need not scan them
-    log.info("ready: gRPC at %s, HTTP at %s", grpc, url)
+    gc.freeze()  # excludes loaded modules from garbage collections
+    logger.info("ready: gRPC at %s, HTTP at %s", grpc, url)
     await stop.wait()
-    log.info("draining")
+    logger.info("draining")

@@ -1,8 +1,8 @@
-"""PaddleNLP's and OpenRLHF's HTTP wires.
+"""The HTTP protocols of PaddleNLP and OpenRLHF.
 
-Invariant: they only translate, and a failure carries no number. They have no status per item, so one failed item fails their whole
-request. Where PaddleNLP's server answers an error with zeros as scores, this one answers `null`: its trainer uses zeros then too, but logs
-a warning.
+Invariant: this module only translates, and a failure has no score. These protocols have no status per item, so one failed item fails the
+whole request. PaddleNLP's own server replies to an error with zeros as scores. This one replies `null`, for which PaddleNLP's trainer
+also uses zeros but logs a warning.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from polyreme_reward.scorer import Scored, Scorer
 
 
 class PaddleNlpRequest(BaseModel):
-    """What PaddleNLP's trainers send: lists of one length."""
+    """The request of PaddleNLP's trainers: lists of equal length."""
 
     src: list[str]
     tgt: list[str]
@@ -27,7 +27,8 @@ class PaddleNlpRequest(BaseModel):
 
 
 class OpenRlhfRequest(BaseModel):
-    """What OpenRLHF's trainers send. `query` is prompt and response; the other lists, if given, have its length. A label may be a number."""
+    """The request of OpenRLHF's trainers. `query` holds prompt and response; the other lists, if present, have the same length. A label
+    may be a number."""
 
     query: list[str]
     prompts: list[str] | None = None
@@ -41,19 +42,19 @@ class OpenRlhfReply(BaseModel):
 
 
 class SpecialTokens:
-    """The texts of the special tokens, which foreign trainers leave in what they send."""
+    """The texts of special tokens, which foreign trainers leave in the texts that they send."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self._tokens = tuple(token for token in tokens if token)
 
     def removed(self, text: str) -> str:
-        """The text without them."""
+        """The text without special tokens."""
         for token in self._tokens:
             text = text.replace(token, "")
         return text
 
     def response(self, query: str, prompt: str) -> str | None:
-        """The query without its prompt, before which a decoded sequence may have padding and a begin token; None: the prompt is not there."""
+        """The query without its prompt, or None when it does not start with the prompt. Padding and a BOS token may precede the prompt."""
         start = 0
         while not query.startswith(prompt, start):
             lead = next((token for token in self._tokens if query.startswith(token, start)), None)
@@ -64,14 +65,14 @@ class SpecialTokens:
 
 
 def paddlenlp(scorer: Scorer, tokens: SpecialTokens) -> APIRouter:
-    """The route POST / of PaddleNLP's reward server."""
+    """The route POST / of the PaddleNLP protocol."""
     router = APIRouter()
 
-    @router.post("/", response_model=PaddleNlpReply, responses=BUSY, summary="PaddleNLP's wire")
+    @router.post("/", response_model=PaddleNlpReply, responses=BUSY, summary="The PaddleNLP protocol")
     async def score(body: PaddleNlpRequest) -> Any:
         if not len(body.src) == len(body.tgt) == len(body.response):
             lengths = f"{len(body.src)}, {len(body.tgt)} and {len(body.response)}"
-            return failure(f"expected src, tgt and response of one length; found {lengths}")
+            return failure(f"expected src, tgt and response of equal length; found {lengths}")
         if not body.src:
             return PaddleNlpReply(score=[])
         rows = zip(body.src, body.tgt, body.response, strict=True)
@@ -88,12 +89,12 @@ def paddlenlp(scorer: Scorer, tokens: SpecialTokens) -> APIRouter:
 
 
 def openrlhf(scorer: Scorer, tokens: SpecialTokens) -> APIRouter:
-    """The route POST /get_reward of OpenRLHF's reward server."""
+    """The route POST /get_reward of the OpenRLHF protocol."""
     router = APIRouter()
     path = "/get_reward"
     failed: dict[int | str, dict[str, Any]] = {500: {"model": Problem, "description": "An item could not be scored."}}
 
-    @router.post(path, response_model=OpenRlhfReply, responses={**BUSY, **failed}, summary="OpenRLHF's wire")
+    @router.post(path, response_model=OpenRlhfReply, responses={**BUSY, **failed}, summary="The OpenRLHF protocol")
     async def score(body: OpenRlhfRequest) -> Any:
         try:
             items = _openrlhf_items(body, tokens)
@@ -104,7 +105,7 @@ def openrlhf(scorer: Scorer, tokens: SpecialTokens) -> APIRouter:
         answers = await scorer.score(items)
         if problem := _failures(answers):
             if all(NO_LABEL in answer.message for answer in answers if answer.status is not Status.OK):
-                return unprocessable(path, problem)  # the same request would fail again
+                return unprocessable(path, problem)  # a retry of the same request would fail again
             note(path, problem)
             return JSONResponse({"detail": problem}, 500)
         scores = [answer.score for answer in answers]
@@ -114,19 +115,19 @@ def openrlhf(scorer: Scorer, tokens: SpecialTokens) -> APIRouter:
 
 
 def _openrlhf_items(body: OpenRlhfRequest, tokens: SpecialTokens) -> list[Item]:
-    """The items of a request. Raises ValueError: its lists differ in length, or a query does not begin with its prompt."""
+    """The items of a request. Raises ValueError when its lists differ in length, or a query does not start with its prompt."""
     count = len(body.query)
     prompts = body.prompts if body.prompts is not None else [""] * count
     labels = body.labels if body.labels is not None else [None] * count
     if not len(prompts) == len(labels) == count:
-        raise ValueError(f"expected query, prompts and labels of one length; found {count}, {len(prompts)} and {len(labels)}")
+        raise ValueError(f"expected query, prompts and labels of equal length; found {count}, {len(prompts)} and {len(labels)}")
     items = []
     for position, (query, prompt, label) in enumerate(zip(body.query, prompts, labels, strict=True)):
         response = tokens.response(query, prompt)
         if response is None:
             raise ValueError(
-                f"item {position}: expected a query that begins with its prompt; found {query[:80]!r}. Add tokens that stand in "
-                "front of it to reward.special_tokens, and leave prompts whole"
+                f"item {position}: expected a query that starts with its prompt; found {query[:80]!r}. Add tokens that precede the "
+                "prompt to reward.special_tokens, and do not truncate prompts"
             )
         items.append(_item(tokens, prompt, response, label_text(label)))
     return items
@@ -138,14 +139,14 @@ def _item(tokens: SpecialTokens, prompt: str, response: str, label: str) -> Item
 
 
 def _failures(answers: Sequence[Scored]) -> str:
-    """The failures of the items without a score; empty when all have one."""
+    """A description of the items without a score, or '' when all have one."""
     bad = [(position, answer) for position, answer in enumerate(answers) if answer.status is not Status.OK]
     shown = [f"item {position}: {answer.status.name} {answer.message}" for position, answer in bad[:5]]
     return "; ".join(shown) + (f"; and {len(bad) - 5} more" if len(bad) > 5 else "")
 
 
 def _columns(answers: Sequence[Scored]) -> dict[str, list[float]]:
-    """The parts that every item has, by name."""
+    """The values of the parts that all items have, by name."""
     rows = [{part.name: part.raw for part in answer.parts} for answer in answers]
     common = [name for name in rows[0] if all(name in row for row in rows)]
     return {name: [row[name] for row in rows] for name in common}

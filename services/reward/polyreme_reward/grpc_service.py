@@ -1,4 +1,7 @@
-"""RewardService over gRPC: the native wire. Invariant: it only translates; scores are computed in `scorer`."""
+"""RewardService over gRPC, the native protocol.
+
+Invariant: this module only translates; `scorer` computes the scores.
+"""
 
 from typing import Any, NoReturn
 
@@ -13,13 +16,13 @@ NAME: str = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
 
 
 class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
-    """Score and ListRewards of one Scorer."""
+    """Serves Score and ListRewards for one Scorer."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers this servicer."""
+        """Registers this servicer with a server."""
         reward_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:

@@ -1,6 +1,6 @@
-"""The HTTP application: the native wire, the foreign wires, and the routes for operators.
+"""The HTTP application: the native protocol, the foreign protocols, and the routes for operators.
 
-Invariant: the native wire only translates, and a failure carries no number.
+Invariant: the routes only translate, and a failure has no score.
 """
 
 import json
@@ -20,13 +20,15 @@ from polyreme_reward.scorer import BATCH_LIMIT, Scored, Scorer
 
 
 class NativeItem(BaseModel):
-    key: str = Field("", description="Names this exact question, so that a retry is answered once; empty: not remembered.")
+    key: str = Field(
+        "", description="Identifies this exact item, so that a retry is not scored again. '': the answer is not cached."
+    )
     prompt: str = Field("", description="The prompt as plain text.")
-    templated_prompt: str = Field("", description="The prompt as the model saw it, template and special tokens included.")
+    templated_prompt: str = Field("", description="The prompt as the model saw it, including template and special tokens.")
     response: str = Field(description="The response without special tokens.")
     response_raw: str = Field("", description="The response with special tokens.")
     label: str = Field("", description="The reference answer.")
-    metadata: dict[str, Any] = Field({}, description="The row's other columns.")
+    metadata: dict[str, Any] = Field({}, description="The other columns of the row.")
 
 
 class NativeRequest(BaseModel):
@@ -43,7 +45,7 @@ class NativePart(BaseModel):
 class NativeResult(BaseModel):
     key: str
     status: Literal["ok", "error", "timeout", "invalid"]
-    score: float | None = Field(description="Null unless the status is ok.")
+    score: float | None = Field(description="null unless the status is ok.")
     parts: list[NativePart]
     message: str
 
@@ -70,9 +72,9 @@ def make_app(scorer: Scorer, metrics: RewardMetrics, special_tokens: Sequence[st
 
     Args:
         scorer: computes the scores.
-        metrics: shown under /metrics.
-        special_tokens: texts that are removed from the prompts, responses and labels of the foreign wires, which carry them.
-        ready: its only element is the answer of /ready.
+        metrics: served at /metrics.
+        special_tokens: texts to remove from the prompts, responses and labels of the foreign protocols.
+        ready: a list with one element, the answer of /ready.
     """
     app = FastAPI(title="Polyreme reward service", version=str(API_VERSION))
     http_errors.add_handlers(app)
@@ -91,7 +93,10 @@ def _native_wire(scorer: Scorer) -> APIRouter:
     router = APIRouter()
 
     @router.post(
-        "/v1/score", response_model=NativeReply, responses=http_errors.BUSY, summary="The native wire: a status for every item"
+        "/v1/score",
+        response_model=NativeReply,
+        responses=http_errors.BUSY,
+        summary="The native protocol, with a status for every item",
     )
     async def native(body: NativeRequest) -> Any:
         items = [
@@ -109,7 +114,7 @@ def _native_wire(scorer: Scorer) -> APIRouter:
         answers = await scorer.score(items)
         return {"results": [_native(item.key, answer) for item, answer in zip(items, answers, strict=True)]}
 
-    @router.get("/v1/rewards", response_model=RewardList, summary="The rewards behind every score")
+    @router.get("/v1/rewards", response_model=RewardList, summary="The rewards of every score")
     async def rewards() -> Any:
         return RewardList(
             api=API_VERSION,
@@ -127,11 +132,11 @@ def _native_wire(scorer: Scorer) -> APIRouter:
 def _operators(metrics: RewardMetrics, ready: list[bool]) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health", summary="The process answers")
+    @router.get("/health", summary="Whether the process answers")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @router.get("/ready", responses={503: {"description": "Starting or draining."}}, summary="It takes items")
+    @router.get("/ready", responses={503: {"description": "Starting or draining."}}, summary="Whether the service accepts items")
     async def is_ready() -> Response:
         return JSONResponse({"ready": ready[0]}, 200 if ready[0] else 503)
 

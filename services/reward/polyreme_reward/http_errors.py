@@ -1,6 +1,6 @@
-"""Failed HTTP requests: their answers, their documentation, their log lines.
+"""Failed HTTP requests: responses, their documentation, and log messages.
 
-Invariant: every refused or failed request is logged once, with a bounded message on one line.
+Invariant: every refused or failed request is logged exactly once, with a bounded message on one line.
 """
 
 import logging
@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from polyreme_reward.scorer import BadBatch, RequestRejected
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_LOGGED = 1000  # characters of a failure
+_LOGGED = 1000  # maximum characters of a logged failure
 
 
 class Problem(BaseModel):
@@ -24,7 +24,7 @@ class Problem(BaseModel):
 
 
 class PaddleNlpReply(BaseModel):
-    """What PaddleNLP's trainers read. `score` is null unless `error_code` is 0."""
+    """The reply to PaddleNLP's trainers. `score` is null unless `error_code` is 0."""
 
     error_code: int = 0
     error_msg: str = "Success"
@@ -33,27 +33,27 @@ class PaddleNlpReply(BaseModel):
 
 BUSY: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body is not UTF-8 text."},
-    401: {"model": Problem, "description": "The service has a token, and the request does not carry it."},
+    401: {"model": Problem, "description": "The service requires a token that the request does not carry."},
     413: {"model": Problem, "description": "The body is too large."},
-    429: {"model": Problem, "description": "The queue is full; ask again after `retry-after` seconds."},
-    503: {"model": Problem, "description": "The service shuts down; ask another one after `retry-after` seconds."},
+    429: {"model": Problem, "description": "The queue is full. Retry after `retry-after` seconds."},
+    503: {"model": Problem, "description": "The service is shutting down. Retry with another one after `retry-after` seconds."},
 }
-"""Answers that every scoring route may give."""
+"""Error responses of every scoring route."""
 
 
 def note(path: str, problem: object) -> None:
-    """Logs why a request to `path` failed."""
-    log.warning("a request to %s failed: %s", path, str(problem)[:_LOGGED].replace("\n", " "))
+    """Logs the reason of a failed request to `path`."""
+    logger.warning("a request to %s failed: %s", path, str(problem)[:_LOGGED].replace("\n", " "))
 
 
 def unprocessable(path: str, problem: str) -> Response:
-    """A 422 in FastAPI's own form, for what its validation does not check; logged."""
+    """Logs a problem that FastAPI's validation does not check, and returns a 422 in FastAPI's format."""
     note(path, problem)
     return JSONResponse({"detail": [{"type": "value_error", "loc": ["body"], "msg": problem}]}, 422)
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Gives the application its answers to requests that are refused or do not fit; PaddleNLP's wire, at /, has a form of its own."""
+    """Adds handlers for refused and invalid requests. The PaddleNLP protocol at / has its own format of errors."""
 
     @app.exception_handler(RequestRejected)
     async def refused(request: Request, error: RequestRejected) -> Response:
@@ -78,5 +78,5 @@ def add_handlers(app: FastAPI) -> None:
         note(request.url.path, bare)
         try:
             return JSONResponse({"detail": detail}, 422)
-        except ValueError:  # the input has what JSON cannot hold: NaN, lone surrogates
+        except ValueError:  # the input contains NaN or lone surrogates, which JSON cannot hold
             return JSONResponse({"detail": bare}, 422)

@@ -1,4 +1,7 @@
-"""The question to a reward and its answer. Invariant: a value exists only with Status.OK, and then it is finite."""
+"""The input and the output of a reward.
+
+Invariant: only Status.OK has a value, and that value is finite.
+"""
 
 import json
 import math
@@ -8,16 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Item(NamedTuple):
-    """One response to be scored.
+    """One response to score.
 
     Args:
-        key: names this exact question for retries; empty: never remembered.
-        prompt: the prompt as plain text, as it stands in the row: of chat messages, the last one by the user.
-        response: as text without special tokens.
-        response_raw: as text with special tokens; may be empty when only the clean text is known.
-        label: the reference answer; may be empty.
-        metadata_json: a JSON object with the row's other columns, or empty.
-        templated_prompt: the text that the model saw, chat template and special tokens included; empty when only `prompt` is known.
+        key: identifies this exact item for retries; '': the answer is not cached.
+        prompt: the row's prompt as plain text; for chat messages, the last user message.
+        response: text without special tokens.
+        response_raw: text with special tokens, or '' when it is unknown.
+        label: the reference answer, or ''.
+        metadata_json: a JSON object with the row's other columns, or ''.
+        templated_prompt: the prompt as the model saw it, including chat template and special tokens, or '' when it is unknown.
     """
 
     key: str
@@ -30,7 +33,7 @@ class Item(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The row's other columns. Raises RewardError when they are no JSON object."""
+        """The row's other columns. Raises RewardError when `metadata_json` is not a JSON object."""
         if not self.metadata_json:
             return {}
         try:
@@ -43,17 +46,17 @@ class Item(NamedTuple):
 
     @property
     def seen(self) -> str:
-        """The prompt as the model saw it where that is known, else as plain text."""
+        """The prompt as the model saw it if that is known, else as plain text."""
         return self.templated_prompt or self.prompt
 
     @property
     def raw(self) -> str:
-        """The response with special tokens where it is known, else without."""
+        """The response with special tokens if that is known, else without."""
         return self.response_raw or self.response
 
 
 class Status(IntEnum):
-    """How scoring an item ended; the numbers are those of ScoreStatus in the proto."""
+    """How scoring an item ended. The numbers are those of ScoreStatus in the proto."""
 
     OK = 1
     ERROR = 2
@@ -62,7 +65,7 @@ class Status(IntEnum):
 
 
 class Outcome(NamedTuple):
-    """One reward's answer to one item. `extras` are further named numbers, reported and not summed."""
+    """The output of one reward for one item. `extras` are further named numbers, which are reported but not part of the score."""
 
     status: Status
     value: float = 0.0
@@ -71,11 +74,11 @@ class Outcome(NamedTuple):
 
 
 class RewardError(Exception):
-    """A reward cannot score this item; the message says what was expected and what was found."""
+    """A reward cannot score this item. The message states what was expected and what was found."""
 
 
 NO_LABEL = "expected a label to compare with; found none"
-"""Begins the message of every item that fails because it has no label."""
+"""Prefix of the message of every item that fails because it has no label."""
 
 MESSAGE_LIMIT = 2000
 EXTRAS_LIMIT = 32
@@ -91,12 +94,12 @@ def failed(status: Status, message: str) -> Outcome:
 
 
 def printable(text: str) -> str:
-    """The text without lone surrogates, which neither protobuf nor UTF-8 can carry."""
+    """The text without lone surrogates, which neither protobuf nor UTF-8 can encode."""
     return text.encode("utf-8", "replace").decode()
 
 
 def judge(answer: object) -> Outcome:
-    """The outcome of a reward's return value: a number, or a mapping with `score` and further numbers."""
+    """The outcome for a reward's return value, which is a number, or a mapping with `score` and further numbers."""
     extras: dict[str, float] = {}
     if isinstance(answer, Mapping):
         if "score" not in answer:
@@ -134,22 +137,22 @@ class Reward(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of its part of a score."""
+        """Name of the reward's part of a score."""
         ...
 
     @property
     def weight(self) -> float:
-        """The factor of its value in the score."""
+        """Weight of the reward's value in the score."""
         ...
 
     @property
     def version(self) -> str:
-        """Changes whenever its scores may change."""
+        """A version that changes whenever the reward's scores may change."""
         ...
 
     @property
     def description(self) -> str:
-        """One line for readers."""
+        """One line of description."""
         ...
 
     @property
@@ -159,9 +162,9 @@ class Reward(Protocol):
 
     @property
     def available(self) -> bool:
-        """Whether it can score now, as far as is known."""
+        """Whether the reward is known to be able to score now."""
         ...
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item, in order. Never raises for what an item or plugin does."""
+        """Returns one outcome per item, in order. Does not raise for failures of an item or a plugin."""
         ...

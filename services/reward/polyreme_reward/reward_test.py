@@ -1,7 +1,7 @@
-"""`polyreme reward test`: scores the responses of a file and prints what each reward makes of them.
+"""`polyreme reward test` scores the responses of a file and prints what each reward returns.
 
-Invariant: a reward gets the same texts and columns here as in a run. Only the templated prompt is missing, unless the file has it. Names,
-numbers and messages are printed whole, however narrow the terminal.
+Invariant: a reward gets the same texts and columns here as in a run, except the templated prompt, which is empty unless the file has it.
+Names, numbers and messages are printed completely on any terminal width.
 """
 
 import json
@@ -25,19 +25,20 @@ _WIDTH = 100
 
 
 async def test_rewards(config: RewardConfig, path: Path, console: Console, columns: tuple[str, str] = ("prompt", "label")) -> int:
-    """Scores a file of JSON lines and prints a row for each.
+    """Scores a JSON lines file and prints a table with one row per line.
 
     Args:
         config: the rewards.
-        path: JSON lines with `response` and, as the rewards need them, `response_raw`, `templated_prompt` and a run's columns.
-        console: receives the table.
-        columns: the columns of prompt and label.
+        path: JSON lines file with `response` and, if the rewards need them, `response_raw`, `templated_prompt` and a run's columns.
+        console: where to print the table.
+        columns: names of the prompt and label columns.
 
     Returns:
         The number of lines without a score.
 
     Raises:
-        DataError: the file is missing or a line does not fit. ConfigError: a reward cannot be loaded.
+        DataError: the file is missing, or a line is invalid.
+        ConfigError: a reward cannot be loaded.
     """
     items = list(read_items(path, columns))
     metrics = RewardMetrics()
@@ -57,14 +58,14 @@ async def test_rewards(config: RewardConfig, path: Path, console: Console, colum
 
 
 def read_items(path: Path, columns: tuple[str, str] = ("prompt", "label")) -> Iterator[Item]:
-    """The items of a file of JSON lines; all columns but response and label are metadata, as in a run. Raises DataError."""
+    """Yields the items of a JSON lines file. As in a run, all columns except response and label are metadata. Raises DataError."""
     try:
         lines = lines_of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"JSON lines in {path}", str(error), "Give a file with one JSON object on each line.") from None
+        raise DataError(f"JSON lines in {path}", str(error), "Pass a file with one JSON object per line.") from None
     rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise DataError(f"JSON lines in {path}", "none", "Write one JSON object with a `response` on each line.")
+        raise DataError(f"JSON lines in {path}", "none", "Write one JSON object with a `response` per line.")
     for number, line in rows:
         yield _item(line, f"{path}, line {number}", columns)
 
@@ -105,7 +106,7 @@ def shown_lines(items: Sequence[Item], answers: Sequence[Scored]) -> Iterator[st
 
 
 def shown_part(part: Part) -> str:
-    """A part's raw value; where its weight is not 1, the weighted one behind it."""
+    """A part's raw value, followed by the weighted value in parentheses when they differ."""
     return f"{part.raw:.4g}" if part.weighted == part.raw else f"{part.raw:.4g} ({part.weighted:.4g})"
 
 

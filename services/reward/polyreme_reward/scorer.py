@@ -1,7 +1,7 @@
-"""From items to scores, for every wire.
+"""Computes the scores of items, for every protocol.
 
-Invariant: a score exists only when every reward returned a finite value, an item key is scored once at a time, and at most `limit` items
-are accepted and unanswered.
+Invariant: a score exists only when every reward has returned a finite value. The items of one key are not scored concurrently. At most
+`limit` items are accepted and not yet answered.
 """
 
 import asyncio
@@ -15,15 +15,18 @@ from typing import NamedTuple
 from polyreme_reward.items import Item, Outcome, Reward, RewardError, Status, failed
 from polyreme_reward.metrics import RewardMetrics
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 BATCH_LIMIT = 4096
 _REMEMBERED = 1 << 16
 
 
 class Part(NamedTuple):
-    """One reward's share of a score: its value, and that times its weight. A number that a reward reports beside its score is a
-    sub-part, REWARD/NAME, under the same weight; the score is the sum of `weighted` over the parts that are not sub-parts."""
+    """The contribution of one reward to a score: its raw and its weighted value.
+
+    An additional number that a reward reports is a sub-part REWARD/NAME with the same weight. The score is the sum of `weighted` over the
+    parts that are not sub-parts.
+    """
 
     name: str
     raw: float
@@ -32,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The answer to one item. `score` is valid only with Status.OK; `parts` holds the rewards that succeeded."""
+    """The answer for one item. `score` is valid only with Status.OK. `parts` has the rewards that succeeded."""
 
     status: Status
     score: float
@@ -41,11 +44,11 @@ class Scored(NamedTuple):
 
 
 class BadBatch(ValueError):
-    """A batch that fails however often it is sent."""
+    """An invalid batch, for which a retry cannot help."""
 
 
 class RequestRejected(RuntimeError):
-    """The queue is full (`draining` is False) or the service drains. Retry after `retry_after` seconds."""
+    """The queue is full, or the service drains (`draining`). Retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float, draining: bool = False) -> None:
         super().__init__(message)
@@ -53,13 +56,13 @@ class RequestRejected(RuntimeError):
 
 
 class Scorer:
-    """The rewards of a run, composed.
+    """Combines the rewards of a run.
 
     Args:
-        rewards: all of them score every item, or those that its row names; a score is the sum of their weighted values.
-        limit: items that may be accepted and unanswered; a call beyond it is refused.
-        metrics: counts every outcome.
-        choose_by: the column that names a row's rewards, one or a list; None: all rewards score all rows.
+        rewards: every item is scored by all of them, or by those that its row names. A score is the sum of their weighted values.
+        limit: maximum number of accepted items without an answer. Calls beyond it are refused.
+        metrics: counts all outcomes.
+        choose_by: column with the name of a row's reward, or a list of names. None: all rewards score all rows.
     """
 
     def __init__(self, rewards: Sequence[Reward], limit: int, metrics: RewardMetrics, choose_by: str | None = None) -> None:
@@ -77,16 +80,16 @@ class Scorer:
 
     @property
     def inside(self) -> int:
-        """Items being scored now."""
+        """Number of items that are being scored."""
         return self._inside
 
     async def score(self, items: Sequence[Item]) -> list[Scored]:
-        """Scores items; answers come in their order.
+        """Scores items. The answers have the order of the items.
 
-        The items of a cancelled call run on to their deadline, so that a retry finds the keyed ones answered.
+        After a cancelled call its items continue until their deadline, so that a retry finds answers for items with a key.
 
         Raises:
-            BadBatch: no items, or more than BATCH_LIMIT or than `limit` of them.
+            BadBatch: the batch is empty, or larger than BATCH_LIMIT or `limit`.
             RequestRejected: the queue is full, or the service drains.
         """
         if not 0 < len(items) <= min(BATCH_LIMIT, self.limit):
@@ -124,19 +127,19 @@ class Scorer:
         return [answer for answer in answers if answer is not None]
 
     async def drain(self, grace: float) -> int:
-        """Refuses new calls and waits for the unfinished ones. Returns the number of items abandoned after `grace` seconds."""
+        """Refuses new calls and waits up to `grace` seconds for open ones. Returns the number of abandoned items."""
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace)
         except TimeoutError:
-            log.warning("%d items were still being scored after %.0f s and are abandoned", self._inside, grace)
+            logger.warning("%d items are abandoned, since they were not scored within %.0f s", self._inside, grace)
         return self._inside
 
     async def _admit(self, batch: Sequence[Item]) -> list[Scored]:
         if self._inside + len(batch) > self.limit:
             self._metrics.refused.inc(len(batch))
             wait = min(max(self._inside * self._seconds_per_item, 0.1), 30.0)
-            raise RequestRejected(f"{self._inside} items are being scored and at most {self.limit} may be", wait)
+            raise RequestRejected(f"the queue is full: {self._inside} items are being scored, the limit is {self.limit}", wait)
         self._inside += len(batch)
         self._idle.clear()
         self._metrics.inside.set(self._inside)
@@ -177,7 +180,7 @@ class Scorer:
         return await self._compose_chosen(batch, self._choose_by)
 
     async def _compose_chosen(self, batch: Sequence[Item], column: str) -> list[Scored]:
-        """Each item by the rewards its row names: every reward is called once, for all items that name it."""
+        """Scores each item with the rewards that its row names. Calls each reward once, with all its items."""
         rows: list[list[tuple[Reward, Outcome]]] = [[] for _ in batch]
         asked: dict[str, list[int]] = {reward.name: [] for reward in self.rewards}
         errors: dict[int, Scored] = {}
@@ -204,18 +207,16 @@ class Scorer:
         try:
             outcomes = await reward.score(batch)
             if len(outcomes) != len(batch):
-                raise AssertionError(f"the reward {reward.name} gave {len(outcomes)} outcomes for {len(batch)} items")
-        except (
-            Exception
-        ) as error:  # a defect of this package: the batch's other rewards still count, and its callers get their answers
-            log.exception("the reward %s broke its contract", reward.name)
+                raise AssertionError(f"the reward {reward.name} returned {len(outcomes)} outcomes for {len(batch)} items")
+        except Exception as error:  # a bug in this package: the batch's other rewards and its callers must not suffer
+            logger.exception("the reward %s violated its contract", reward.name)
             outcomes = [failed(Status.ERROR, f"the reward itself failed: {type(error).__name__}: {error}")] * len(batch)
         self._metrics.count(reward.name, outcomes)
         return outcomes
 
 
 def _sum(rewards: Sequence[Reward], row: Sequence[Outcome]) -> Scored:
-    """One item's answer from its rewards' outcomes."""
+    """The answer for one item, from the outcomes of its rewards."""
     parts: list[Part] = []
     failure: Outcome | None = None
     total = 0.0
@@ -236,7 +237,7 @@ def _sum(rewards: Sequence[Reward], row: Sequence[Outcome]) -> Scored:
 
 
 def _chosen(item: Item, column: str, known: Collection[str]) -> list[str]:
-    """The rewards that the item's row names. Raises RewardError when it names none, or an unknown one."""
+    """The names of the rewards that the item's row names. Raises RewardError when it names none or an unknown one."""
     named = item.metadata.get(column)
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name in known for name in names):

@@ -1,7 +1,7 @@
-"""The service as one process.
+"""The reward service as one process.
 
-Invariant: it is ready exactly while its rewards are loaded and it does not drain. To drain, it first leaves the registry, then refuses
-new items, and ends its processes last.
+Invariant: the service is ready exactly while its rewards can score and it does not drain. To drain, it first leaves the registry, then
+refuses new items, and finally ends its processes.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ from polyreme_reward.http_api import make_app
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import Scorer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FOLLOW_SECONDS = 0.5
 
 NEARBY = Endpoint()
-"""Free ports on the loopback."""
+"""Free ports on loopback."""
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """The addresses at which others reach a running service: host:port of gRPC and HTTP, and HTTP's as a URL."""
+    """The addresses of a running service: host:port of gRPC and of HTTP, and the URL of HTTP."""
 
     grpc: str
     http: str
@@ -44,17 +44,18 @@ class Addresses:
 
 @asynccontextmanager
 async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | None = None) -> AsyncIterator[Addresses]:
-    """Loads the rewards and serves them until the block ends, then drains.
+    """Loads the rewards, serves them until the block ends, then drains.
 
     Args:
         config: the rewards and their limits.
-        endpoint: where to listen. Beyond loopback and without config.security, every host that reaches the machine may call.
-        run: the run to register with; None: none.
+        endpoint: addresses to listen on. Beyond loopback, without config.security, every host that reaches the machine can call.
+        run: the run to register with, or None.
 
     Raises:
-        ConfigError: a reward cannot be loaded, a port is taken, `security` cannot be used. UnavailableError: loading takes too long.
+        ConfigError: a reward cannot be loaded, a port is in use, or `security` is invalid.
+        UnavailableError: loading takes longer than `start_timeout`.
     """
-    assert endpoint.http_port is not None, "rewards are served over HTTP too"
+    assert endpoint.http_port is not None, "the reward service needs an HTTP port"
     grace = min(config.item_timeout + 1.0, 30.0)
     metrics = RewardMetrics()
     ready = [False]
@@ -93,11 +94,11 @@ async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | No
 
 
 async def _follow(scorer: Scorer, server: rpc.Server, ready: list[bool]) -> None:
-    """Keeps readiness what the rewards say of themselves."""
+    """Updates readiness from the availability of the rewards."""
     while True:
         await asyncio.sleep(_FOLLOW_SECONDS)
         if (available := all(reward.available for reward in scorer.rewards)) != ready[0]:
-            log.warning("the rewards can score again" if available else "rewards cannot score now: not ready")
+            logger.warning("ready: the rewards can score again" if available else "not ready: a reward cannot score")
             ready[0] = available
             await server.set_ready(available)
 

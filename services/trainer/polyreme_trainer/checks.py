@@ -1,11 +1,15 @@
-"""The trainer's check of a run before anything starts: model family, tokenizer, chat template, data.
+"""The trainer's check of a run before any process starts: model family, tokenizer, chat template, data.
 
-Invariant: no torch, and bounded work: of long files, the first rows stand for the rest, which are checked when they are read.
+Invariant: the check imports no torch and does bounded work. Of a long file it reads the first rows only; the others are checked when the
+run reads them.
 """
 
 import inspect
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
@@ -17,23 +21,37 @@ from polyreme_trainer.data.template import Template
 from polyreme_trainer.megatron.families import load_architecture
 
 _PARSED = 20_000
-"""Rows of a file whose columns are checked."""
+"""How many rows of a file have their columns checked."""
 _ENCODED = 1_000
-"""Rows of a file that go through template and tokenizer."""
+"""How many rows of a file pass through the template and the tokenizer."""
 
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
-    """Notices and errors of what the trainer reads of a run."""
+    """Yields notices and errors about everything that the trainer will read."""
+    for tracker in config.trackers:
+        if find_spec(tracker.module) is None:
+            yield ConfigError(
+                f"the package {tracker.package}, which the tracker {tracker.kind} needs",
+                "none that Python finds here",
+                f"Install it where the trainer runs: pip install {tracker.package}",
+            )
     try:
         load_architecture(config.model.path)
     except ConfigError as error:
         yield error
-    template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check
+    else:
+        if config.device == "cpu":
+            yield from _check_memory(config, psutil.virtual_memory().total)
+    template = Template(
+        read_model_files(config.model.path), config.data
+    )  # raises when there is none: nothing else can be checked then
     yield from check_template(template)
     for path in filter(None, (config.data.train, config.data.eval)):
         yield from _check_prompts(path, config, template)
     for phase in config.trainer.sft:
         yield from _check_examples(phase.data, config, template)
+    if config.algorithm.ptx is not None:
+        yield from _check_examples(config.algorithm.ptx.data, config, template)
     if config.algorithm.source is not None:
         yield from _check_functions(config.algorithm.source)
     if config.algorithm.has_critic and config.trainer.critic.path is not None:
@@ -41,12 +59,12 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
 
 
 def check_template(template: Template) -> Iterator[str | PolyremeError]:
-    """Whether the tokenizer fits the embeddings, and its stop tokens the chat template."""
+    """Whether the tokenizer fits the embeddings, and the chat template the stop tokens."""
     if template.tokens > template.embeddings:
         yield ConfigError(
             f"a tokenizer of at most {template.embeddings} tokens, the model's embeddings (vocab_size in config.json)",
             f"one of {template.tokens}",
-            "Take the tokenizer that belongs to the model, or resize the model's embeddings.",
+            "Use the tokenizer that belongs to the model, or resize the model's embeddings.",
         )
     if template.unstopped:
         end = template.decode([[template.end_id]], special=True)[0]
@@ -57,7 +75,7 @@ def check_template(template: Template) -> Iterator[str | PolyremeError]:
 
 
 def _check_functions(source: AlgorithmSource) -> Iterator[PolyremeError]:
-    """By the text alone: the learner runs the functions on a made-up batch before it trains."""
+    """Checks the source text only. The learner runs the functions on a synthetic batch before it trains."""
     where = str(source.path)
     bound = parse(source.code(), where)
     if not {"advantages", "loss", "*"} & bound.keys():
@@ -77,7 +95,29 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
         yield ConfigError(
             f"a critic that reads the actor's {actor.vocab} tokens and {config.rollout.max_model_len} positions",
             f"vocab_size {critic.vocab} and max_position_embeddings {critic.max_position} in {path}",
-            "Take a critic of the actor's tokenizer, or remove trainer.critic.path.",
+            "Use a critic with the actor's tokenizer, or remove trainer.critic.path.",
+        )
+
+
+def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
+    """What the learner's models need at least, of `total` bytes of this machine. Activations, replicas and rewards come on top."""
+    parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
+    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32; bfloat16 weights beside them
+    actor = load_architecture(config.model.path).parameters
+    models = {"actor": (actor, trained)}
+    if config.algorithm.has_critic:
+        path = config.trainer.critic.path
+        models["critic"] = (actor if path is None else load_architecture(path).parameters, trained)
+    if config.recipe.kl is not None:
+        models["reference"] = (actor, width)
+    copies = max(1, parallel.ranks_per_node // parallel.tensor)
+    needed = copies * sum(parameters * each for parameters, each in models.values())
+    if needed > total:
+        terms = " + ".join(f"{name} {parameters:,} x {each} bytes" for name, (parameters, each) in models.items())
+        yield ConfigError(
+            f"a learner that fits the {total / 2**30:,.1f} GiB of this machine",
+            f"{copies} x ({terms}) = {needed / 2**30:,.1f} GiB, before activations",
+            "Use fewer data ranks, more machines (trainer.parallel), a smaller model, or an algorithm with fewer models.",
         )
 
 
@@ -94,7 +134,7 @@ def _check_prompts(path: Path, config: RunConfig, template: Template) -> Iterato
         seen = "" if len(rows) <= _ENCODED else "the first "
         yield (
             f"{dataset.filtered} of {seen}{len(rows[:_ENCODED])} prompts in {path} are longer than data.max_prompt_tokens ="
-            f" {config.data.max_prompt_tokens} and left out"
+            f" {config.data.max_prompt_tokens} and are left out"
         )
 
 

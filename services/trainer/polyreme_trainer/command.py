@@ -1,6 +1,7 @@
-"""`polyreme train`: opens a run, or joins the one that `polyreme up` has opened, and supervises its trainer to the end.
+"""The commands of the trainer. `polyreme train` opens a run, or joins the one that `polyreme up` opened, and supervises its trainer.
+`polyreme learner` runs the ranks of a further machine of the learner.
 
-`polyreme learner`: one of the other machines of a learner that is on several.
+Invariant: a run that `polyreme up` opened is joined and never opened again; its configuration is the one that `up` checked.
 """
 
 import asyncio
@@ -36,29 +37,35 @@ def train(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
     redis: Annotated[str, redis_option("URL of the run's Redis.")] = "redis://127.0.0.1:6379",
-    run: Annotated[str | None, typer.Option(help="Id of a run that is there already; none: create it.")] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="For the children's logs; none: the run directory's next attempt.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the directory's run.")] = False,
+    run: Annotated[str | None, typer.Option(help="Id of an existing run; without it, a new one.")] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the children's logs; without it, the run directory's next attempt.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the directory's run.")] = False,
     fork: Annotated[
         bool, typer.Option("--fork", help="Start a new run, in a new directory, from the run's newest checkpoint.")
     ] = False,
     host: Annotated[str, typer.Option(help="Address of the HTTP port.")] = "127.0.0.1",
     http_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Serves /health, /ready, /metrics; 0: a free one; none: no port.")
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of /health, /ready and /metrics; 0: a free one; without it, none is served."),
     ] = None,
     advertise: Annotated[
         str | None,
         typer.Option(
             metavar="HOST",
-            help="Where the learner's other machines reach this one; none: at its address on the way to Redis.",
+            help="Address at which the learner's other machines reach this one; without it, its address towards Redis.",
             show_default=False,
         ),
     ] = None,
     learner_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where the learner's machines meet, when there are several; 0: a free one.")
+        int,
+        typer.Option(
+            min=0, max=65535, help="Port of the rendezvous of the learner's machines, when there are several; 0: a free one."
+        ),
     ] = 0,
-    owner: Annotated[int | None, typer.Option(hidden=True, help="Pid of the `polyreme up` that has started this.")] = None,
-    start: Annotated[int | None, typer.Option(hidden=True, help="Which of the run's starts this is part of.")] = None,
+    owner: Annotated[int | None, typer.Option(hidden=True, help="Pid of the `polyreme up` that started this process.")] = None,
+    start: Annotated[int | None, typer.Option(hidden=True, help="Which of the run's starts this process belongs to.")] = None,
 ) -> None:
     """Train a run: supervise its orchestrator and learner ranks, and write its records."""
     logging_setup.setup("train")
@@ -77,7 +84,7 @@ def train(
 
 @contextmanager
 def _joined(path: Path, overrides: list[str]) -> Iterator[Start]:
-    """The configuration of a run that `polyreme up` has checked, opened and owns."""
+    """The configuration of a run that `polyreme up` has checked and opened."""
     yield Start(load_config(path, overrides))
 
 
@@ -101,7 +108,7 @@ async def _train(
             run = await Run.attach(redis, run_id, _ATTACH_SECONDS, start=start)
         async with export(run, config, *http) as port:
             if port is not None:
-                logger.info("metrics at port %d", port)
+                logger.info("serving metrics on port %d", port)
             process_sets = trainer_processes(config, run.run_id, redis_url, log_dir, rendezvous=rendezvous)
             await Trainer(config, run, process_sets, owner).run()
     finally:
@@ -112,7 +119,7 @@ def learner(
     redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
     node: Annotated[int, typer.Option(envvar="POLYREME_NODE", min=1, help="Which of the other machines this is.")] = 1,
-    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to be there.")] = 60.0,
+    wait: Annotated[float, typer.Option(envvar="POLYREME_WAIT", min=0, help="Seconds to wait for the run to appear.")] = 60.0,
 ) -> None:
     """Run one machine's share of a learner on several (trainer.parallel.nodes), until the run is done. The trainer has node 0."""
     logging_setup.setup(f"learner node {node}")
@@ -123,9 +130,9 @@ async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> 
     redis = await connect(redis_url)
     try:
         run = await Run.attach(redis, run_id, wait, ended=False)
-        stop = stop_event()  # until here there is nothing to end in order
+        stop = stop_event()  # no graceful shutdown is needed before this point
         async with run.telling(stop) if run_id is None else nullcontext():
             await follow(run, await run.config(), redis_url, node, stop)
-        await run.check()  # raises why it ended
+        await run.check()  # raises the reason when the run failed
     finally:
         await redis.aclose()

@@ -40,6 +40,21 @@ def save_checkpoint(config: RunConfig, iteration: int) -> None:
     (config.run_dir / "checkpoints" / f"iteration-{iteration:06d}").mkdir(parents=True)
 
 
+async def test_a_resume_with_another_template_is_refused(config: RunConfig, redis: Redis) -> None:
+    """The run was trained with it: answers to other prompts would be another task. Before a checkpoint nothing was trained."""
+    await open_run(redis, config, None, EMBEDDED)
+    template = config.model.path / "chat_template.jinja"
+    template.write_text("another")
+    await open_run(redis, config, claim(config, resume=True), EMBEDDED)
+    save_checkpoint(config, 1)
+    template.write_text("a third one")
+    with pytest.raises(ConfigError) as caught:
+        await open_run(redis, config, claim(config, resume=True), EMBEDDED)
+    assert "chat_template.jinja" in caught.value.found
+    template.write_text("another")
+    await open_run(redis, config, claim(config, resume=True), EMBEDDED)
+
+
 async def test_a_new_run_is_recorded(config: RunConfig, redis: Redis) -> None:
     assert claim(config, resume=False) is None
     run = await open_run(redis, config, None, EMBEDDED)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +23,7 @@ from polyreme.experience.ledger import (
     TransitionError,
     Writer,
 )
+from polyreme.experience.pass_rates import PassRate, Tally
 from polyreme.experience.run import Run
 from polyreme.experience.scripts import Scripts
 from polyreme.experience.store import connect
@@ -81,6 +83,7 @@ class LogMachine(RuleBasedStateMachine):
         self.scripts.bad_network = bad_network
         self.model = LogModel(size, staleness, attempts, base + 12)
         self.checkpoint = base
+        self.inherited = {"p0": PassRate(9, 3, -2), "parent": PassRate(4, 4, 4)} if base else {}
         self.orchestrator = self.learner = None
         self.orchestrator_dies()
         self.learner_dies()
@@ -119,19 +122,32 @@ class LogMachine(RuleBasedStateMachine):
         current = self.model.groups[index].attempt if index < len(self.model.groups) else 1
         return index, data.draw(st.sampled_from([current] * 5 + [max(1, current - 1), current + 1]))
 
+    def tally(self, index: int) -> Tally | None:
+        """Of a few prompts, with groups that are solved, unsolved and mixed; some are not judged."""
+        return (
+            None if index % 7 == 6 else Tally(f"p{index % 2}", 2 + index % 2, (0, 0, 1, 9, 9)[index // 2 % 5] and 1 + index % 2)
+        )
+
     def append_one(self, index: int, attempt: int, oldest: int) -> None:
+        tally = self.tally(index)
+
         def model() -> bool:
-            added = self.model.append(index, attempt, oldest)
+            added = self.model.append(index, attempt, oldest, tally and astuple(tally))
             return added and not self.scripts.bad_network  # a repeated append finds that it was there before
 
-        self.both(lambda: self.orchestrator.append(index, attempt, b"group %d" % index, oldest, 0.5), model)
+        self.both(lambda: self.orchestrator.append(index, attempt, b"group %d" % index, oldest, 0.5, tally), model)
 
-    def drop_one(self, index: int, attempt: int) -> None:
+    def drop_one(self, index: int, attempt: int, scored: bool) -> None:
+        tally = self.tally(index) if scored else None
+
         def model() -> bool:
-            dropped = self.model.drop(index, attempt)
+            dropped = self.model.drop(index, attempt, tally and astuple(tally))
             return dropped and not self.scripts.bad_network
 
-        self.both(lambda: self.orchestrator.drop(index, attempt, "all scores are equal", 1.0), model)
+        if scored:
+            self.both(lambda: self.orchestrator.drop(index, attempt, "all scores are equal", 1.0, tally), model)
+        else:
+            self.both(lambda: self.orchestrator.skip(index, attempt, "never solved"), model)
 
     def fail_one(self, index: int, attempt: int) -> None:
         async def real() -> tuple[int, int, int] | None:
@@ -140,14 +156,14 @@ class LogMachine(RuleBasedStateMachine):
 
         self.both(real, lambda: self.model.readmit(index, attempt))
 
-    @rule(data=st.data(), outcome=st.sampled_from(["append", "append", "append", "drop", "fail", "fail"]))
+    @rule(data=st.data(), outcome=st.sampled_from(["append", "append", "append", "drop", "skip", "fail", "fail"]))
     def a_group_ends(self, data: st.DataObject, outcome: str) -> None:
         index, attempt = self.pick(data)
         if outcome == "append":
             admitted = self.model.groups[index].version if index < len(self.model.groups) else 0
             self.append_one(index, attempt, data.draw(st.integers(max(0, admitted - 1), max(admitted, self.model.version))))
-        elif outcome == "drop":
-            self.drop_one(index, attempt)
+        elif outcome in ("drop", "skip"):
+            self.drop_one(index, attempt, scored=outcome == "drop")
         else:
             self.fail_one(index, attempt)
 
@@ -176,7 +192,7 @@ class LogMachine(RuleBasedStateMachine):
             self.zombies[Writer.LEARNER].append(self.learner)
         self.learner = ExperienceLog(self.run)
         self.do(self.learner.take(Writer.LEARNER))
-        self.both(lambda: self.learner.begin(self.checkpoint), lambda: self.model.begin(self.checkpoint))
+        self.both(lambda: self.learner.begin(self.checkpoint, self.inherited), lambda: self.model.begin(self.checkpoint))
 
     def plan(self, iteration: int, expire: bool) -> list[int] | None:
         async def real() -> list[int] | None:
@@ -274,8 +290,19 @@ class LogMachine(RuleBasedStateMachine):
         }
         assert log.number("version", -1) == model.version
         assert log.number("low_water", 0) == model.low_water
+        self.pass_rates_are_the_models()
         audit = log.audit()
         assert audit.clean, audit
+
+    def pass_rates_are_the_models(self) -> None:
+        expected = {prompt: PassRate(*numbers) for prompt, numbers in self.model.pass_rates().items()}
+        for prompt, before in self.inherited.items():
+            own = expected.get(prompt, PassRate())
+            groups = self.model.judged.get(prompt, [])
+            unbroken = own.streak and abs(own.streak) == own.samples and (own.streak < 0) == (before.streak < 0)
+            streak = own.streak + before.streak if unbroken or not groups else own.streak
+            expected[prompt] = PassRate(before.samples + own.samples, before.solved + own.solved, streak)
+        assert self.do(self.orchestrator.pass_rates()) == expected
 
     def teardown(self) -> None:
         """A healthy pair goes on from here to the run's end: nobody waits for ever, and every group is settled."""
@@ -286,8 +313,8 @@ class LogMachine(RuleBasedStateMachine):
                     self.admit(self.model.size * (self.model.staleness + 1))
                     for index in self.model.those("admitted"):
                         group = self.model.groups[index]
-                        assert self.do(self.orchestrator.append(index, group.attempt, b"group %d" % index, group.version, 0.0))
-                        assert self.model.append(index, group.attempt, group.version)
+                        self.append_one(index, group.attempt, group.version)
+                        assert group.state == "appended"
                     before = self.model.version
                     self.train(expire=False, crash=False)
                     assert self.model.version == before + 1

@@ -144,13 +144,19 @@ def test_a_damaged_model_file(config_file: Path, name: str, content: bytes) -> N
     errors(config_file)
 
 
-def test_supervised_rows_are_checked(config_file: Path) -> None:
-    sft = config_file.parent / "sft.jsonl"
-    phase = f"trainer.sft=[{{data: {sft}, steps: 1, batch_size: 1, lr: 1.0e-3}}]"
-    sft.write_text('{"prompt": "1+1="}\n')
-    assert "'response' in" in errors(config_file, phase)
-    sft.write_text('{"prompt": "1+1=", "response": "2"}\n')
-    assert found(config_file, phase) == Findings((), ())
+@pytest.mark.parametrize(
+    "section",
+    ["trainer.sft=[{{data: {}, steps: 1, batch_size: 1, lr: 1.0e-3}}]", "algorithm.ptx={{data: {}, coef: 0.1, batch_size: 1}}"],
+    ids=["warm start", "mixed in"],
+)
+def test_supervised_rows_are_checked(config_file: Path, section: str) -> None:
+    rows = config_file.parent / "sft.jsonl"
+    setting = section.format(rows)
+    assert str(rows) in errors(config_file, setting)
+    rows.write_text('{"prompt": "1+1="}\n')
+    assert "'response' in" in errors(config_file, setting)
+    rows.write_text('{"prompt": "1+1=", "response": "2"}\n')
+    assert found(config_file, setting) == Findings((), ())
 
 
 def test_prompts_that_are_too_long(config_file: Path) -> None:

@@ -22,7 +22,7 @@ def iteration(number: int, time: float, seconds: float = 2.0, wait: float = 1.0,
         "time": time,
         "iteration": number,
         "reward/mean": 0.25 * number,
-        "response/length_mean": 9.5,
+        "response_length/mean": 9.5,
         "tokens_per_second": 5000.0,
         "time/iteration": seconds,
         "time/learner_wait": wait,
@@ -214,7 +214,7 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
     config = run_config(tmp_path, iterations=24, eval_interval=8)
     config = config.model_copy(update={"data": config.data.model_copy(update={"eval": tmp_path / "eval.jsonl"})})
     text = "\n".join(summary_lines(config))
-    assert "24 of 4 prompts x 2 samples = 192 samples" in text
+    assert "24 of 4 prompts x 2 samples = 96 groups, 192 samples" in text
     assert "500 held-out prompts before iteration 1 and after iteration 8, 16, 24" in text
     assert "saves          after iteration 24" in text
     assert "constant 0.001" in text

@@ -1,12 +1,46 @@
 """The summary that is printed before a run starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyreme.cli.summary import summary_lines
 from polyreme.config.load import parse_config
 from support.configs import run_config
+
+
+def lines_of(folder: Path, **changes: Any) -> list[str]:
+    """The summary of a run; a dotted key names a field of a section."""
+    tree = run_config(folder).model_dump(mode="json")
+    for key, value in changes.items():
+        *sections, name = key.split("__")
+        part = tree
+        for section in sections:
+            part = part[section]
+        part[name] = value
+    return summary_lines(parse_config(tree, "the test"))
+
+
+def test_it_counts_groups_samples_mini_batches_and_optimizer_steps(tmp_path: Path) -> None:
+    lines = lines_of(tmp_path, iterations=10, algorithm__minibatches=3, algorithm__epochs=2)
+    assert lines[0].endswith(" 10 of 4 prompts x 2 samples = 40 groups, 80 samples")
+    assert lines[1].endswith(" 3 of up to 2 groups (4 samples) x 2 epoch(s) = 6 optimizer step(s) per iteration, 60 in all")
+
+
+def test_points_of_saving_and_evaluating_are_named(tmp_path: Path) -> None:
+    lines = lines_of(tmp_path, iterations=10, trainer__save_interval=4, data__eval="eval.jsonl", eval_interval=5)
+    shown = {line.split()[0]: line for line in lines}
+    assert "after iteration 4, 8, 10," in shown["saves"]
+    assert "before iteration 1 and after iteration 5, 10" in shown["evaluates"]
+
+
+def test_a_warm_up_that_the_run_never_leaves_is_a_warning(tmp_path: Path) -> None:
+    critic = {"path": None, "optimizer": None, "warmup_iterations": 3}
+    warned = lines_of(tmp_path, iterations=3, algorithm={"preset": "ppo"}, trainer__critic=critic)
+    assert [line.split()[1] for line in warned if line.startswith("warning")] == ["trainer.critic.warmup_iterations"]
+    warned = lines_of(tmp_path, iterations=3, trainer__optimizer={"lr": 1e-3, "warmup": 4})
+    assert [line.split()[1] for line in warned if line.startswith("warning")] == ["trainer.optimizer.warmup"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def iteration(number: int) -> dict[str, Any]:
-    rates = {"reward/mean": number / 40, "response/length_mean": 90.5, "tokens_per_second": 15000.0, "mismatch_kl": 1e-6}
+    rates = {"reward/mean": number / 40, "response_length/mean": 90.5, "tokens_per_second": 15000.0, "mismatch_kl": 1e-6}
     return {"kind": "iteration", "time": 2.0 * number, "iteration": number, "time/iteration": 2.0, **rates}
 
 

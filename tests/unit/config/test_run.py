@@ -188,6 +188,14 @@ def test_off_policy_samples_are_corrected_when_there_may_be_some(tmp_path: Path)
         assert run_config(tmp_path, max_staleness=staleness, algorithm=section).recipe.correction == found
 
 
+def test_in_bfloat16_samples_are_corrected_without_staleness_too(tmp_path: Path) -> None:
+    """Engine and learner round differently."""
+    model = run_config(tmp_path).model.model_copy(update={"dtype": "bfloat16"})
+    assert run_config(tmp_path, model=model, algorithm=algorithm()).recipe.correction == (TokenTis(cap=2.0),)
+    bypass = AlgorithmConfig.model_validate({"preset": "dppo_tv"})
+    assert run_config(tmp_path, model=model, algorithm=bypass).recipe.correction == ()
+
+
 def test_a_loss_anchored_at_the_sampling_policy_is_not_corrected_twice(tmp_path: Path) -> None:
     config = run_config(tmp_path, max_staleness=2, algorithm=AlgorithmConfig.model_validate({"preset": "dppo_tv"}))
     assert config.recipe.correction == ()

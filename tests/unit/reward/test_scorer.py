@@ -71,7 +71,7 @@ async def test_a_reward_that_breaks_its_contract_is_an_error_of_its_items(
     (answer,) = await service.score([item("x", metadata_json=row)])
     assert (answer.status, [part.name for part in answer.parts]) == (Status.ERROR, ["fine"])
     assert "broken: the reward itself failed: KeyError" in answer.message
-    assert service.inside == 0 and "broke its contract" in caplog.text
+    assert service.inside == 0 and "violated its contract" in caplog.text
 
 
 async def test_a_key_is_scored_once() -> None:

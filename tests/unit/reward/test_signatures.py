@@ -152,7 +152,7 @@ def unnamed(queries: list[str]) -> dict[str, Any]:
     return {"reward": [1.0]}
 
 
-@pytest.mark.parametrize(("function", "found"), [(short, "one of 0"), (long, "one of 2"), (unnamed, "'rewards'")])
+@pytest.mark.parametrize(("function", "found"), [(short, "found 0 scores"), (long, "found 2 scores"), (unnamed, "'rewards'")])
 def test_a_list_of_the_wrong_length_is_an_error(function: Callable[..., Any], found: str) -> None:
     with pytest.raises(RewardError, match=found):
         score(function)

@@ -1,1 +1,1 @@
-"""Processes for code that may hang, crash or lie: `pool` schedules items, `keeper` forks and ends, `worker` runs the code."""
+"""Processes for untrusted code: `pool` schedules items, `keeper` forks and ends the workers, `worker` runs the code."""

@@ -1,11 +1,11 @@
-"""The process that owns the workers: it forks them, ends them, and removes whatever they leave behind.
+"""The process that owns the workers: it forks them, ends them, and cleans up after them.
 
-Invariant: when it ends, nothing that a worker started still runs, and none of its temporary files is left. It is single-threaded, runs no plugin
-code, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends when its control socket closes.
+Invariant: after it has ended, no process that a worker started is running and none of the workers' temporary files exists. It has one
+thread, runs no plugin code, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends when its control socket closes.
 
-Control socket (SOCK_SEQPACKET, JSON): in {"spawn": id} with the worker's socket, {"kill": id}; out {"forked": id}, {"exited": id, "reason":
-text}. Run as `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`. FOLDER holds a folder for each worker's temporary files and is
-removed at the end; the modules are imported before the first fork.
+Messages on the control socket (SOCK_SEQPACKET, JSON): receives {"spawn": id} with the worker's socket, and {"kill": id}; sends
+{"forked": id} and {"exited": id, "reason": text}. Usage: `python -m polyreme_reward.isolation.keeper FD FOLDER MODULE...`. FOLDER has one
+folder for each worker's temporary files and is removed at the end. The modules are imported before the first fork.
 """
 
 import ctypes
@@ -33,13 +33,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of its descendants' orphans. Linux only; elsewhere it does nothing."""
+    """Makes this process the parent of orphaned descendants. Does nothing on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Keeper:
-    """The loop of the process."""
+    """The main loop of the process."""
 
     def __init__(self, control: socket.socket, folder: str) -> None:
         self._control, self._folder = control, folder
@@ -47,7 +47,7 @@ class Keeper:
         self._me = psutil.Process()
 
     def run(self) -> None:
-        """Serves until the control socket closes or SIGTERM comes; then ends every descendant."""
+        """Serves until the control socket closes or SIGTERM arrives, then ends every descendant."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -68,10 +68,10 @@ class Keeper:
             self._end()
 
     def _command(self) -> bool:
-        """Handles one message. Returns False when the socket is closed."""
+        """Handles one message. Returns False when the socket has closed."""
         try:
             data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
-        except ConnectionError:  # closed, with messages of ours unread
+        except ConnectionError:  # closed while sent messages were unread
             return False
         if not data:
             return False
@@ -134,7 +134,7 @@ class Keeper:
             shutil.rmtree(f"{self._folder}/{name}", ignore_errors=True)
 
     def _sweep(self) -> bool:
-        """Sends SIGKILL to adopted orphans, whose worker is gone; their children are adopted next. Returns whether there were any."""
+        """Kills adopted orphans, whose worker has ended. Their children are adopted next. Returns whether there were any."""
         orphans = [child.pid for child in self._me.children() if child.pid not in self._workers]
         for pid in orphans:
             _kill(pid)
@@ -152,7 +152,7 @@ class Keeper:
 
 
 def _kill(pid: int) -> None:
-    """Sends SIGKILL to a child that is not reaped yet, so that its pid is still its own, and to its group."""
+    """Kills a child and its process group. The child is not reaped yet, so its pid is still valid."""
     for kill in (os.kill, os.killpg):
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
@@ -163,9 +163,9 @@ def _reason(status: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
     try:
-        return f"was ended by {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"was ended by signal {-code}"
+        return f"was killed by signal {-code}"
 
 
 def main() -> None:
@@ -173,13 +173,13 @@ def main() -> None:
     refuse_inspection()
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would start threads, which no fork has
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads, which do not survive a fork
     for module in sys.argv[3:]:
-        with suppress(ImportError):  # the worker that needs it reports this
+        with suppress(ImportError):  # the worker that needs the module reports the error
             importlib.import_module(module)
-    gc.freeze()  # the forks share these pages
+    gc.freeze()  # keeps these pages shared with the forks
     Keeper(control, sys.argv[2]).run()
-    os._exit(0)  # skips the slow clean-up of preloaded libraries
+    os._exit(0)  # skips the slow cleanup of preloaded libraries
 
 
 if __name__ == "__main__":

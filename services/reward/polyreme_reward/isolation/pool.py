@@ -1,11 +1,11 @@
-"""The workers as one pool.
+"""A pool of worker processes.
 
-Invariant: every item gets an outcome by its deadline, whatever a plugin does; an item gets a failure only for what it did to a worker that no
-other item has used.
+Invariant: every item gets an outcome by its deadline, whatever a plugin does. A failure is attributed to an item only if no other item
+has used the worker before.
 
-Items go to a worker in small batches and are answered one by one. A worker that does not answer by an item's deadline is killed: that
-item is TIMEOUT, and the items behind it go back to the queue. When a worker dies, the item under way is tried once more, alone, on a
-fresh worker: an earlier item, or something outside, may have killed the first.
+A worker receives items in small batches and answers one by one. A worker that misses an item's deadline is killed: that item is a
+TIMEOUT, and the items after it return to the queue. When a worker dies, the current item is retried once, alone, on a fresh worker, since
+an earlier item or an outside cause may have killed the first one.
 """
 
 import asyncio
@@ -20,34 +20,34 @@ from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed
 from polyreme_reward.metrics import RewardMetrics
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-_CHUNK = 8  # few enough that good items do not wait long behind one that hangs
+_CHUNK = 8  # small, so that other items do not wait long behind one that hangs
 _CHUNK_CHARS = 1 << 20
 
 
 class _Job:
-    """An item on its way to an outcome."""
+    """An item that waits for its outcome."""
 
     __slots__ = ("answer", "chars", "fields", "index", "number", "suspect")
 
     def __init__(self, number: int, index: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
         self.number, self.index, self.fields, self.answer = number, index, tuple(item), answer
         self.chars = sum(map(len, item))
-        self.suspect = False  # it was under way when a worker failed: its second try is alone, on a fresh worker
+        self.suspect = False  # a worker failed on it: the retry runs alone, on a fresh worker
 
 
 class WorkerPool:
-    """Worker processes that all have the same rewards loaded.
+    """Worker processes that have loaded the same rewards.
 
     Args:
-        sources: one per reward, as `plugins.load` takes them.
-        preload: modules that the keeper imports once for all workers; trusted ones only.
-        size: processes.
-        item_timeout: seconds for one item.
-        start_timeout: seconds for a worker to load every reward.
-        memory_mib: data limit of a worker (RLIMIT_DATA).
-        environment: variables that workers get beside the usual ones.
+        sources: the source of each reward, in the form of `plugins.load`.
+        preload: trusted modules that the keeper imports once for all workers.
+        size: number of processes.
+        item_timeout: seconds per item.
+        start_timeout: seconds for a worker to load all rewards.
+        memory_mib: data limit of a worker (RLIMIT_DATA), in MiB.
+        environment: names of variables that workers get in addition to the usual ones.
         metrics: counts replaced workers.
     """
 
@@ -73,16 +73,21 @@ class WorkerPool:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """Version and description of every reward."""
+        """Version and description of each reward."""
         return self._processes.facts
 
     @property
     def available(self) -> bool:
-        """Whether workers can be had, as far as is known."""
+        """Whether the last attempt to start a worker succeeded."""
         return self._processes.trouble is None
 
     async def start(self) -> None:
-        """Starts the keeper and the workers. Raises ConfigError when a reward cannot be loaded; UnavailableError when it is too slow."""
+        """Starts the keeper and the workers.
+
+        Raises:
+            ConfigError: a reward cannot be loaded.
+            UnavailableError: loading takes longer than `start_timeout`.
+        """
         try:
             first = [await self._processes.spawn()]
             first += await asyncio.gather(*(self._processes.spawn() for _ in range(self._size - 1)))
@@ -92,7 +97,7 @@ class WorkerPool:
         self._tasks = [asyncio.create_task(self._serve(worker)) for worker in first]
 
     async def score(self, index: int, items: Sequence[Item]) -> list[Outcome]:
-        """Outcomes of the items under reward `index`, in their order."""
+        """The outcomes of the items under reward number `index`, in order."""
         loop = asyncio.get_running_loop()
         jobs = [_Job(next(self._numbers), index, item, loop.create_future()) for item in items]
         self._queue.extend(jobs)
@@ -100,7 +105,7 @@ class WorkerPool:
         return [await job.answer for job in jobs]
 
     async def close(self) -> None:
-        """Ends every worker and whatever they started."""
+        """Ends all workers and the processes that they started."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -109,7 +114,7 @@ class WorkerPool:
         self._processes.close()
 
     async def _serve(self, worker: Worker | None) -> None:
-        """Feeds one worker, and replaces it whenever it is lost."""
+        """Feeds one worker and replaces it when it is lost."""
         while True:
             jobs = await self._take() if worker is not None else []
             try:
@@ -127,7 +132,7 @@ class WorkerPool:
                 raise
 
     async def _take(self) -> list[_Job]:
-        """The next jobs: a fair share of the queue, bounded in number and characters. A suspect goes alone."""
+        """Takes the next jobs: a fair share of the queue, bounded in number and characters. A suspect is taken alone."""
         while not self._queue:
             self._work.clear()
             await self._work.wait()
@@ -140,7 +145,7 @@ class WorkerPool:
         return jobs
 
     async def _run(self, worker: Worker, jobs: list[_Job]) -> bool:
-        """Sends the jobs and waits for their answers. Returns False when the worker must be replaced; unanswered jobs are queued again."""
+        """Sends the jobs and waits for their answers. Returns False when the worker must be replaced. Unanswered jobs return to the queue."""
         await worker.send([[job.number, job.index, job.fields] for job in jobs])
         waiting = deque(jobs)
         while waiting:
@@ -154,7 +159,7 @@ class WorkerPool:
                 doubt = retire and outcome.status is not Status.OK and not first
             except TimeoutError:
                 outcome = failed(
-                    Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none, the worker was ended"
+                    Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none, so the worker was killed"
                 )
                 retire, doubt = True, worker.marked and not first
                 self._metrics.workers_replaced.labels("timeout").inc()
@@ -163,7 +168,7 @@ class WorkerPool:
                 retire, doubt = True, not job.suspect
                 self._metrics.workers_replaced.labels("exit").inc()
             except (ValueError, TypeError, AttributeError) as error:
-                outcome = failed(Status.INVALID, f"the worker's reply is no reply: {error}")
+                outcome = failed(Status.INVALID, f"the worker's reply is invalid: {error}")
                 retire, doubt = True, not first  # an earlier item may have written it
             waiting.popleft()
             if doubt:
@@ -181,7 +186,7 @@ class WorkerPool:
         self._work.set()
 
     async def _replace(self, jobs: list[_Job]) -> Worker:
-        """Starts a new worker. While none can be started, `jobs` and the queue fail with the reason."""
+        """Starts a new worker. When that fails, `jobs` and the queue fail with the reason."""
 
         def give_up(reason: str) -> None:
             self._queue.extend(jobs)
@@ -195,12 +200,12 @@ class WorkerPool:
 
 
 def _reply(number: int, message: Any) -> tuple[Outcome, bool, bool]:
-    """A worker's reply to the item of this number: the outcome, whether the worker must go, whether it is marked."""
+    """A worker's reply to item `number`: the outcome, whether to replace the worker, and whether it is marked."""
     answered, status, value, text, extras, retire, marked, output = message
     if answered != number:
-        raise ValueError(f"expected a reply to item {number}; found one to {str(answered)[:40]}")
+        raise ValueError(f"expected a reply to item {number}; found a reply to {str(answered)[:40]}")
     if output:
-        log.info("a reward printed: %s", output)
+        logger.info("a reward printed: %s", output)
     if not math.isfinite(value):
         raise ValueError(f"expected a finite value; found {value}")
     outcome = Outcome(Status(status), float(value), str(text), {str(name): float(number) for name, number in extras.items()})

@@ -1,5 +1,8 @@
-"""What a worker, a program or another process of the same user could learn of this one. Invariant: the keeper and its workers have no variable
-of the environment but those named here and those that the configuration names, so that no password or token of the service is among them."""
+"""Keeps the service's secrets from workers, programs and other processes of the same user.
+
+Invariant: the environment of the keeper and its workers has only the variables named here or in the configuration. So it contains no
+password or token of the service.
+"""
 
 import ctypes
 import os
@@ -29,12 +32,14 @@ _PR_SET_DUMPABLE = 4
 
 
 def scrubbed(environment: Mapping[str, str], keep: Collection[str]) -> dict[str, str]:
-    """The variables that processes under this one get: what Python, its libraries and devices need, and those named in `keep`."""
+    """The environment of child processes: variables that Python, its libraries and devices need, and those named in `keep`."""
     return {name: value for name, value in environment.items() if name in _NAMES or name in keep or name.startswith(_PREFIXES)}
 
 
 def refuse_inspection() -> None:
-    """Other processes of this user can no longer read this one's memory and environment, nor attach to it; forks inherit that. Linux only;
-    elsewhere it does nothing."""
+    """Prevents other processes of this user from reading this one's memory and environment, and from attaching to it. Forks inherit this.
+
+    Does nothing on systems other than Linux. Raises OSError.
+    """
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

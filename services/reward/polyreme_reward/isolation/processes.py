@@ -1,6 +1,6 @@
-"""The service's ends of its worker processes, which a keeper starts and ends.
+"""The service's side of its worker processes, which a keeper starts and ends.
 
-Invariant: every worker that `spawn` returns has loaded the same rewards as the first one; closing leaves no process and no file.
+Invariant: every worker that `spawn` returns has loaded the same rewards as the first one. `close` leaves no process and no file.
 """
 
 import asyncio
@@ -21,27 +21,27 @@ from polyreme.errors import ConfigError, UnavailableError
 from polyreme_reward.isolation.privacy import scrubbed
 from polyreme_reward.isolation.wire import HEADER, encode
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _REPLY_BYTES = 1 << 20
 _STOP_SECONDS = 5.0
 KEEPER_SECONDS = 5.0
-"""How long the keeper may take to fork. It does nothing else; one that was stopped (SIGSTOP) does not even that."""
+"""Maximum seconds for the keeper to fork. A healthy keeper is never busy; one that got SIGSTOP does not answer at all."""
 
 
 class Gone(Exception):
-    """The worker's process has ended; the message says how."""
+    """The worker's process has ended. The message states how."""
 
 
 class Worker:
-    """The service's end of one worker process."""
+    """The service's side of one worker process."""
 
     def __init__(self, name: int, sock: socket.socket) -> None:
         self.name, self._sock = name, sock
         self.ended: str | None = None
         self.forked = asyncio.Event()
         self.fresh = True
-        self.marked = False  # an item left threads or processes in it
+        self.marked = False  # an item left threads or processes behind
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
 
@@ -49,26 +49,26 @@ class Worker:
         self._reader, self._writer = await asyncio.open_connection(sock=self._sock, limit=1 << 20)
 
     async def send(self, message: Any) -> None:
-        with suppress(ConnectionError):  # `receive` reports its end
+        with suppress(ConnectionError):  # `receive` reports it
             self._writer.write(encode(message))
             await self._writer.drain()
 
     async def receive(self) -> Any:
-        """The next message. Raises Gone at the worker's end and ValueError for what is no message."""
+        """The next message. Raises Gone when the worker has ended, and ValueError for an invalid message."""
         try:
             (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > _REPLY_BYTES:
                 raise ValueError(f"expected a frame of at most {_REPLY_BYTES} bytes; found {size}")
             return json.loads(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
-            for _ in range(100):  # the keeper's message on how it ended comes on another socket
+            for _ in range(100):  # the keeper reports the reason on another socket
                 if self.ended is not None:
                     break
                 await asyncio.sleep(0.01)
             raise Gone(self.ended or "closed its connection") from None
 
     def end(self, reason: str) -> None:
-        """Marks its process as gone: what it sent can still be read, even while another process holds the other end."""
+        """Marks the process as ended. Messages that it sent can still be read, even while another process holds the other end."""
         self.ended = reason
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RD)
@@ -81,17 +81,17 @@ class Worker:
 
 
 class Workers:
-    """Worker processes with one set-up, and the keeper that owns them.
+    """Worker processes with the same setup, and the keeper that owns them.
 
     Args:
         setup: the first message to every worker.
-        preload: modules that the keeper imports once for all workers; trusted ones only.
+        preload: trusted modules that the keeper imports once for all workers.
         start_timeout: seconds for a worker to load.
-        environment: variables that they get beside the usual ones.
+        environment: names of variables that workers get in addition to the usual ones.
 
     Attributes:
-        trouble: why no worker could be had when one was last asked for; None: one was.
-        facts: version and description of every reward, as the first worker reported them.
+        trouble: why the last attempt to start a worker failed, or None.
+        facts: version and description of each reward, as reported by the first worker.
     """
 
     def __init__(
@@ -109,7 +109,12 @@ class Workers:
         self.facts: list[tuple[str, str]] = []
 
     async def spawn(self) -> Worker:
-        """A worker that has loaded. Raises ConfigError when it cannot; UnavailableError when that takes too long."""
+        """Starts a worker and waits until it has loaded.
+
+        Raises:
+            ConfigError: a reward cannot be loaded.
+            UnavailableError: loading takes longer than `start_timeout`.
+        """
         worker = await self._fork()
         try:
             await worker.open()
@@ -120,16 +125,14 @@ class Workers:
         except TimeoutError:
             self.discard(worker)
             raise UnavailableError(
-                f"rewards that load within {self._start_timeout:g} s", "none", "Fix: raise reward.start_timeout."
+                f"rewards that load within {self._start_timeout:g} s", "no answer", "Raise reward.start_timeout."
             ) from None
         except Gone as gone:
             self.discard(worker)
-            raise ConfigError("rewards that load", f"their process {gone}", "Fix: correct what they do when imported.") from None
+            raise ConfigError("rewards that load", f"their process {gone}", "Fix the code that runs at import.") from None
         except (ValueError, TypeError, AttributeError) as error:
             self.discard(worker)
-            raise ConfigError(
-                "rewards that load", f"no message of theirs ({error})", "Fix: correct what they do when imported."
-            ) from None
+            raise ConfigError("rewards that load", f"an invalid message ({error})", "Fix the code that runs at import.") from None
         except BaseException:
             self.discard(worker)
             raise
@@ -138,12 +141,12 @@ class Workers:
             raise ConfigError(*message["failed"])
         if self.facts and facts != self.facts:
             self.discard(worker)
-            raise ConfigError(f"the same rewards as at start ({self.facts})", str(facts), "Fix: restart the reward service.")
+            raise ConfigError(f"the same rewards as at start ({self.facts})", str(facts), "Restart the reward service.")
         self.facts, self.trouble = facts, None
         return worker
 
     async def _fork(self) -> Worker:
-        """A worker's process. A keeper that does not fork in time is ended, with all its workers, and replaced, once."""
+        """Forks a worker's process. A keeper that does not fork in time is killed with all its workers and replaced once."""
         for _ in range(2):
             if self._control is None:
                 self._start_keeper()
@@ -164,23 +167,23 @@ class Workers:
                 self.trouble = "the worker keeper does not answer"
                 self.discard(worker)
                 if self._control is keeper:
-                    log.error("the worker keeper does not answer; it is ended and started again")
+                    logger.error("the worker keeper does not answer; it is killed and restarted")
                     self._lose_keeper()
             except BaseException:
                 self.discard(worker)
                 raise
         raise UnavailableError(
-            "a worker keeper that forks", "none that answers", "Fix: give the machine less to do, or more memory."
+            "a worker keeper that answers", "no answer", "Reduce the load of the machine, or give it more memory."
         )
 
     async def respawn(self, give_up: Callable[[str], None]) -> Worker:
-        """Starts a worker in place of another, with growing pauses between tries; calls `give_up` with the reason of each failure."""
+        """Starts a replacement worker, with growing pauses between attempts. Calls `give_up` with the reason of each failure."""
         pause = 0.1
         while True:
             try:
                 return await self.spawn()
             except (ConfigError, UnavailableError, OSError) as error:
-                log.error("a worker could not be replaced: %s", error)
+                logger.error("a worker could not be replaced: %s", error)
                 self.trouble = str(error)
                 give_up(f"no worker could be started: {error}")
                 await asyncio.sleep(pause)
@@ -194,7 +197,7 @@ class Workers:
         self._alive.pop(worker.name, None)
 
     def close(self) -> None:
-        """Ends every worker and whatever they started."""
+        """Ends all workers and the processes that they started."""
         self._stop_keeper()
         for worker in list(self._alive.values()):
             worker.close()
@@ -221,7 +224,7 @@ class Workers:
         asyncio.get_running_loop().add_reader(ours, self._hear)
 
     def _hear(self) -> None:
-        """Handles a message of the keeper, or its end, which is the end of all workers."""
+        """Handles a message from the keeper. When the keeper ends, all workers end."""
         if self._control is None:
             return
         try:
@@ -238,11 +241,11 @@ class Workers:
                 if "exited" in message:
                     worker.end(message["reason"])
             return
-        log.error("the worker keeper ended; it is started again with the next worker")
+        logger.error("the worker keeper ended; it is restarted with the next worker")
         self._lose_keeper()
 
     def _lose_keeper(self) -> None:
-        """Ends the keeper, and with it all workers."""
+        """Kills the keeper, and with it all workers."""
         if self._keeper is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._keeper.pid, signal.SIGKILL)
@@ -258,9 +261,9 @@ class Workers:
             self._control = None
         if self._keeper is not None:
             try:
-                self._keeper.wait(_STOP_SECONDS)  # it kills its workers when the socket closes, which takes milliseconds
+                self._keeper.wait(_STOP_SECONDS)  # it kills its workers within milliseconds after the socket closes
             except subprocess.TimeoutExpired:
                 os.killpg(self._keeper.pid, signal.SIGKILL)
                 self._keeper.wait()
             self._keeper = None
-            shutil.rmtree(self._folder, ignore_errors=True)  # the keeper has done this, unless it was killed
+            shutil.rmtree(self._folder, ignore_errors=True)  # a no-op unless the keeper was killed

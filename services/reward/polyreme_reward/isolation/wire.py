@@ -1,4 +1,7 @@
-"""Frames between the pool and its workers: a length, then JSON. Invariant: a frame beyond the limit is an error on both sides."""
+"""Frames between the pool and its workers: a length, then JSON.
+
+Invariant: a frame larger than FRAME_LIMIT is an error on both sides.
+"""
 
 import json
 import socket
@@ -10,7 +13,7 @@ FRAME_LIMIT = 256 << 20
 
 
 def encode(message: Any) -> bytes:
-    """One frame. Texts stay ASCII on the wire, so that lone surrogates survive."""
+    """Encodes one frame. JSON escapes keep it ASCII, so that lone surrogates survive. Raises ValueError beyond FRAME_LIMIT bytes."""
     body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode("ascii")
     if len(body) > FRAME_LIMIT:
         raise ValueError(f"expected a frame of at most {FRAME_LIMIT} bytes; found {len(body)}")
@@ -18,7 +21,7 @@ def encode(message: Any) -> bytes:
 
 
 def receive(channel: socket.socket) -> Any:
-    """The next message; None at the end."""
+    """The next message, or None when the channel has closed. Raises ValueError beyond FRAME_LIMIT bytes."""
     header = _exactly(channel, HEADER.size)
     if header is None:
         return None

@@ -1,5 +1,8 @@
-"""A worker's life: limits, plugins, then item after item. Invariant: every item it is sent gets one reply with its number, in order, or the
-process ends; what a plugin returns, raises or prints never leaves but as a bounded, checked reply."""
+"""The main function of a worker: sets limits, loads the plugins, then scores items.
+
+Invariant: every item gets one reply with its number, in order, unless the process ends. The results, exceptions and output of a plugin
+leave the process only in a bounded, validated reply.
+"""
 
 import asyncio
 import io
@@ -24,7 +27,7 @@ _OUTPUT_CHARS = 4000
 
 
 class BoundedOutput(io.TextIOBase):
-    """Replaces stdout and stderr: keeps the first characters that an item prints and drops the rest."""
+    """Replaces stdout and stderr. Keeps the first characters that an item prints and drops the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class BoundedOutput(io.TextIOBase):
         return len(text)
 
     def take(self) -> str:
-        """What was printed since the last call, at most 4000 characters."""
+        """Returns the output since the last call, at most _OUTPUT_CHARS characters."""
         text = "".join(self._kept)
         self._kept, self._room = [], _OUTPUT_CHARS
         return text
@@ -51,7 +54,7 @@ class BoundedOutput(io.TextIOBase):
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes.
 
-    The first message has `memory_mib`, and `rewards` (sources), or `model` (a directory) and `options` for a model's own process.
+    The first message has `memory_mib` and either `rewards` (sources), or `model` (a directory) and `options` for a model's process.
 
     Returns the exit status.
     """
@@ -68,8 +71,8 @@ def main(channel: socket.socket) -> int:
     except ConfigError as error:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2
-    except BaseException as error:  # noqa: BLE001 the plugin's own code, whatever it raises
-        channel.sendall(encode({"failed": ["a reward that loads", _summary(error), "Fix: correct the plugin."]}))
+    except BaseException as error:  # noqa: BLE001 plugin code may raise anything
+        channel.sendall(encode({"failed": ["a reward that loads", _summary(error), "Fix the plugin."]}))
         return 2
     channel.sendall(encode({"ready": [[plugin.version, plugin.description] for plugin in plugins]}))
     loop = asyncio.new_event_loop()
@@ -79,7 +82,7 @@ def main(channel: socket.socket) -> int:
     while (jobs := receive(channel)) is not None:
         for number, index, fields in jobs:
             outcome, memory = _score(plugins[index], Item(*fields), loop)
-            if os.getpid() != pid:  # a plugin forked and both sides came back
+            if os.getpid() != pid:  # a plugin forked and both processes returned
                 return 71
             processes, threads = left_behind()
             reply = [number, outcome.status, outcome.value, outcome.message, dict(outcome.extras)]
@@ -88,7 +91,7 @@ def main(channel: socket.socket) -> int:
 
 
 def _run_model(channel: socket.socket, setup: dict[str, Any]) -> int:
-    from polyreme_reward.model import worker as model  # it imports torch: only in a process that has a model
+    from polyreme_reward.model import worker as model  # imports torch, so only in a model's process
 
     try:
         classifier = model.load(setup)
@@ -101,13 +104,13 @@ def _run_model(channel: socket.socket, setup: dict[str, Any]) -> int:
 
 
 def _limit_memory(mib: int, beyond: int = 0) -> None:
-    """Limits data memory to so many MiB beyond the bytes in use."""
+    """Limits data memory (RLIMIT_DATA) to `mib` MiB plus `beyond` bytes."""
     limit = (mib << 20) + beyond
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _confine() -> BoundedOutput:
-    """Sets the process's signals and takes its standard streams away."""
+    """Resets signals and replaces the standard streams."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -122,7 +125,7 @@ def _confine() -> BoundedOutput:
 
 
 def _score(plugin: Loaded, item: Item, loop: asyncio.AbstractEventLoop) -> tuple[Outcome, bool]:
-    """The plugin's judged answer, and whether memory ran out."""
+    """The outcome of the plugin's answer, and whether memory ran out."""
     try:
         answer = plugin.call(item)
         if asyncio.iscoroutine(answer):
@@ -134,22 +137,22 @@ def _score(plugin: Loaded, item: Item, loop: asyncio.AbstractEventLoop) -> tuple
         return failed(Status.ERROR, "ran out of memory (MemoryError at the worker's limit)"), True
     except SystemExit as error:
         return failed(Status.ERROR, f"called sys.exit({error.code!r})"), False
-    except BaseException as error:  # noqa: BLE001 the plugin's own code, whatever it raises
+    except BaseException as error:  # noqa: BLE001 plugin code may raise anything
         return failed(Status.ERROR, _summary(error)), False
 
 
 def _summary(error: BaseException) -> str:
-    """The exception and where it was raised, in one line."""
+    """The exception and its origin, on one line."""
     try:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
         return f"{type(error).__name__}: {str(error)[:1000]}{where}"
-    except Exception:  # noqa: BLE001 a plugin's exception may not even print
-        return f"{type(error).__name__} (which cannot be printed)"
+    except Exception:  # noqa: BLE001 str() of a plugin's exception may raise
+        return f"{type(error).__name__} (without a printable message)"
 
 
 def _leftover_test() -> Callable[[], tuple[bool, bool]]:
-    """A cheap test of whether items left (processes, threads) behind that were not there after loading."""
+    """A cheap test of whether items have left (processes, threads) behind that did not exist after loading."""
     threads = threading.active_count()
     helpers = _has_children()
 

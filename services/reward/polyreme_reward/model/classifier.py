@@ -1,8 +1,8 @@
 """A Hugging Face sequence classifier that scores texts.
 
-Invariant: a text's score does not depend on its batch (except for rounding), nothing is truncated, and no weight is invented.
+Invariant: a text's score does not depend on its batch, except for rounding. No text is truncated, and no weight is randomly initialised.
 
-Only a model's own process imports this module.
+Only a model's process imports this module.
 """
 
 import json
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time, in one thread
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # texts are tokenized one at a time
 
 import torch
 import xxhash
@@ -23,19 +23,19 @@ from polyreme.errors import ConfigError
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, judge
 from polyreme_reward.model.device import open_device
 
-_UNBOUNDED = 1 << 24  # tokenizers without a limit say 1e30
+_UNBOUNDED = 1 << 24  # tokenizers without a limit report 1e30
 _FIX = "Fix the model's directory, or its options under reward.rewards."
 
 
 class Classifier:
-    """A model that is ready to score.
+    """A loaded model that is ready to score.
 
     Args:
-        path: a directory as `save_pretrained` writes it, tokenizer included.
-        options: as ModelOptions.
+        path: directory written by `save_pretrained`, including the tokenizer.
+        options: the fields of ModelOptions.
 
     Raises:
-        ConfigError: it cannot be loaded, lacks weights, has several outputs and no `label`, or does not score a short text.
+        ConfigError: the model cannot be loaded, lacks weights, has several outputs and no `label`, or fails to score a short text.
     """
 
     def __init__(self, path: str, options: Mapping[str, Any]) -> None:
@@ -59,25 +59,27 @@ class Classifier:
         self.description = f"{kind}, {parameters / 1e6:.3g}M parameters, {options['dtype']} on {options['device']}"
 
     def encode(self, item: Item) -> list[int]:
-        """Token ids of prompt and response. Raises RewardError when there are none, too many, or some the model does not know."""
+        """Token ids of prompt and response. Raises RewardError when there are none or too many, or the model has no embedding for one."""
         text = self._conversation(item) if self._chat else (item.seen + item.raw).removeprefix(self._tokenizer.bos_token or "")
-        if len(text) > self._most_chars:  # tokenizing it would take much memory in vain
+        if len(text) > self._most_chars:  # avoids the memory of tokenizing it
             raise RewardError(f"expected prompt and response of at most {self._longest} tokens; found {len(text)} characters")
         try:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=not self._chat)["input_ids"]  # a chat template is complete
+            ids: list[int] = self._tokenizer(text, add_special_tokens=not self._chat)[
+                "input_ids"
+            ]  # a chat template includes them
         except TypeError:  # lone surrogates
-            raise RewardError(f"expected text that UTF-8 can hold; found {text[:200]!r}") from None
+            raise RewardError(f"expected text that UTF-8 can encode; found {text[:200]!r}") from None
         if not 0 < len(ids) <= self._longest:
             raise RewardError(
                 f"expected prompt and response of 1 to {self._longest} tokens of the reward model; found {len(ids)}. "
-                "Nothing is truncated: make responses shorter, or raise options.max_length if the model allows it"
+                "Texts are not truncated: limit the length of responses, or raise options.max_length if the model allows it"
             )
         if max(ids) >= self._embeddings:
             raise RewardError(f"expected token ids below the model's {self._embeddings} embeddings; found {max(ids)}")
         return ids
 
     def score(self, batch: Sequence[list[int]]) -> list[Outcome]:
-        """One outcome per text of token ids; a batch that does not fit into memory is scored text by text."""
+        """One outcome per list of token ids. A batch that does not fit into memory is scored one text at a time."""
         try:
             return [judge(value) for value in self._forward(batch)]
         except (RuntimeError, MemoryError) as error:
@@ -91,13 +93,13 @@ class Classifier:
     def _forward(self, batch: Sequence[list[int]]) -> list[float]:
         pad = configured = self._text_config.pad_token_id
         if pad is None and len(batch) > 1:
-            # The classifier finds a row's end by its padding: any id that no row has will do.
+            # The classifier finds a row's end by its padding, so the padding id must not occur in any row.
             used = set().union(*batch)
             pad = next((token for token in range(self._embeddings) if token not in used), None)
             if pad is None:
                 return [value for ids in batch for value in self._forward([ids])]
         width = max(map(len, batch))
-        # On the right, whatever side the tokenizer prefers: positions then count from each text's own start.
+        # Padding on the right, whatever the tokenizer's default: positions then start at 0 for each text.
         rows = [ids + [pad or 0] * (width - len(ids)) for ids in batch]
         mask = [[1] * len(ids) + [0] * (width - len(ids)) for ids in batch]
         self._text_config.pad_token_id = pad
@@ -111,7 +113,7 @@ class Classifier:
         return values
 
     def _prompt(self, item: Item) -> Any:
-        """The prompt as text, or as it stands in the row's column."""
+        """The prompt as text, or the value of the row's prompt column."""
         if self._column is None:
             return item.prompt
         columns = item.metadata
@@ -131,14 +133,14 @@ class Classifier:
         messages = [*messages, {"role": "assistant", "content": item.response}]
         try:
             text: str = self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:  # noqa: BLE001 the template is the model's program
+        except Exception as error:  # noqa: BLE001 a model's template may raise anything
             raise RewardError(
                 f"expected messages that the model's chat template accepts; found {type(error).__name__}: {error}"
             ) from None
         return text
 
     def _probe(self, path: str) -> None:
-        """Scores a short text, so that a model that cannot score fails at start; on an accelerator this also warms up."""
+        """Scores a short text, so that a model that cannot score fails at start. This also warms up an accelerator."""
         row = Item("", "Hi", "Hi", metadata_json=json.dumps({self._column: "Hi"}))
         try:
             (outcome,) = self.score([self.encode(row)])
@@ -154,18 +156,18 @@ def _load(path: str, dtype: str) -> tuple[Any, Any]:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             path, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # noqa: BLE001 transformers raises whatever a file makes it raise
+    except Exception as error:  # noqa: BLE001 transformers raises many types for a damaged file
         raise ConfigError(
             f"a sequence classifier and its tokenizer in {path}", f"{type(error).__name__}: {str(error)[:1000]}", _FIX
         ) from None
     wanted = list(tokenizer.vocab_files_names.values())
-    if wanted and not any(Path(path, name).is_file() for name in wanted):  # transformers makes up an empty one
-        raise ConfigError(f"a tokenizer in {path} ({' or '.join(wanted)})", "none", "Save it there: save_pretrained writes it.")
+    if wanted and not any(Path(path, name).is_file() for name in wanted):  # transformers would create an empty tokenizer
+        raise ConfigError(f"a tokenizer in {path} ({' or '.join(wanted)})", "none", "Save it there with save_pretrained.")
     if missing := sorted(loading["missing_keys"]):
         raise ConfigError(
-            f"weights for the whole classifier in {path}",
-            f"none for {', '.join(missing[:5])}, which would be random",
-            "Give a trained reward model, not the language model it may have come from.",
+            f"all weights of the classifier in {path}",
+            f"no weights for {', '.join(missing[:5])}",
+            "Use a trained reward model, not the language model that it is based on.",
         )
     return model, tokenizer
 
@@ -175,7 +177,7 @@ def _label(outputs: int, label: int | None) -> int:
         raise ConfigError(
             "a reward model with one output (num_labels 1)",
             f"{outputs} outputs",
-            "Say which one is the score with options.label.",
+            "Select the score with options.label.",
         )
     if label is not None and label >= outputs:
         raise ConfigError(f"options.label below the model's {outputs} outputs", str(label), "Fix it; the first one is 0.")
@@ -183,16 +185,16 @@ def _label(outputs: int, label: int | None) -> int:
 
 
 def _longest(config: Any, tokenizer: Any, asked: int | None) -> int:
-    """Tokens that the model takes, or fewer if the options say so."""
+    """Maximum number of tokens: the model's limit, or a lower one in the options."""
     known = [getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     most = min([int(limit) for limit in known if limit is not None and 0 < limit < _UNBOUNDED], default=_UNBOUNDED)
     if asked is not None and asked > most:
-        raise ConfigError(f"options.max_length of at most the model's {most} tokens", str(asked), "Lower it, or take it away.")
+        raise ConfigError(f"options.max_length of at most the model's {most} tokens", str(asked), "Lower or remove it.")
     return asked or most
 
 
 def _digest(path: str, options: Mapping[str, Any]) -> str:
-    """12 hex digits of what decides the scores: the directory's files, and the options but for those of speed."""
+    """Digest (12 hexadecimal digits) of what decides the scores: the files, and the options except those that only affect speed."""
     decides = sorted((name, value) for name, value in options.items() if name not in ("batch_tokens", "threads"))
     digest = xxhash.xxh3_64(repr(decides).encode())
     for file in sorted(Path(path).iterdir()):
@@ -205,5 +207,5 @@ def _digest(path: str, options: Mapping[str, Any]) -> str:
 
 
 def _is_memory(error: Exception) -> bool:
-    """Whether memory ran out: torch says it of accelerators by a type, and of the CPU in words."""
+    """Whether memory ran out. torch reports that by a type for accelerators, and only by the message for the CPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

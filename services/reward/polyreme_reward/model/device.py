@@ -1,4 +1,7 @@
-"""The devices cpu, cuda and npu. Invariant: nothing else in the reward service depends on the device of a model."""
+"""The devices cpu, cuda and npu.
+
+Invariant: no other module of the reward service depends on the device of a model.
+"""
 
 import torch
 
@@ -6,14 +9,14 @@ from polyreme.errors import ConfigError
 
 
 def open_device(name: str, threads: int) -> torch.device:
-    """The device, ready for this process.
+    """Prepares a device for this process.
 
     Args:
-        name: cpu, or cuda or npu with or without a number.
+        name: cpu, cuda or npu; cuda and npu may have a number, as in cuda:1.
         threads: compute threads on CPU.
 
     Raises:
-        ConfigError: this machine has no such device.
+        ConfigError: this machine does not have the device.
     """
     torch.set_num_threads(threads)
     kind, _, number = name.partition(":")
@@ -29,8 +32,8 @@ def open_device(name: str, threads: int) -> torch.device:
     if int(number or 0) >= count:
         raise ConfigError(
             f"a machine with {name}",
-            f"torch {torch.__version__} sees {count} of this kind",
-            "Set options.device: cpu, or another.",
+            f"torch {torch.__version__} with {count} {kind} devices",
+            "Set options.device to cpu or to another device.",
         )
     device = torch.device(kind, int(number or 0))
     module.set_device(device)

@@ -1,11 +1,11 @@
-"""A reward model in a process of its own.
+"""A reward model in its own process.
 
-Invariant: every item gets an outcome, whatever happens to the process; at most a window of items is in it, and a batch may hold the items
-of several callers.
+Invariant: every item gets an outcome, whatever happens to the process. At most _WINDOW items are in the process, and a batch may combine
+items of several callers.
 
-The process reports which items it is scoring. When it does not answer within an item's deadline it is killed, and those items are sent
-again, each alone: an item that fails alone is itself the cause. The same holds when the process dies. A model that can score nothing any
-more is not restarted: loading includes a first score.
+The process reports which items it is scoring. When it misses an item's deadline it is killed, and those items are retried one at a time:
+an item that fails alone is the cause. The same happens when the process dies. A model that can no longer score does not become available
+again, since loading includes a first score.
 """
 
 import asyncio
@@ -25,27 +25,27 @@ from polyreme_reward.isolation.processes import Gone, Worker, Workers
 from polyreme_reward.items import Item, Outcome, Status, failed, judge
 from polyreme_reward.metrics import RewardMetrics
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _PRELOAD = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto")
-_WINDOW = 1024  # items inside the process: what it chooses its batches from
+_WINDOW = 1024  # maximum number of items in the process, from which it chooses its batches
 _FRAME = 64
 _FRAME_CHARS = 1 << 20
 
 
 @checked(frozen=True, config={"extra": "forbid"})
 class ModelOptions:
-    """What a reward model's `options` may set.
+    """The `options` of a reward model.
 
     Args:
-        device: cpu, cuda or npu, or one of several as cuda:1.
-        dtype: of weights and compute.
+        device: cpu, cuda or npu, with a number to select one of several (cuda:1).
+        dtype: data type of weights and computation.
         threads: compute threads on CPU.
-        batch_tokens: padded tokens in one batch; a longer text goes alone.
-        template: chat: the model's own template around prompt and response; none: prompt and response as the policy wrote them.
-        prompt_column: under chat, the row's column with the prompt, a text or messages; null: the prompt as it is sent.
-        max_length: tokens of prompt and response beyond which an item is an ERROR; null: the model's own limit.
-        label: which output is the score, of a model that has several.
+        batch_tokens: maximum padded tokens per batch. A longer text is a batch of its own.
+        template: chat: apply the model's chat template to prompt and response. none: use prompt and response as the policy saw them.
+        prompt_column: for chat, the row's column with the prompt (text or messages). null: the prompt of the request.
+        max_length: maximum tokens of prompt and response; a longer item is an ERROR. null: the model's limit.
+        label: index of the output that is the score, for a model with several outputs.
     """
 
     device: Annotated[str, Field(pattern=r"^(cpu|(cuda|npu)(:\d+)?)$")] = "cpu"
@@ -59,14 +59,14 @@ class ModelOptions:
 
 
 class _Job:
-    """An item on its way to an outcome."""
+    """An item that waits for its outcome."""
 
     __slots__ = ("alone", "answer", "chars", "fields", "number")
 
     def __init__(self, number: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
         self.number, self.fields, self.answer = number, tuple(item), answer
         self.chars = sum(map(len, item))
-        self.alone = False  # it was under way when a process failed
+        self.alone = False  # a process failed while scoring it
 
     def end(self, outcome: Outcome) -> None:
         if not self.answer.done():
@@ -77,15 +77,17 @@ class ModelReward:
     """A sequence classifier as a reward.
 
     Args:
+        name: name of the reward.
+        weight: weight of the reward in a score.
         path: the model's directory.
-        options: as ModelOptions.
-        item_timeout: seconds for one batch, and so for each of its items.
+        options: the fields of ModelOptions.
+        item_timeout: seconds per batch, and therefore per item.
         start_timeout: seconds to load the model.
-        memory_mib: data memory that scoring may take beside the loaded model.
+        memory_mib: data memory for scoring in addition to the loaded model, in MiB.
         metrics: counts replaced processes.
 
     Raises:
-        ConfigError: an option is unknown or does not fit, or there is no such directory.
+        ConfigError: an option is unknown or invalid, or the directory does not exist.
     """
 
     correctness = False
@@ -109,7 +111,7 @@ class ModelReward:
             raise ConfigError(f"options of a reward model ({known})", problems, "Fix reward.rewards.") from None
         if not (path / "config.json").is_file():
             raise ConfigError(
-                f"a Hugging Face model directory {path}", "no config.json there", "Fix `model`; nothing is downloaded."
+                f"a Hugging Face model directory {path}", "no config.json in it", "Fix `model`. Models are not downloaded."
             )
         self.name, self.weight = name, weight
         self._item_timeout, self._metrics = item_timeout, metrics
@@ -117,7 +119,7 @@ class ModelReward:
         self._processes = Workers(setup, _PRELOAD, start_timeout)
         self._numbers = itertools.count()
         self._queue: deque[_Job] = deque()
-        self._inside: dict[int, _Job] = {}  # sent to the process, not answered
+        self._inside: dict[int, _Job] = {}  # sent to the process and not yet answered
         self._under_way: list[int] = []
         self._wake = asyncio.Event()
         self._deadline: asyncio.Timeout | None = None
@@ -136,7 +138,12 @@ class ModelReward:
         return self._processes.trouble is None
 
     async def start(self) -> None:
-        """Loads the model. Raises ConfigError when it cannot be loaded; UnavailableError when it takes too long."""
+        """Loads the model.
+
+        Raises:
+            ConfigError: the model cannot be loaded.
+            UnavailableError: loading takes longer than `start_timeout`.
+        """
         try:
             worker = await self._processes.spawn()
         except BaseException:
@@ -168,13 +175,13 @@ class ModelReward:
             finally:
                 feeder.cancel()
                 await asyncio.gather(feeder, return_exceptions=True)
-            log.warning("the reward model %s is loaded again: %s", self.name, failure.message)
+            logger.warning("reloading the reward model %s: %s", self.name, failure.message)
             self._processes.discard(worker)
             self._blame(failure)
             worker = await self._processes.respawn(self._give_up)
 
     async def _feed(self, worker: Worker) -> None:
-        """Sends queued jobs as long as the window has room."""
+        """Sends queued jobs while the window has room."""
         while True:
             while not (jobs := self._take()):
                 self._wake.clear()
@@ -185,7 +192,7 @@ class ModelReward:
             await worker.send([[job.number, job.fields] for job in jobs])
 
     def _take(self) -> list[_Job]:
-        """The next frame of jobs, bounded in number and characters; a suspect only when nothing else is inside."""
+        """Takes the next frame of jobs, bounded in number and characters. Takes a suspect only when the process is empty."""
         alone = bool(self._queue) and self._queue[0].alone
         if alone or any(job.alone for job in self._inside.values()):
             return [self._queue.popleft()] if alone and not self._inside else []
@@ -198,21 +205,21 @@ class ModelReward:
         return jobs
 
     async def _hear(self, worker: Worker) -> Outcome:
-        """Receives the process's answers until it fails; returns the outcome of the items that it was scoring."""
+        """Receives answers until the process fails. Returns the outcome for the items that it was scoring."""
         while True:
             try:
                 async with asyncio.timeout(self._item_timeout if self._inside else None) as self._deadline:
                     message = await worker.receive()
                 if "broken" in message:
                     self._metrics.workers_replaced.labels("exit").inc()
-                    return failed(Status.ERROR, f"the model's process broke: {message['broken']}")
+                    return failed(Status.ERROR, f"the model's process failed: {message['broken']}")
                 self._answer(message["done"])
                 self._under_way = list(message["begin"])
             except TimeoutError:
                 self._metrics.workers_replaced.labels("timeout").inc()
                 return failed(
                     Status.TIMEOUT,
-                    f"expected a score within {self._item_timeout:g} s; found none, the model's process was ended. "
+                    f"expected a score within {self._item_timeout:g} s; found none, so the model's process was killed. "
                     "Lower options.batch_tokens, or raise reward.item_timeout",
                 )
             except Gone as gone:
@@ -220,7 +227,7 @@ class ModelReward:
                 return failed(Status.ERROR, f"the model's process {gone}")
             except (ValueError, TypeError, KeyError) as error:
                 self._metrics.workers_replaced.labels("exit").inc()
-                return failed(Status.INVALID, f"expected an answer of the model's process; found {error}")
+                return failed(Status.INVALID, f"expected a valid answer from the model's process; found {error}")
 
     def _answer(self, done: Iterable[Sequence[Any]]) -> None:
         for number, status, value, text in done:
@@ -229,10 +236,10 @@ class ModelReward:
         self._wake.set()
 
     def _blame(self, failure: Outcome) -> None:
-        """After a process failed: the items that may be the cause are sent again, each alone, or get their outcome; the others are requeued."""
+        """Handles the items of a failed process. An item that may be the cause is retried alone or gets its outcome. The others are requeued."""
         inside, self._inside = self._inside, {}
         blamed = [inside.pop(number) for number in self._under_way if number in inside]
-        if not blamed and inside:  # it had not reported any
+        if not blamed and inside:  # the process had not reported any
             blamed, inside = list(inside.values()), {}
         self._under_way = []
         for job in blamed:

@@ -1,9 +1,9 @@
-"""The main loop of a model's process: load, then batch after batch.
+"""The main loop of a model's process: loads the model, then scores batches.
 
-Invariant: every text that is received is answered once, or the process ends after it has reported which ones it was scoring.
+Invariant: every received text is answered once, unless the process ends; then it has reported which texts it was scoring.
 
-Frames in: lists of [number, item]. Frames out: {"begin": numbers that are scored now, "done": [[number, status, value, message], ...]}; and
-{"broken": reason} before it ends itself.
+Receives lists of [number, item]. Sends {"begin": numbers that are being scored, "done": [[number, status, value, message], ...]}, and
+{"broken": reason} before it ends because of an error.
 """
 
 import select
@@ -18,7 +18,7 @@ from polyreme_reward.model.batches import next_batch
 
 
 def load(setup: Mapping[str, Any]) -> Any:
-    """The Classifier that a set-up names. Raises ConfigError."""
+    """Loads the Classifier of a setup message. Raises ConfigError."""
     try:
         from polyreme_reward.model.classifier import Classifier
     except ImportError as error:
@@ -31,8 +31,8 @@ def load(setup: Mapping[str, Any]) -> Any:
 
 
 def run(channel: socket.socket, classifier: Any, batch_tokens: int) -> int:
-    """Scores until the socket closes. Returns the process's exit status."""
-    waiting: list[tuple[int, list[int]]] = []  # number and token ids, the oldest first
+    """Scores until the socket closes. Returns the exit status of the process."""
+    waiting: list[tuple[int, list[int]]] = []  # number and token ids, oldest first
     while True:
         while not waiting or select.select([channel], [], [], 0)[0]:
             jobs = receive(channel)
@@ -51,7 +51,7 @@ def run(channel: socket.socket, classifier: Any, batch_tokens: int) -> int:
         _say(channel, begin=numbers)
         try:
             outcomes = classifier.score([waiting[position][1] for position in chosen])
-        except Exception as error:  # noqa: BLE001 an accelerator may be in no state to go on
+        except Exception as error:  # noqa: BLE001 an accelerator may be unusable after an error
             channel.sendall(encode({"broken": failed(Status.ERROR, f"{type(error).__name__}: {error}").message}))
             return 1
         _say(channel, done=list(zip(numbers, outcomes, strict=True)))

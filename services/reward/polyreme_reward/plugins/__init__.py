@@ -1,1 +1,1 @@
-"""Rewards written as Python functions, in the signatures of several systems. Loaded and called in worker processes only."""
+"""Rewards that are Python functions with the signatures of several systems. Only worker processes load and call them."""

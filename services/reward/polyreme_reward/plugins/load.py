@@ -1,4 +1,7 @@
-"""Loads a reward function from its source. Invariant: the version identifies the code and options behind a score."""
+"""Loads a reward function from its source.
+
+Invariant: the version of a reward identifies the code and the options that produced a score.
+"""
 
 import hashlib
 import importlib
@@ -21,7 +24,7 @@ USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A reward in its worker: `unwrap(call(item))` is a number or a mapping with `score`; `call` may return a coroutine to await first."""
+    """A reward in its worker. `unwrap(call(item))` is a number or a mapping with `score`. If `call` returns a coroutine, await it first."""
 
     call: Callable[[Item], Any]
     unwrap: Callable[[Any], object]
@@ -33,16 +36,16 @@ def load(source: Mapping[str, Any]) -> Loaded:
     """Loads a reward.
 
     Args:
-        source: `options` and one of: `builtin` (a name); `path` and `code` (a file and its text as the service read it);
-            `module`; `entry_point`. `function` may name the function.
+        source: `options` and one of `builtin` (a name), `path` with `code` (a file and the text that the service read), `module`, and
+            `entry_point`. `function` optionally names the function.
 
     Raises:
-        ConfigError: the source has no usable function. The plugin's own import errors are not caught.
+        ConfigError: the source has no usable function. Errors that the plugin raises at import are not caught.
     """
     options = source["options"]
     if (name := source.get("builtin")) is not None:
         rule = make_rule(name, options)
-        note = getattr(rule, "note", "")  # what the rule found out about where it runs
+        note = getattr(rule, "note", "")  # what the rule has detected about its environment
         description = f"{BUILTINS[name].description} ({note})" if note else BUILTINS[name].description
         return Loaded(rule, lambda answer: answer, builtin_version(name, options), description)
     if (path := source.get("path")) is not None:
@@ -76,19 +79,19 @@ def _function(module: Any, name: str | None, where: str) -> Callable[..., Any]:
 
 
 def choose_function(own: Sequence[str], where: str) -> str:
-    """Which of a module's own public functions is its reward. Raises ConfigError when that is not clear."""
+    """The name of the reward function among a module's own public functions. Raises ConfigError when it is ambiguous."""
     candidates = [key for key in USUAL_NAMES if key in own] or list(own)
     if len(candidates) != 1:
         raise ConfigError(
-            f"one reward function in {where} ({', '.join(USUAL_NAMES)}, or the only public one)",
+            f"one reward function in {where}: {', '.join(USUAL_NAMES)}, or the only public function",
             f"the functions {sorted(own)}",
-            "Name it with `function`.",
+            "Set `function`.",
         )
     return candidates[0]
 
 
 def no_function(name: str, own: Iterable[str], where: str) -> ConfigError:
-    """The error of a module without the function that the configuration names."""
+    """The error for a module without the configured function."""
     return ConfigError(f"a function {name} in {where}", f"the functions {sorted(own)}", "Fix `function`.")
 
 

@@ -1,7 +1,7 @@
-"""The signatures of reward functions, recognized by their parameters' names.
+"""The signatures of reward functions, recognised by their parameter names.
 
-Invariant: a function is called with exactly the names it takes, and one that fits no signature is refused at load, not at the first
-item.
+Invariant: a function is called with exactly the parameters that it has. A function that fits no signature is refused when it is loaded,
+not at the first item.
 
 | convention | parameters                                                          | one call is | texts                  |
 |------------|---------------------------------------------------------------------|-------------|------------------------|
@@ -12,9 +12,9 @@ item.
 | openrlhf   | queries[, prompts][, labels]                                        | a list      | with special tokens    |
 | trl        | completions[, prompts][, trainer_state, log_*][, dataset columns]   | a list      | without special tokens |
 
-Lists have one element: items are isolated from each other. Further parameters come from the reward's `options`. `prompt` is plain text and
-`templated_prompt` what the model saw. PaddleNLP's `query` and OpenRLHF's `queries` and `prompts` are templated as theirs are; TRL's
-`prompts` are plain as its datasets' are.
+Lists have one element, since items are isolated from each other. The reward's `options` supply further parameters. `prompt` is plain text,
+and `templated_prompt` is the text that the model saw. As in the original systems, PaddleNLP's `query` and OpenRLHF's `queries` and
+`prompts` include the template, and TRL's `prompts` do not.
 """
 
 import inspect
@@ -50,7 +50,7 @@ _OURS: dict[str, Callable[[Item], Any]] = {
 
 @dataclass(frozen=True)
 class Adapted:
-    """A function and how to call it: `call(item)` returns its answer or a coroutine, `unwrap` the number or mapping in the answer."""
+    """A function with its convention. `call(item)` returns its answer or a coroutine; `unwrap` returns the number or mapping in the answer."""
 
     convention: str
     call: Callable[[Item], Any]
@@ -58,15 +58,15 @@ class Adapted:
 
 
 def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
-    """Binds a reward function of any known signature.
+    """Adapts a reward function with any known signature.
 
     Raises:
-        ConfigError: the parameters fit no signature, or an option has no parameter.
+        ConfigError: the parameters fit no signature, or the function has no parameter for an option.
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
             f"a reward function {function.__name__} that returns a score",
-            "a generator, which yields",
+            "a generator",
             "Use `return` instead of `yield`.",
         )
     parameters = inspect.signature(function).parameters.values()
@@ -76,14 +76,14 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
     if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]:
         raise _misfit(function, f"positional-only parameters {positional}")
     if strangers := [name for name in options if name not in names and not takes_any]:
-        raise ConfigError(f"options that {function.__name__} takes ({', '.join(names)})", ", ".join(strangers), "Fix `options`.")
+        raise ConfigError(f"options of {function.__name__} ({', '.join(names)})", ", ".join(strangers), "Fix `options`.")
     wanted = [name for name in names if name not in options]
     if "completions" in names:
         return _trl(function, wanted, required - set(options), takes_any, options)
     convention, sources, listed = _convention(names)
     sources = {name: source for name, source in sources.items() if name in wanted}
     if missing := required - set(sources) - set(options):
-        raise _misfit(function, f"the parameters {sorted(missing)}, which nothing provides")
+        raise _misfit(function, f"the unknown parameters {sorted(missing)}")
 
     def call(item: Item) -> Any:
         arguments = {name: source(item) for name, source in sources.items()}
@@ -95,7 +95,7 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
 
 
 def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], Any]], bool]:
-    """The convention's name, its parameters, and whether they are lists."""
+    """The name of the convention, its parameters, and whether they are lists."""
     if "queries" in names:
         query = {"queries": lambda item: item.seen + item.raw, "prompts": lambda item: item.seen}
         return "openrlhf", {**query, "labels": lambda item: item.label}, True
@@ -126,7 +126,7 @@ def _trl(
     function: Callable[..., Any], wanted: list[str], required: set[str], takes_any: bool, options: Mapping[str, Any]
 ) -> Adapted:
     if "completion_ids" in required:
-        raise _misfit(function, "the required parameter completion_ids, but rewards are given text and no token ids")
+        raise _misfit(function, "the required parameter completion_ids, but rewards get texts and no token ids")
     special = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
     def call(item: Item) -> Any:
@@ -146,14 +146,14 @@ def _trl(
 
 
 def _score(answer: object) -> object:
-    """The answer itself. Raises RewardError for a generator, which an event loop would take for a coroutine."""
+    """Returns the answer. Raises RewardError for a generator, which an event loop would mistake for a coroutine."""
     if inspect.isgenerator(answer) or inspect.isasyncgen(answer):
-        raise RewardError("expected a score or a coroutine; found a generator. Return the score instead of yielding it")
+        raise RewardError("expected a score or a coroutine; found a generator. Use `return` instead of `yield`")
     return answer
 
 
 def _ignore(*_: object, **__: object) -> None:
-    """Stands for TRL's logging hooks: the service reports a reward's numbers as its parts."""
+    """Replaces TRL's logging hooks. The service reports a reward's numbers as its parts."""
 
 
 def _same(answer: object) -> object:
@@ -161,20 +161,20 @@ def _same(answer: object) -> object:
 
 
 def _first(answer: Any) -> object:
-    """The only element of a list, array or tensor of length 1, or of every list in a mapping."""
+    """The element of a list, array or tensor of length 1, also for the `score` of a mapping."""
     if isinstance(answer, Mapping):
         return {name: _first(value) if name == "score" else value for name, value in answer.items()}
     if hasattr(answer, "tolist"):
         answer = answer.tolist()
     if isinstance(answer, list | tuple):
         if len(answer) != 1:
-            raise RewardError(f"expected a list of one score for a list of one item; found one of {len(answer)}")
+            raise RewardError(f"expected a list of one score for a list of one item; found {len(answer)} scores")
         return answer[0]
     return answer
 
 
 def _unwrap_openrlhf(answer: Any) -> object:
-    """OpenRLHF's {"rewards", "scores", "extra_logs"}, or a bare list or tensor of rewards."""
+    """The answer in OpenRLHF's {"rewards", "scores", "extra_logs"}, or in a plain list or tensor of rewards."""
     if not isinstance(answer, Mapping):
         return _first(answer)
     if "rewards" not in answer:
@@ -187,8 +187,8 @@ def _unwrap_openrlhf(answer: Any) -> object:
 
 def _misfit(function: Callable[..., Any], found: str) -> ConfigError:
     return ConfigError(
-        "a reward function whose parameters are among (prompt, templated_prompt, response, response_raw, label, metadata, item), or in PaddleNLP's, "
-        "verl's, OpenRLHF's or TRL's signature",
+        "a reward function with parameters among (prompt, templated_prompt, response, response_raw, label, metadata, item), or with "
+        "PaddleNLP's, verl's, OpenRLHF's or TRL's signature",
         f"{getattr(function, '__name__', function)} with {found}",
-        "Rename its parameters, or give the others a value in `options`.",
+        "Rename the parameters, or set the others in `options`.",
     )

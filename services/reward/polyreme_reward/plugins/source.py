@@ -1,6 +1,6 @@
-"""A reward function's parameters, read from source text.
+"""Reads the parameters of a reward function from its source text.
 
-Invariant: the text is parsed and never run. What only running it could tell is left open (None).
+Invariant: the text is parsed and never run. When only running it could tell the parameters, the answer is None.
 """
 
 import ast
@@ -12,18 +12,18 @@ from polyreme_reward.plugins.load import USUAL_NAMES, choose_function, no_functi
 
 
 def stand_in(code: str, where: str, name: str | None) -> Callable[..., Any] | None:
-    """A function of the same name and parameters as the reward function in a module's source, which does nothing.
+    """A function with the name and parameters of the reward function in a module's source. It must not be called.
 
     Args:
         code: the module's text.
-        where: the module, for errors.
-        name: the function's name; None: as `load` chooses one.
+        where: name of the module for errors.
+        name: name of the function, or None to choose it as `load` does.
 
     Returns:
-        None when the source alone does not tell: the name may be assigned, imported, decorated or a class.
+        The function, or None when the source does not determine it, since the name is assigned, imported, decorated or a class.
 
     Raises:
-        ConfigError: the text is no Python, or it has no such function.
+        ConfigError: the text is not valid Python, or it does not have the function.
     """
     bound = parse(code, where)
     public = [key for key, node in bound.items() if isinstance(node, FUNCTIONS) and not key.startswith("_")]

@@ -1,4 +1,7 @@
-"""The choice between several URLs. Invariant: an endpoint that failed repeatedly gets no requests for a while, then a single probe."""
+"""Load balancing between several URLs.
+
+Invariant: an endpoint that has failed repeatedly gets no requests for a while, then one probe at a time.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +24,12 @@ class RewardEndpoint:
 
 
 class RewardEndpoints:
-    """Shares the load between URLs.
+    """Balances requests between URLs.
 
     Args:
-        deadline: seconds for a request.
-        clock: returns monotonic seconds.
+        urls: URLs of the same service.
+        deadline: maximum seconds of a request.
+        clock: returns monotonic time in seconds.
     """
 
     def __init__(self, urls: Sequence[str], deadline: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,11 +38,11 @@ class RewardEndpoints:
 
     @property
     def count(self) -> int:
-        """The number of URLs, dead ones included."""
+        """The number of URLs, including dead ones."""
         return len(self._all)
 
     def take(self) -> RewardEndpoint | None:
-        """The least busy live endpoint, or a dead one that is due for a probe; None when all are dead and none is due."""
+        """Takes a dead endpoint that is due for a probe, else the least busy live one. None when all are dead and none is due."""
         now = self._clock()
         due = [e for e in self._all if e.failures >= _FAILURES and e.retry_at <= now]
         live = [e for e in self._all if e.failures < _FAILURES]
@@ -53,7 +57,7 @@ class RewardEndpoints:
         return chosen
 
     def give_back(self, endpoint: RewardEndpoint, alive: bool | None) -> None:
-        """Ends a request. `alive`: the server answered; False: no server is there; None: the item may be the cause of the failure."""
+        """Ends a request. `alive` is True when the server answered, False when it did not, None when the item may have caused the failure."""
         endpoint.busy -= 1
         if alive:
             endpoint.failures, endpoint.answered_at = 0, self._clock()
@@ -61,14 +65,17 @@ class RewardEndpoints:
             self._failed(endpoint)
 
     def let_pass(self, endpoint: RewardEndpoint) -> None:
-        """Records that a request missed its deadline. The item may be the cause, unless the endpoint has answered no request for as long:
-        then its machine may be gone, and other endpoints are preferred."""
+        """Records that a request missed its deadline.
+
+        The item may be the cause. But if the endpoint has answered no request for a whole deadline, its machine may be unreachable, and
+        the miss counts as a failure when there are other endpoints.
+        """
         others = any(other.failures < _FAILURES for other in self._all if other is not endpoint)
         if others and self._clock() - endpoint.answered_at >= self._deadline:
             self._failed(endpoint)
 
     def next_probe(self) -> float:
-        """Seconds until a dead endpoint is tried again."""
+        """Seconds until the next probe of a dead endpoint."""
         return max(0.0, min(e.retry_at for e in self._all) - self._clock())
 
     def _failed(self, endpoint: RewardEndpoint) -> None:

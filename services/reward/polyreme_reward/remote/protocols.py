@@ -1,10 +1,10 @@
-"""The wires of reward servers, as pure functions.
+"""The protocols of reward servers, as pure functions.
 
-Invariant: a reply becomes a list of outcomes as long as the request, or BadReply.
+Invariant: decoding a reply returns one outcome per item of the request, or raises BadReply.
 
-paddlenlp: {"src", "tgt", "response"} -> {"error_code", "error_msg", "score"}; its servers answer errors with HTTP 200.
+paddlenlp: {"src", "tgt", "response"} -> {"error_code", "error_msg", "score"}; errors have HTTP status 200.
 openrlhf: {"query", "prompts", "labels"} -> {"rewards"[, "scores"][, "extra_logs"]}.
-native: this service's own POST /v1/score, with a status per item.
+native: POST /v1/score of this service, with a status per item.
 """
 
 import json
@@ -16,7 +16,7 @@ from polyreme_reward.items import Item, Outcome, Status, failed, judge
 
 
 class BadReply(Exception):
-    """A reply without scores. `status` is that of its items; `again`: a retry may help."""
+    """A reply without scores. `status` applies to its items. `again` states whether a retry may help."""
 
     def __init__(self, message: str, status: Status = Status.ERROR, again: bool = False) -> None:
         super().__init__(message)
@@ -25,14 +25,14 @@ class BadReply(Exception):
 
 @dataclass(frozen=True)
 class Protocol:
-    """`encode` makes the JSON body; `decode` takes the parsed JSON object of a 200 and the number of items in the request."""
+    """`encode` returns the JSON body. `decode` takes the JSON object of a 200 reply and the number of items in the request."""
 
     encode: Callable[[Sequence[Item]], dict[str, Any]]
     decode: Callable[[dict[str, Any], int], list[Outcome]]
 
 
 def parse(http_status: int, body: bytes, protocol: Protocol, count: int) -> list[Outcome]:
-    """The outcomes in an HTTP reply. Raises BadReply."""
+    """The outcomes in an HTTP reply, one per item. Raises BadReply."""
     if http_status != 200:
         excerpt = body[:300].decode("utf-8", "replace").strip()
         raise BadReply(

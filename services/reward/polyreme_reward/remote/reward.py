@@ -1,7 +1,7 @@
 """A reward that another server computes.
 
-Invariant: no request outlives its items' deadline, no more than `concurrency` are open, every failure to get a finite number in range is
-a status, and texts and token go to the configured origins only.
+Invariant: no request outlives the deadline of its items, and at most `concurrency` requests are open. Every failure to get a finite
+number in range becomes a status. Texts and token are sent to the configured origins only.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from polyreme_reward.remote.trouble import explain, refused
 
 _REPLY_BYTES = 32 << 20
 _FIRST_PAUSE = 0.1
-_CONNECT_SHARE = 0.3  # of an item's time, so that after a machine that vanished another one can be tried
+_CONNECT_SHARE = 0.3  # fraction of an item's time; leaves time for another endpoint after one that is unreachable
 _NOBODY_THERE = (502, 503, 504)
 _REPEAT_ELSEWHERE = (307, 308)
 _REDIRECTS = 3
@@ -34,15 +34,15 @@ _REDIRECTS = 3
 
 @checked(frozen=True, config={"extra": "forbid"})
 class HttpOptions:
-    """What a reward's `options` may set.
+    """The `options` of an HTTP reward.
 
     Args:
-        concurrency: open requests.
-        batch: items per request. With more than one, the item deadline applies to the whole request, and a batch that the server refuses
-            is sent again item by item.
-        tries: requests for the same items, as long as their deadline allows.
-        min: the least valid score.
-        max: the greatest valid score.
+        concurrency: maximum number of open requests.
+        batch: items per request. Above 1, the item deadline applies to the whole request, and a batch that the server refuses is resent
+            one item at a time.
+        tries: maximum number of requests for the same items within their deadline.
+        min: lowest valid score.
+        max: highest valid score.
     """
 
     concurrency: int = 16
@@ -56,29 +56,31 @@ class HttpOptions:
 class _Failure:
     status: Status
     message: str
-    answered: bool  # the server replied: its failure may be about one item of the batch
-    wait: float = 0.0  # seconds until it wants the next request
+    answered: bool  # the server replied, so one item of the batch may be the cause
+    wait: float = 0.0  # minimum seconds before the next request, from the server
 
 
 class _Reply(NamedTuple):
     status: int
-    wait: float  # seconds, from its retry-after
+    wait: float  # seconds, from the header retry-after
     body: bytes
-    target: str = ""  # of a redirect
+    target: str = ""  # target of a redirect
 
 
 class HttpReward:
-    """A reward behind one or several URLs that speak the same protocol.
+    """A reward behind one or more URLs with the same protocol.
 
     Args:
-        urls: they share the load.
+        name: name of the reward.
+        weight: weight of the reward in a score.
+        urls: URLs that share the load.
         protocol: a key of PROTOCOLS.
-        item_timeout: seconds for one item, retries included, waiting for a free connection excluded.
-        options: as HttpOptions.
-        security: the CA of an https endpoint, the client certificate and the token; None: none of them.
+        item_timeout: seconds per item, including retries but not the wait for a free connection.
+        options: the fields of HttpOptions.
+        security: CA of an https endpoint, client certificate and token, or None.
 
     Raises:
-        ConfigError: an option is unknown or does not fit, or what `security` names cannot be used.
+        ConfigError: an option is unknown or invalid, or a file or token of `security` cannot be used.
     """
 
     available = True
@@ -110,7 +112,7 @@ class HttpReward:
         self._protocol = PROTOCOLS[protocol]
         self._item_timeout = item_timeout
         self._security = security
-        self._outage = ""  # why the last request found no server
+        self._outage = ""  # why the last request reached no server
         self._endpoints = RewardEndpoints(urls, item_timeout)
         self._slots = asyncio.Semaphore(self._options.concurrency)
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
@@ -118,7 +120,7 @@ class HttpReward:
             self._headers["authorization"] = f"Bearer {token}"
         uses_tls = any(url.startswith("https:") for url in urls)
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=_CONNECT_SHARE * item_timeout),  # the deadline around each request is ours
+            timeout=httpx.Timeout(None, connect=_CONNECT_SHARE * item_timeout),  # `_ask` enforces the total deadline
             limits=httpx.Limits(max_connections=self._options.concurrency, max_keepalive_connections=self._options.concurrency),
             verify=secure.client_context(security or EndpointSecurity()) if uses_tls else False,
             trust_env=False,
@@ -143,7 +145,7 @@ class HttpReward:
         return [failed(answer.status, answer.message)] * len(items)
 
     async def _ask(self, items: Sequence[Item]) -> list[Outcome] | _Failure:
-        """Outcomes of one request, tried again where that may help."""
+        """Requests the outcomes, with retries when they may help."""
         try:
             body = json.dumps(self._protocol.encode(items)).encode()
         except RewardError as error:
@@ -177,7 +179,7 @@ class HttpReward:
         return last
 
     async def _request(self, endpoint: RewardEndpoint, body: bytes, count: int) -> tuple[list[Outcome] | _Failure, bool]:
-        """One request: its outcomes or failure, and whether another try may help."""
+        """Makes one request. Returns its outcomes or failure, and whether a retry may help."""
         alive: bool | None = None
         reply = _Reply(0, 0.0, b"")
         try:
@@ -188,7 +190,7 @@ class HttpReward:
             text = f"{endpoint.url}: {error}{refused(reply.status, self._security)}"
             self._outage = text if alive is False else self._outage
             return _Failure(error.status, text, True, reply.wait), error.again
-        except (httpx.HTTPError, OSError) as error:  # OSError: a TLS alert in the middle of a reply
+        except (httpx.HTTPError, OSError) as error:  # OSError: a TLS alert during a reply
             alive = False if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else None
             why, again = explain(error, endpoint.url, self._security)
             text = f"{endpoint.url}: {why}"
@@ -198,7 +200,7 @@ class HttpReward:
             self._endpoints.give_back(endpoint, alive)
 
     async def _post(self, url: str, body: bytes) -> _Reply:
-        """The reply of `url`, or of the place on the same origin that it redirects to."""
+        """The reply of `url`, after redirects within the same origin."""
         for _ in range(_REDIRECTS + 1):
             reply = await self._post_once(url, body)
             if not reply.target:
@@ -245,8 +247,8 @@ def _check(url: str) -> None:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError("the URL of a reward server", f"{url!r} ({error})", "Fix reward.rewards.") from None
+        raise ConfigError("a valid URL of a reward server", f"{url!r} ({error})", "Fix reward.rewards.") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError("a URL like http://host:8731/", repr(url), "Fix reward.rewards.")
     if parsed.userinfo:
-        raise ConfigError("a URL without a password in it", f"one for {parsed.host}", "Send a token instead: security.token_env.")
+        raise ConfigError("a URL without a password", f"a password for {parsed.host}", "Use a token instead: security.token_env.")

@@ -1,4 +1,7 @@
-"""Explains failed requests. Invariant: pure functions."""
+"""Explains failed requests.
+
+Invariant: pure functions that reveal no token.
+"""
 
 import ssl
 
@@ -6,12 +9,12 @@ from polyreme.config.security import EndpointSecurity
 
 
 def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tuple[str, bool]:
-    """Why there was no HTTP reply, and whether a retry may help.
+    """Explains why there was no HTTP reply, and whether a retry may help.
 
     Args:
-        error: raised by httpx or by its transport.
-        url: of the request.
-        security: of the client.
+        error: the error of httpx or of its transport.
+        url: URL of the request.
+        security: security settings of the client.
     """
     what = str(error) or type(error).__name__
     if not url.startswith("https:"):
@@ -21,24 +24,24 @@ def explain(error: Exception, url: str, security: EndpointSecurity | None) -> tu
         trusted = f"`security.ca` ({security.ca})" if security and security.ca else "this system, without `security.ca`,"
         return f"expected a certificate that {trusted} trusts; found {cause.verify_message.rstrip('.')}", False
     if cause is not None and cause.reason == "WRONG_VERSION_NUMBER":
-        return "expected TLS; found another protocol. Write http:// if the server has no TLS", False
+        return "expected TLS; found another protocol. Use http:// if the server does not support TLS", False
     if not str(error) or cause is not None:  # the server closed the connection without an HTTP reply
         shown = (
             f"does not accept the certificate in `security.certificate` ({security.certificate})"
             if security and security.certificate
-            else "asks for a certificate: set `security.certificate` and `security.key`"
+            else "requires a client certificate: set `security.certificate` and `security.key`"
         )
         return f"expected an HTTP reply; found the connection closed ({cause or what}). Perhaps the server {shown}", True
     return f"expected an HTTP reply; found {what}", True
 
 
 def refused(http_status: int, security: EndpointSecurity | None) -> str:
-    """Advice for a 401 or 403; empty for any other status."""
+    """Advice for status 401 or 403; '' for any other status."""
     if http_status not in (401, 403):
         return ""
     if security is None or security.token_env is None:
-        return ". It may want a token: set `security.token_env`"
-    return f". It does not accept the token in ${security.token_env}"
+        return ". It may require a token: set `security.token_env`"
+    return f". It rejects the token in ${security.token_env}"
 
 
 def _tls(error: BaseException | None) -> ssl.SSLError | None:

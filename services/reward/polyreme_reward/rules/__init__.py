@@ -1,6 +1,6 @@
 """The built-in rewards by name.
 
-Invariant: a rule that runs in the service's process takes time linear in its texts and never waits.
+Invariant: a rule that runs in the service's process needs time linear in its texts and never blocks.
 """
 
 import difflib
@@ -30,13 +30,15 @@ Rule = Callable[[Item], object]
 
 @dataclass(frozen=True)
 class Builtin:
-    """A rule's factory (its keyword arguments are the reward's `options`), where the rule may run, what it reads.
+    """A built-in rule.
 
     Attributes:
+        factory: returns the rule. Its keyword arguments are the reward's `options`.
+        in_process: whether the rule may run in the service's process.
         preload: modules that its workers share.
-        needs: of these a row must have one, or the rule cannot score it: "label", or a column.
-        correctness: its value is 1 for a right answer and 0 for a wrong one.
-        graded_by: the option with which its value has more steps than these two.
+        needs: columns of which a row must have one; "label" stands for the label. Empty: none.
+        correctness: whether the value is 1 for a right answer and 0 for a wrong one.
+        graded_by: option with which the value has more steps than these two.
     """
 
     factory: Callable[..., Rule]
@@ -66,15 +68,15 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def make_rule(name: str, options: Mapping[str, Any]) -> Rule:
-    """The rule `name` with its options set. Raises ConfigError for an unknown name, option or value."""
+    """The rule `name` with its options. Raises ConfigError for an unknown name or option, or an invalid value."""
     return _with_options(name, _builtin(name).factory, options)
 
 
 def check_rule(name: str, options: Mapping[str, Any]) -> Builtin:
-    """The built-in `name`, whose options fit and whose packages are there; the rule itself, which may try its sandbox, is not made.
+    """Checks a built-in rule without creating it, since that may start a sandbox. Returns the rule's entry.
 
     Raises:
-        ConfigError: an unknown name, option or value, or a missing package.
+        ConfigError: the name or an option is unknown, a value is invalid, or a package is missing.
     """
     builtin = _builtin(name)
 
@@ -96,7 +98,7 @@ def _builtin(name: str) -> Builtin:
             repr(name),
             f"Did you mean {near[0]}?"
             if near
-            else "Name one of these, or give `file`, `module` or `url` for a reward of your own.",
+            else "Use one of these names, or set `file`, `module` or `url` for your own reward.",
         )
     return builtin
 
@@ -111,6 +113,6 @@ def _with_options(name: str, factory: Callable[..., Any], options: Mapping[str, 
 
 
 def builtin_version(name: str, options: Mapping[str, Any]) -> str:
-    """Changes whenever the scores may: with this package's version and with the options."""
+    """The version of a rule, which changes with the package's version and the options."""
     digest = hashlib.sha256(json.dumps([name, dict(options)], sort_keys=True, default=str).encode()).hexdigest()[:8]
     return f"{name}-{package_version('polyreme-reward')}-{digest}"

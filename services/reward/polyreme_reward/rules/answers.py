@@ -1,4 +1,7 @@
-"""Answers compared with the label as text and as numbers. Invariant: the time is linear, and a missing label is an error, not a zero."""
+"""Compares answers with the label as text and as numbers.
+
+Invariant: the time is linear in the text, and a missing label is an error, not a score of 0.
+"""
 
 from collections.abc import Callable
 
@@ -7,16 +10,16 @@ from polyreme_reward.rules import quantity
 from polyreme_reward.rules.quantity import Quantity, plain
 from polyreme_reward.rules.response import answer_text, between, marked, required_label
 
-_ONE_LINE = 200  # characters of an answer that may be one number as a whole
+_ONE_LINE = 200  # maximum characters of an answer that is read as one number
 
 
 def exact(after: str | None = None, before: str | None = None, ignore_case: bool = False) -> Callable[[Item], float]:
-    """1 if the response equals the label, white space around both left out; else 0.
+    """1 if the response equals the label without leading and trailing white space, else 0.
 
     Args:
-        after: compare only what follows the first occurrence of this text in the response; a response without it scores 0.
-        before: compare only what precedes the first occurrence of this text after that; a response without it scores 0.
-        ignore_case: compare without regard to case.
+        after: compare only the text after the first occurrence of this marker. A response without it scores 0.
+        before: compare only the text before the next occurrence of this marker. A response without it scores 0.
+        ignore_case: ignore upper and lower case.
     """
 
     def score(item: Item) -> float:
@@ -33,17 +36,17 @@ def exact(after: str | None = None, before: str | None = None, ignore_case: bool
 
 
 def numeric(after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
-    r"""1 if the response's number equals the label's (GSM8K); else 0.
+    r"""1 if the number in the response equals the label's (GSM8K), else 0.
 
-    The response's number is the last one in the last \boxed{...}; without a box, behind the last "####" or "answer is"; without that, in
-    the response. A later correction ("no, 42") replaces it, and text in <think>...</think> is no answer. Values are compared exactly:
-    1,234.50 equals 1234.5, 12 500 equals 12500, 1e-05 equals 0.00001, 50 mm equals 5 cm. A date, a time, a range and a power are no
-    numbers. The label is one number, perhaps behind "####" or "="; anything else is an error, a fraction too: the reward `math` compares
-    those.
+    The number is the last one in the last \boxed{...}; without a box, the last one after the last "####" or "answer is"; otherwise the
+    last one in the response. A later correction ("no, 42") replaces it. Text in <think>...</think> does not count. Values are compared
+    exactly: 1,234.50 equals 1234.5, 12 500 equals 12500, 1e-05 equals 0.00001, 50 mm equals 5 cm. Dates, times, ranges and powers are not
+    numbers. The label must be one number, optionally after "####" or "=". Any other label is an error, including a fraction, which the
+    reward `math` compares.
 
     Args:
-        after: look only behind the first occurrence of this text in the response; a response without it scores 0.
-        before: look only before the first occurrence of this text after that; a response without it scores 0.
+        after: search only after the first occurrence of this marker. A response without it scores 0.
+        before: search only before the next occurrence of this marker. A response without it scores 0.
     """
 
     def score(item: Item) -> float:

@@ -1,4 +1,7 @@
-r"""Multiple choice. Invariant: one letter is chosen, or none; the time is linear."""
+r"""Multiple choice.
+
+Invariant: a response chooses one letter or none, and the time is linear in the text.
+"""
 
 import re
 from collections.abc import Callable
@@ -7,35 +10,33 @@ from polyreme_reward.items import Item, RewardError
 from polyreme_reward.rules.response import MENTIONS, answer_text, corrected, last_box, required_label
 
 _WORD = re.compile(r"[^\W_]+")
-# Letters in both cases by hand: a search that ignores case has no fast path.
+# Both cases are written out, since a case-insensitive search has no fast path.
 _CUE = re.compile(r"(?:[Aa]nswer|ANSWER|(?:[Oo]ption|[Cc]hoice)\s+is|[Cc]hoose|[Pp]ick|[Ss]elect)\b")
 _ALONE = re.compile(r"\W*(?:[Oo]ption|[Cc]hoice)\b(?=\W*\w\W*\Z)")
 _CAPITAL = re.compile(r"(?<![^\W_])[A-Z](?![^\W_])")
 _SMALL = re.compile(r"(?<=\()[a-z](?=\))|(?<=:\s)[a-z](?=\W*$)")
-_FIRST = re.compile(
-    r"\W*([^\W\d_])(?:\s*[).:\]]|\W*$)"
-)  # it begins with the letter, and may go on with what the letter stands for
+_FIRST = re.compile(r"\W*([^\W\d_])(?:\s*[).:\]]|\W*$)")  # starts with the letter, optionally followed by the text of that option
 _FONT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|bb|it|rm)|bf|rm)\b\s*\{?")
 _PRONOUN = re.compile(r"I(?:['\u2019]|\s+[a-z])")
 _DENIED = re.compile(r"\b(?:not|instead of|rather than)\s+\W?[A-Z](?![^\W_])")
 _ANOTHER = re.compile(r"\W{0,3}\s*(?:,|/|&|\band\b|\bor\b)\s*\W?([A-Z])(?![^\W_])(?!['\u2019]|\s+[a-z])")
 _BEFORE = re.compile(r"(?<![^\W_])([A-Z])\W{0,3}\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b")
 _CORRECTION = re.compile(r"\W*([A-Z])\W*")
-_WINDOW = 100  # characters behind "answer" in which the choice must stand
+_WINDOW = 100  # characters after "answer" that may contain the choice
 
 
 def choice(letters: str = "ABCDEFGHIJ", after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
-    r"""1 if the response chooses the label's letter (multiple choice); else 0.
+    r"""1 if the response chooses the label's letter (multiple choice), else 0.
 
-    The choice is the letter that the last \boxed{...} begins with; without a box, the first capital behind the last "answer" or "Answer:"
-    that has one, where the I of "I think" counts only when no other follows, or a small letter in brackets or at the very end; without
-    that, a response that is the letter alone, however bracketed. A later correction ("no, B") replaces it, a letter behind "not" does
-    not count, two letters are no choice, and text in <think>...</think> is no answer.
+    The choice is the first letter of the last \boxed{...}. Without a box, it is the first capital letter after the last "answer" or
+    "Answer:" that has one (the "I" of "I think" counts only when no other letter follows), or a lower-case letter in brackets or at the
+    end. Otherwise it is a response that consists of the letter alone, with or without brackets. A later correction ("no, B") replaces the
+    choice. A letter after "not" does not count, two letters are not a choice, and text in <think>...</think> does not count.
 
     Args:
-        letters: what may be chosen, in capitals.
-        after: look only behind the first occurrence of this text in the response; a response without it scores 0.
-        before: look only before the first occurrence of this text after that; a response without it scores 0.
+        letters: the options, in capital letters.
+        after: search only after the first occurrence of this marker. A response without it scores 0.
+        before: search only before the next occurrence of this marker. A response without it scores 0.
     """
 
     def score(item: Item) -> float:
@@ -62,7 +63,7 @@ def _chosen(text: str, letters: str) -> str | None:
 
 
 def _named(text: str, letters: str) -> tuple[str | None, int]:
-    """The letter that the last cue names, and where the cue ends; 0 when the text has no cue."""
+    """The letter that the last cue names, and the end of the cue, or 0 when the text has no cue."""
     alone = _ALONE.match(text)
     cues = [alone] if alone else list(_CUE.finditer(text))
     for cue in reversed(cues[-MENTIONS:]):
@@ -79,7 +80,7 @@ def _named(text: str, letters: str) -> tuple[str | None, int]:
 
 
 def _stated(text: str, letters: str) -> str | None:
-    """The letter that a box or label begins with, when no other follows."""
+    """The first letter of a box or label, unless another option follows."""
     text = _FONT.sub("", text[:_WINDOW])
     first = _FIRST.match(text)
     if first is None or _ANOTHER.match(text, first.end(1)):
@@ -88,6 +89,6 @@ def _stated(text: str, letters: str) -> str | None:
 
 
 def _lone_letter(text: str, letters: str) -> str | None:
-    """The letter, when the text has no other word than it."""
+    """The letter if it is the only word of the text."""
     words = _WORD.findall(text) if len(text) <= _WINDOW else []
     return words[0].upper() if len(words) == 1 and len(words[0]) == 1 and words[0].upper() in letters else None

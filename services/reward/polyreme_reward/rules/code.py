@@ -1,5 +1,8 @@
-"""Programs tried on tests. Runs in worker processes only. Invariant: a program's own failure scores 0; whatever else goes wrong is an error;
-expected values are compared here and never reach the program."""
+"""Runs programs against tests. Used in worker processes only.
+
+Invariant: a failure of the program scores 0, and any other failure is an error. Expected values are compared here and never reach the
+program.
+"""
 
 import json
 import math
@@ -14,9 +17,9 @@ from polyreme_reward.sandbox.program import Limits, Mode, SandboxError
 from polyreme_reward.sandbox.run import check, run
 
 Test = Callable[[str, Mode, Limits], bool]
-"""Whether a program passes; it gets the program's text."""
+"""Takes a program's text and returns whether the program passes."""
 
-_NOTES = {Mode.NONE: "programs are not isolated: unsafe"}
+_NOTES = {Mode.NONE: "unsafe: programs are not isolated"}
 
 
 def code(
@@ -25,27 +28,30 @@ def code(
     memory_mib: Annotated[int, Field(ge=32)] = 512,
     unsafe: bool = False,
 ) -> Callable[[Item], float]:
-    """1 if the response's Python program passes every test of its row; else 0.
+    """1 if the response's Python program passes every test of its row, else 0.
 
     The program is the last fenced code block of the response, or the whole response. The tests are the row's column `tests`, or the
-    label as JSON: {"inputs": [...], "outputs": [...]} compares standard output, line by line without white space at line ends;
-    with "fn_name" beside them, inputs are lists of arguments and outputs the values that function (or method of `Solution`) must
-    return, numbers with a fraction to six digits, and the program finds what LeetCode's editor imports (typing, collections, math
-    and their like); a list of strings is executed behind the program, one by one, such as "assert f(1) == 2".
+    label as JSON, in one of three forms:
 
-    Each test has a sandbox of its own: one process (no forks, threads only), no network, no sockets, no files but Python's and a
-    temporary directory, nothing of the service's memory, environment or processes. See `polyreme_reward.sandbox`.
+    - {"inputs": [...], "outputs": [...]} compares standard output line by line, ignoring white space at line ends.
+    - With "fn_name" in addition, inputs are lists of arguments and outputs are the values that the function (or the method of
+      `Solution`) must return. Floats are compared to six digits. The names that LeetCode's editor imports are available (typing,
+      collections, math and others).
+    - A list of strings, such as "assert f(1) == 2", is executed after the program, one string at a time.
 
-    Nothing that a program writes or returns can make up a result. Outputs and returned values come back as text and are compared
-    here. A list of strings runs in a second sandbox, which asks the program's own for values: built-in types, which are compared there, or
-    objects, which can be used and are equal to nothing. So a test decides by what it does itself: if it leaves a comparison to a
-    function of the program, the program decides. A test that hands the program a function of its own is an error.
+    Each test has its own sandbox with one process (threads but no forks), no network, no sockets, no files except Python's and a
+    temporary directory, and no access to the service's memory, environment or processes. See `polyreme_reward.sandbox`.
+
+    A program cannot forge a result by what it writes or returns. Outputs and returned values come back as text and are compared here. A
+    list of strings runs in a second sandbox, which asks the program's sandbox for values: built-in types, which are compared in the
+    second sandbox, or objects, which can be used but equal nothing. If a test delegates a comparison to a function of the program, then
+    the program decides. A test that passes one of its own functions to the program is an error.
 
     Args:
-        partial: score the share of passed tests instead.
-        timeout: seconds of wall clock for one test; beyond them the test has failed. reward.item_timeout must leave room for all.
-        memory_mib: data memory of a test.
-        unsafe: run programs without a sandbox where none works, instead of refusing to start. For programs that cannot be hostile.
+        partial: score the fraction of passed tests.
+        timeout: wall-clock seconds per test, after which the test fails. reward.item_timeout must suffice for all tests.
+        memory_mib: data memory per test, in MiB.
+        unsafe: run programs without a sandbox when none works, instead of refusing to start. Only for trusted programs.
     """
     mode = choose(unsafe)
     limits = Limits(timeout, memory_mib)
@@ -69,7 +75,7 @@ def code(
 
 
 def program_of(response: str) -> str:
-    """The last fenced code block, without its language; the whole text when there is none."""
+    """The last fenced code block without its language, or the whole text when there is none."""
     parts = response.split("```")
     if len(parts) < 3:
         return response
@@ -96,7 +102,7 @@ def _tests(item: Item) -> Sequence[Test]:
                 return [_script(given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
             if isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs):
                 return [_call(name, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
-    raise RewardError(f"expected tests with inputs and outputs of one length, or a list of assertions; found {str(found)[:200]}")
+    raise RewardError(f"expected tests with equally many inputs and outputs, or a list of assertions; found {str(found)[:200]}")
 
 
 def _script(given: str, wanted: str) -> Test:
@@ -117,7 +123,7 @@ def _call(name: str, arguments: list[Any], wanted: Any) -> Test:
         ended = run(mode, {"kind": "call", "program": program, "name": name, "arguments": given}, "", limits)
         try:
             return ended.well and _equal(json.loads(ended.result), wanted)
-        except (ValueError, RecursionError):  # nothing came, or no JSON
+        except (ValueError, RecursionError):  # no result, or invalid JSON
             return False
 
     return passes
@@ -134,7 +140,7 @@ def _assertion(text: str) -> Test:
 
 
 def _equal(value: Any, wanted: Any) -> bool:
-    """Equality of JSON values; of numbers with a fraction to six digits, which the order of a sum may change."""
+    """Equality of JSON values. Floats are compared to six digits, since the order of a sum may change the rest."""
     if isinstance(wanted, list) and isinstance(value, list):
         return len(wanted) == len(value) and all(map(_equal, value, wanted))
     if isinstance(wanted, dict) and isinstance(value, dict):

@@ -1,6 +1,7 @@
-r"""Expressions, sets, intervals and matrices, by math-verify. Invariant: prose and what LaTeX cannot parse whole is no formula.
+r"""Reads and compares expressions, sets, intervals and matrices with math-verify.
 
-Imported in worker processes only: sympy may take any time, and a worker has a deadline.
+Invariant: prose, and text that does not parse completely as LaTeX, is not a formula. Only worker processes, which have a deadline, import
+this module: sympy may need unbounded time.
 """
 
 import logging
@@ -15,12 +16,12 @@ from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[imp
 
 from polyreme_reward.rules.quantity import ROUNDED
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, for every call, that its own timeouts are off
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns on every call that its own timeouts are off
 
 LONGEST = 2000
-"""Characters of the longest formula that is parsed."""
+"""Maximum characters of a formula that is parsed."""
 
-_FLOAT_ERROR = sympy.Rational(1, 10**12)  # of arithmetic with decimals, relative
+_FLOAT_ERROR = sympy.Rational(1, 10**12)  # relative error of decimal arithmetic
 
 _CONFIG = [
     LatexExtractionConfig(
@@ -100,7 +101,7 @@ _NO_ARITHMETIC = re.compile(r"\d+\s*[-/]\s*\d+\s*[-/]\s*\d+|\d+-\d+|\d+(?:\.\d+)
 
 @lru_cache(maxsize=256)
 def read(text: str) -> Any:
-    """The sympy object that the whole text states, LaTeX delimiters left out; None for prose and for what cannot be parsed."""
+    """The sympy object that the whole text, without LaTeX delimiters, represents. None for prose and for text that cannot be parsed."""
     if len(text) > LONGEST:
         return None
     for pattern, plain in _SPELLINGS:
@@ -115,17 +116,17 @@ def read(text: str) -> Any:
 
 
 def is_ambiguous(text: str) -> bool:
-    """Whether a label that looks like arithmetic may as well be a date, a range, a version or numbers side by side."""
+    """Whether a label that looks like arithmetic may instead be a date, a range, a version or several numbers."""
     return _NO_ARITHMETIC.fullmatch(text.strip()) is not None
 
 
 def equal(gold: Any, answer: Any) -> bool:
-    """Whether two objects of `read` or `number` are equal as mathematics."""
+    """Whether two objects of `read` or `number` are mathematically equal."""
     return bool(verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None))
 
 
 def equals_number(found: Any, value: Fraction, places: int | None) -> bool:
-    """Whether an object of `read` has this value; `places`, where it is at least ROUNDED, are the decimals that it was rounded to."""
+    """Whether an object of `read` has the value. If `places` is at least ROUNDED, the value may be rounded to that many decimals."""
     found = found.rhs if isinstance(found, sympy.Eq) else found
     if not isinstance(found, sympy.Expr) or not found.is_number:
         return equal(number(value), found)

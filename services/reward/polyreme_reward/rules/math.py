@@ -1,7 +1,7 @@
-r"""Mathematical equality. Runs in worker processes only: sympy may take any time, and the worker has a deadline.
+r"""Mathematical equality. Used in worker processes only, which have a deadline: sympy may need unbounded time.
 
-Invariant: numbers and words are compared by this package, exactly; only formulas go to math-verify. A label that cannot be read, or
-that does not equal itself, is an error.
+Invariant: this package compares numbers and words exactly, and math-verify compares only formulas. A label that cannot be read, or that
+does not equal itself, is an error.
 """
 
 import re
@@ -20,7 +20,7 @@ from polyreme_reward.rules.units import Unit, simple, unit
 
 _TAIL = 20_000
 _INCOMPARABLE = (ArithmeticError, NotImplementedError, RecursionError, TypeError, ValueError)
-_ONE_LINE = 200  # characters of a response that may be an answer as a whole
+_ONE_LINE = 200  # maximum characters of a response that is an answer as a whole
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'-]*(?: [^\W\d_][^\W\d_'-]*){0,3}")
 _SHORT_WORDS = frozenset(["yes", "no", "on", "off", "odd", "up", "down", "in", "out", "one", "two", "ten", "red", "blue"])
 _MISSING = frozenset(("none", "null", "nan", "n/a", "na", "unknown", "todo", "tbd"))
@@ -35,14 +35,14 @@ _FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?! )[^$\n]+(?<! )\$(?!\d)|\\\(.+?\
 
 @dataclass(frozen=True)
 class _Words:
-    """An answer in words, a ratio, a time or a date: compared as text."""
+    """An answer in words, a ratio, a time or a date. Compared as text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class _Formula:
-    """A sympy object, and the unit behind it; None: not stated."""
+    """A sympy object and its unit, or None when no unit is stated."""
 
     object: Any
     unit: Unit | None
@@ -52,15 +52,15 @@ _Read = Quantity | _Words | _Formula
 
 
 def math(after: str | None = None, before: str | None = None) -> Callable[[Item], float]:
-    r"""1 if the response's answer equals the label as mathematics, by math-verify; else 0.
+    r"""1 if the response's answer is mathematically equal to the label (math-verify), else 0.
 
-    The answer is what the last \boxed{...} holds; without one, what follows the last "####" or "answer is"; without that, the last
-    formula or number. A later correction ("no, 42") replaces it, and text in <think>...</think> is no answer. A label that cannot be
-    judged is an error: none at all, prose, a date, a range. A response without an answer that can be read scores 0.
+    The answer is the content of the last \boxed{...}; without a box, the text after the last "####" or "answer is"; otherwise the last
+    formula or number. A later correction ("no, 42") replaces it. Text in <think>...</think> does not count. A missing label, prose, a date
+    or a range cannot be judged and is an error. A response without a readable answer scores 0.
 
     Args:
-        after: look only behind the first occurrence of this text in the response; a response without it scores 0.
-        before: look only before the first occurrence of this text after that; a response without it scores 0.
+        after: search only after the first occurrence of this marker. A response without it scores 0.
+        before: search only before the next occurrence of this marker. A response without it scores 0.
     """
     try:
         import math_verify  # type: ignore[import-untyped]  # noqa: F401
@@ -75,7 +75,7 @@ def math(after: str | None = None, before: str | None = None) -> Callable[[Item]
             return 0.0
         try:
             return float(_equal(gold, answer))
-        except _INCOMPARABLE:  # sympy has no value for the response, such as 1e400!
+        except _INCOMPARABLE:  # sympy has no value for a response such as 1e400!
             return 0.0
 
     return score
@@ -96,9 +96,9 @@ def _gold(label: str) -> _Read:
 
 
 def _answer(text: str, gold: _Read) -> _Read | None:
-    """The response's answer; None when it has none that can be read."""
+    """The answer in the response, or None when there is no readable one."""
     named = marked(text, words=isinstance(gold, _Words))
-    if named is None and isinstance(gold, _Formula):  # p - q, which has no digit
+    if named is None and isinstance(gold, _Formula):  # such as p - q, which has no digit
         named = marked(text, words=True)
     if named is None and "\n" not in text.strip() and len(text) < _ONE_LINE:
         named = without_denied(text)
@@ -107,7 +107,7 @@ def _answer(text: str, gold: _Read) -> _Read | None:
 
 
 def _last(text: str) -> _Read | None:
-    """The last formula or number in running text."""
+    """The last formula or number in prose."""
     formulas = list(_FORMULA.finditer(text))
     if not formulas:
         return quantity.last_in(text)[0]
@@ -116,7 +116,7 @@ def _last(text: str) -> _Read | None:
 
 
 def _read(text: str) -> _Read | None:
-    """The meaning of the whole text: a quantity, a ratio, words or a formula; None when it has none."""
+    """The meaning of the whole text: a quantity, a ratio, words, a formula, or None."""
     from polyreme_reward.rules import formula
 
     shown = plain(text)
@@ -132,7 +132,7 @@ def _read(text: str) -> _Read | None:
 
 
 def _without_unit(text: str) -> tuple[str, Unit | None]:
-    """A formula and the unit that it ends with."""
+    """A formula without its trailing unit, and that unit."""
     match = _UNIT.search(text)
     if match is None or not text[: match.start()].strip():
         return text, None
@@ -142,7 +142,7 @@ def _without_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _words(text: str) -> _Words | None:
-    """The text as words; None where it may be a formula such as ab or pi."""
+    """The text as words, or None when it may be a formula such as ab or pi."""
     inner = text.strip(" .()[]")
     if not _WORDS.fullmatch(inner):
         return None

@@ -1,4 +1,7 @@
-"""Knights and Knaves. Invariant: a role counts only when it is stated for a name in the label."""
+"""Knights and Knaves.
+
+Invariant: a stated role counts only for names in the label.
+"""
 
 import re
 from collections.abc import Callable
@@ -13,15 +16,15 @@ _WINDOW = 20_000
 
 
 def knights_and_knaves(scores: Literal["binary", "paddlenlp"] = "binary") -> Callable[[Item], float]:
-    """1 if the answer gives everybody the role that the label gives; else 0.
+    """1 if the answer assigns the label's role to everyone, else 0.
 
-    Label and answer state roles as "Zoey is a knave"; the answer is what stands in <answer>...</answer>, and without these tags
-    the whole response. Of two statements about one name the later one counts.
+    Label and answer state roles in the form "Zoey is a knave". The answer is the text in <answer>...</answer>, or the whole response
+    without these tags. The last statement about a name counts.
 
     Args:
-        scores: "paddlenlp" gives the scores of PaddleNLP's example server instead: +1 or -1 for the format (think and answer
-            tags, once each, in order), plus +2 for the right roles, -1.5 for wrong ones, -2 when the format is wrong or a role
-            is missing. There, as in its server, an opening <think> that the prompt holds is supplied.
+        scores: "paddlenlp" selects the scores of PaddleNLP's example server: +1 or -1 for the format (think and answer tags, once
+            each, in order), plus +2 for correct roles, -1.5 for wrong roles, or -2 when the format is wrong or a role is missing. As in
+            that server, a missing <think> is added, since the prompt may contain it.
     """
 
     def score(item: Item) -> float:
@@ -45,5 +48,5 @@ def knights_and_knaves(scores: Literal["binary", "paddlenlp"] = "binary") -> Cal
 
 
 def _roles(text: str) -> dict[str, str]:
-    """Name -> role, of the end of a long text."""
+    """Roles by name, from the end of the text."""
     return dict(_STATED.findall(text[-_WINDOW:]))

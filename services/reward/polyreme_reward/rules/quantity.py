@@ -1,7 +1,9 @@
-r"""Numbers as people write them, with their units. Invariant: a text is read whole or not at all, and a value is exact.
+r"""Reads numbers as people write them, with units.
 
-Read are decimals, thousands (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions, mixed numbers (3 1/2),
-numbers in another base (101_2), percent signs, currencies and units. Dates, times, ranges and powers are no numbers.
+Invariant: a text is read completely or not at all, and values are exact.
+
+Supported are decimals, thousands separators (12,500 and 12 500), scientific notation (1e-05, 6.02 \times 10^{25}), fractions, mixed
+numbers (3 1/2), numbers in another base (101_2), percent signs, currencies and units. Dates, times, ranges and powers are not numbers.
 """
 
 import re
@@ -11,13 +13,13 @@ from fractions import Fraction
 from polyreme_reward.rules.units import Unit, simple, unit
 
 _DIGITS = 1000
-"""Digits up to which a value is computed with; beyond them equal numbers are equal digits."""
+"""Maximum digits of a value for arithmetic. Longer numbers are compared digit by digit."""
 
 ROUNDED = 6
-"""Decimals from which on a decimal may be rounded from an exact value."""
+"""Minimum number of decimals of a value that may be rounded from an exact one."""
 
 _END = 500
-"""Characters at the end of a text that are searched first."""
+"""Number of characters at the end of a text that are searched first."""
 
 _SPELLINGS = [
     (re.compile(pattern), plain)
@@ -110,14 +112,14 @@ _NO_UNITS |= {"omega", "phi", "psi"}
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that was read.
+    """A number with an optional unit.
 
     Attributes:
-        value: exact, without the unit; a text of digits where it has more than _DIGITS of them.
-        places: decimals that were written; None: the number was written as a fraction or a whole number.
-        unit: what it counts or measures; None: not stated.
-        name: the symbol that it was said to equal, such as x; empty: none.
-        fraction: whether it was written as a fraction or mixed number.
+        value: exact value without the unit, or a string of digits when there are more than _DIGITS.
+        places: number of written decimals, or None for a fraction or a whole number.
+        unit: what the number counts or measures, or None when that is not stated.
+        name: the symbol that the number was assigned to, such as x, or ''.
+        fraction: whether the number was written as a fraction or mixed number.
     """
 
     value: Fraction | str
@@ -127,7 +129,7 @@ class Quantity:
     fraction: bool = False
 
     def equals(self, other: "Quantity") -> bool:
-        """Whether both state the same. A unit or name that one leaves out does not matter; a decimal of six and more places may be
+        """Whether both mean the same. A unit or name that one of them omits is ignored. A decimal with six or more places may be
         rounded from an exact value."""
         if self.name and other.name and self.name != other.name:
             return False
@@ -150,7 +152,7 @@ class Quantity:
 
 
 def undelimited(text: str) -> str:
-    r"""The text without LaTeX's delimiters, and with $ for \$; a single dollar is money and stays."""
+    r"""The text without LaTeX delimiters and with $ for \$. A single dollar sign is a currency and stays."""
     text = text.replace("\\$", "\0")
     if len(_DELIMITERS.findall(text)) % 2 == 0:
         text = _DELIMITERS.sub("", text)
@@ -158,9 +160,9 @@ def undelimited(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """The text with one spelling of minus signs, separators, fractions, fonts and degrees, and without LaTeX's delimiters."""
+    """The text with a uniform spelling of minus signs, separators, fractions, fonts and degrees, and without LaTeX delimiters."""
     text = undelimited(text)
-    for _ in range(3):  # one font in another
+    for _ in range(3):  # fonts may be nested
         text = _WRAPPED.sub(r" \1", text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
@@ -168,10 +170,10 @@ def plain(text: str) -> str:
 
 
 def read(text: str) -> Quantity | None:
-    """The quantity that the whole text states, `x = 3` and `6 x 7 = 42` included; None when it states none, or several.
+    """The quantity that the whole text states, also as `x = 3` or `6 x 7 = 42`. None when it states none or several.
 
     Args:
-        text: as `plain` gives it.
+        text: the result of `plain`.
     """
     head, equals, tail = text.rpartition("=")
     name = head.partition("=")[0].strip()
@@ -188,9 +190,9 @@ def read(text: str) -> Quantity | None:
 
 
 def last_in(text: str) -> tuple[Quantity | None, int]:
-    """The last number in running text, and whether there is any (-1: none). The number is None for a date, a time, a range and a power;
-    numbers behind "not" and "instead of" are passed over."""
-    if len(text) > 2 * _END:  # the end is enough where it has a number that does not begin before it
+    """The last number in prose, and its position, or -1 when there is none. The number is None for a date, a time, a range or a power.
+    Numbers after "not" and "instead of" are skipped."""
+    if len(text) > 2 * _END:  # the end suffices if it contains a complete number
         found, place = _last_in(plain(text[-_END:]))
         if place > _END // 2:
             return found, place
@@ -209,7 +211,7 @@ def _last_in(text: str) -> tuple[Quantity | None, int]:
     whole = _QUANTITY.fullmatch(last["number"].rstrip())
     named = simple(whole["unit"].strip()) if whole and whole["unit"] else None
     if whole is None or (whole["unit"] and named is None and "/" not in whole["unit"] and "^" not in whole["unit"]):
-        shorter = re.sub(r"\s+[^\W\d_]\S*$", "", last["number"])  # the next word of the sentence
+        shorter = re.sub(r"\s+[^\W\d_]\S*$", "", last["number"])  # drops the next word of the sentence
         whole = _QUANTITY.fullmatch(shorter)
     return (None if whole is None else _quantity(whole, "")), last.start()
 
@@ -219,7 +221,7 @@ def _quantity(match: re.Match[str], name: str) -> Quantity | None:
     if named and not _is_unit(named, adjacent=not match["gap"]):
         return None
     if named and match["currency"]:
-        named = ""  # $5 dollars, $3 per hour: the sign says what it is
+        named = ""  # as in $5 dollars, $3 per hour
     measured = unit(match["currency"] or named) if match["currency"] or named else None
     value, places, fraction = _value(match)
     if value is None:
@@ -230,7 +232,7 @@ def _quantity(match: re.Match[str], name: str) -> Quantity | None:
 
 
 def _is_unit(text: str, adjacent: bool) -> bool:
-    """Whether the text behind a number may be a unit; next to a number a letter is a variable: 3x, 2ab."""
+    """Whether the text after a number may be a unit. A letter directly after the number is a variable: 3x, 2ab."""
     words = re.split(r"[\s/.^]+", text)
     if any(word.lower() in _NO_UNITS for word in words) or len(words) > 5:
         return False
@@ -242,7 +244,7 @@ def _is_unit(text: str, adjacent: bool) -> bool:
 
 
 def _value(match: re.Match[str]) -> tuple[Fraction | str | None, int | None, bool]:
-    """The value, the decimals that were written, whether it is a fraction; the value is None for a division by zero and the like."""
+    """The value, the number of written decimals, and whether it is a fraction. The value is None when undefined (division by zero)."""
     if match["mixed"] or match["whole2"]:
         over, under = match["mixed"].split("/") if match["mixed"] else (match["over2"], match["under2"])
         return _ratio(over, under, _strip(match["whole"] or match["whole2"])), None, True
@@ -274,7 +276,7 @@ def _ratio(over: str, under: str, whole: str = "0") -> Fraction | None:
 
 
 def _canonical(digits: str, exponent: int) -> str:
-    """A decimal in one spelling, so that equal numbers are equal texts."""
+    """A decimal in canonical form, so that equal numbers are equal strings."""
     whole, _, fraction = digits.partition(".")
     point, digits = len(whole) + exponent, whole + fraction
     digits, point = digits.rjust(len(digits) - min(point, 0), "0").ljust(point, "0"), max(point, 0)

@@ -1,6 +1,6 @@
-r"""Which part of a response is its answer.
+r"""Finds the answer in a response.
 
-Invariant: text inside <think>...</think> is never an answer, a later answer replaces an earlier one, and the time is linear in the text.
+Invariant: text in <think>...</think> is never an answer, a later answer replaces an earlier one, and the time is linear in the text.
 """
 
 import re
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from polyreme_reward.items import NO_LABEL, Item, RewardError
 
 TAIL = 1 << 18
-"""Characters at the end of a response in which an answer is looked for."""
+"""Number of characters at the end of a response that are searched for an answer."""
 
 MENTIONS = 50
-"""Places at the end of a response that are examined for an answer or a correction."""
+"""Maximum number of cues, from the end of a response, that are examined for an answer or a correction."""
 
 _THINK = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _OPENING = ("<think>", "<thinking>")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:\\[)\]])?[\s$]*(?:[,;]|(?:,\s*)?(?:and|or)\b)[\s$]*(?:\\[(\[])?[\s$]*")
-# Both cases by hand: a search that ignores case has no fast path.
+# Both cases are written out, since a case-insensitive search has no fast path.
 _CUE = re.compile(
     r"(?:[Aa]nswer|ANSWER)\b(?:\s+(?:to|of|for)\b[^.:\n]{0,80}?)?[\s*_]*(?:\b(?:is|are|IS|equals|(?:would|should|must) be)\b|[:=])[\s*_:]*"
 )
@@ -43,12 +43,12 @@ _MATHEMATICAL = re.compile(r"[\d$\\]")
 def required_label(item: Item) -> str:
     """The item's label. Raises RewardError when it has none."""
     if not item.label.strip():
-        raise RewardError(f"{NO_LABEL}. Give every row one (data.label_key)")
+        raise RewardError(f"{NO_LABEL}. Add one to every row (data.label_key)")
     return item.label
 
 
 def between(text: str, after: str | None, before: str | None) -> str | None:
-    """What follows the first `after` and precedes the next `before`; None when one of them is asked for and absent."""
+    """The text between the first `after` and the next `before`, or None when one of these markers is given but absent."""
     if after is not None:
         _, found, text = text.partition(after)
         if not found:
@@ -61,7 +61,7 @@ def between(text: str, after: str | None, before: str | None) -> str | None:
 
 
 def answer_text(item: Item, after: str | None, before: str | None) -> str | None:
-    """The response without its thoughts, between the markers; None without an answer: a marker is absent, or a thought has no end."""
+    """The response between the markers, without its thoughts. None when a marker is absent or a thought is not closed."""
     text = _without_thoughts(item)
     if text is not None:
         text = between(text, after, before)
@@ -69,14 +69,14 @@ def answer_text(item: Item, after: str | None, before: str | None) -> str | None
 
 
 def marked(text: str, words: bool = False) -> str | None:
-    r"""The answer that the text marks as such; None when it marks none, '' when the last box was cut off.
+    r"""The answer that the text marks as such, or None. '' when the last box is incomplete.
 
-    The last \boxed{...} goes first (several that a comma or an "and" joins are one answer), then what follows the last "####", then
-    the sentence of the last "answer is" or "answer:". A correction behind it ("no, 42") replaces it.
+    The last \boxed{...} has priority (boxes that are joined by a comma or "and" are one answer), then the text after the last "####",
+    then the sentence of the last "answer is" or "answer:". A later correction ("no, 42") replaces the answer.
 
     Args:
-        text: as `answer_text` gives it.
-        words: take any sentence as an answer; else only one with a digit or LaTeX in it.
+        text: the result of `answer_text`.
+        words: accept any sentence as an answer; otherwise only one with a digit or LaTeX.
     """
     found = last_box(text)
     if found is None and "####" in text:
@@ -91,7 +91,7 @@ def marked(text: str, words: bool = False) -> str | None:
 
 
 def last_box(text: str) -> tuple[str, int] | None:
-    """What the last box holds, joined with the boxes that belong to it by ", ", and where it ends; '' for a box that was cut off."""
+    """The content of the last box, joined by ", " with the boxes that belong to it, and its end. '' for an incomplete box."""
     boxes = list(_BOX.finditer(text))
     contents: list[str] = []
     end = begin = 0
@@ -109,13 +109,13 @@ def last_box(text: str) -> tuple[str, int] | None:
 
 
 def corrected(text: str, start: int) -> Iterator[tuple[int, str]]:
-    """What follows each word of correction behind `start`, to the end of its sentence, with its position."""
+    """Yields the position and the rest of the sentence for each correction word after `start`."""
     for word in list(_CORRECTION.finditer(text, start))[-MENTIONS:]:
         yield word.end(), text[word.end() : _until(text, word.end(), _SENTENCE_END)]
 
 
 def without_denied(text: str) -> str:
-    """The text without what it says the answer is not: "42, not 41", "not 41 but 42"."""
+    """The text without the values that it rules out: "42, not 41", "not 41 but 42"."""
     return (
         _DENIED_BEHIND.sub("", _DENIED_BEFORE.sub("", text, count=1))
         if _DENIED_BEFORE.match(text)
@@ -124,7 +124,7 @@ def without_denied(text: str) -> str:
 
 
 def _without_thoughts(item: Item) -> str | None:
-    """The response with its thoughts emptied, their tags kept for markers; None when the last thought has no end."""
+    """The response with empty thoughts, whose tags stay for the markers. None when the last thought is not closed."""
     text = item.response
     begun = item.templated_prompt.rstrip().endswith(_OPENING)
     inside = begun and not text.lstrip().startswith(_OPENING)
@@ -135,14 +135,14 @@ def _without_thoughts(item: Item) -> str | None:
             kept.append(text[begin : tag.end()])
             inside = True
         elif tag[1]:
-            if not inside:  # the prompt, or an outer thought, opened it
+            if not inside:  # the prompt or an outer thought contains the opening tag
                 kept.clear()
             begin, inside = tag.start(), False
     return None if inside else "".join(kept) + text[begin:]
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Where the brace that is open at `start` closes."""
+    """Position of the brace that closes the one opened before `start`, or None."""
     depth = 1
     for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -152,7 +152,7 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _named(text: str, words: bool) -> tuple[str, int] | None:
-    """The sentence behind the last "answer is" that has a value, and where it ends."""
+    """The sentence after the last "answer is" that has a value, and its end."""
     for cue in reversed(list(_CUE.finditer(text))[-MENTIONS:]):
         formula = _FORMULA.match(text, cue.end(), cue.end() + _SENTENCE)
         end = _until(text, formula.end() if formula else cue.end(), _SENTENCE_END)
@@ -165,6 +165,6 @@ def _named(text: str, words: bool) -> tuple[str, int] | None:
 
 
 def _until(text: str, start: int, end: re.Pattern[str]) -> int:
-    """Where the line or sentence that begins at `start` ends; a sentence ends after _SENTENCE characters."""
+    """End of the line or sentence that begins at `start`, at most _SENTENCE characters later."""
     found = end.search(text, start, start + _SENTENCE)
     return found.start() if found else min(len(text), start + _SENTENCE)

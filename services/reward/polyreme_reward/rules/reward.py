@@ -1,6 +1,6 @@
-"""A built-in rule as a reward of this process.
+"""Runs a built-in rule as a reward in this process.
 
-Invariant: the event loop never waits for a long text. Short texts are scored on the loop, which is cheaper; long ones in one thread.
+Invariant: a long text never blocks the event loop. Short texts are scored on the loop, which is cheaper, and long ones in a thread.
 """
 
 import asyncio
@@ -12,22 +12,22 @@ from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, ju
 from polyreme_reward.rules import Rule
 
 LOOP_CHARS = 1 << 14
-"""Characters of the items that are scored on the event loop in one turn; the slowest rule takes some milliseconds for them."""
+"""Maximum characters of items that are scored in one turn of the event loop. The slowest rule needs a few milliseconds for them."""
 
 
 class RuleReward:
-    """A built-in rule that runs in this process because its time is linear in its input."""
+    """A built-in rule with linear time that runs in this process."""
 
     def __init__(self, name: str, weight: float, version: str, description: str, rule: Rule, correctness: bool = False) -> None:
         self.name, self.weight, self.version, self.description = name, weight, version, description
         self.correctness = correctness
         self._rule = rule
-        self._thread = ThreadPoolExecutor(1, f"reward {name}")  # one: the interpreter runs one at a time anyway
+        self._thread = ThreadPoolExecutor(1, f"reward {name}")  # more threads would not help because of the GIL
 
     available = True
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item, in order."""
+        """Returns one outcome per item, in order."""
         outcomes: list[Outcome] = []
         chars = 0
         for item in items:
@@ -43,7 +43,7 @@ class RuleReward:
         return outcomes
 
     async def close(self) -> None:
-        """Ends the thread once it has scored what it was given."""
+        """Waits for the thread's pending items and ends it."""
         await asyncio.to_thread(self._thread.shutdown)
 
     def _one(self, item: Item) -> Outcome:

@@ -1,4 +1,7 @@
-"""The form of a response: tags, length, repetition. Invariant: no label is needed, and the time is linear."""
+"""Scores the form of a response: tags, length, repetition.
+
+Invariant: no rule needs a label, and the time is linear in the text.
+"""
 
 from collections.abc import Callable
 from typing import Annotated, Literal
@@ -11,12 +14,12 @@ LengthUnit = Literal["characters", "words"]
 
 
 def think_format(think: str = "think", answer: str | None = "answer", prefilled: bool = False) -> Callable[[Item], float]:
-    """1 if the response is <think>...</think><answer>...</answer> and nothing else, no tag twice, the answer not empty; else 0.
+    """1 if the response is exactly <think>...</think><answer>...</answer> with each tag once and a non-empty answer, else 0.
 
     Args:
         think: name of the first pair of tags.
-        answer: name of the second; null: whatever follows the first pair is the answer.
-        prefilled: the prompt already ends with the opening <think>, so that the response lacks it.
+        answer: name of the second pair. null: the text after the first pair is the answer.
+        prefilled: the prompt ends with the opening <think>, so the response does not contain it.
     """
 
     def score(item: Item) -> float:
@@ -43,10 +46,10 @@ def tagged(text: str, *names: str) -> bool:
 
 
 def length(unit: LengthUnit = "words") -> Callable[[Item], float]:
-    """The length of the response. Give it a small negative weight to price every word.
+    """The length of the response. A small negative weight penalises every word.
 
     Args:
-        unit: what is counted.
+        unit: unit of the length.
     """
     return lambda item: float(_count(item.response, unit))
 
@@ -54,21 +57,21 @@ def length(unit: LengthUnit = "words") -> Callable[[Item], float]:
 def overlong(
     limit: Annotated[int, Field(ge=1)], margin: Annotated[int, Field(ge=1)], unit: LengthUnit = "words"
 ) -> Callable[[Item], float]:
-    """0 up to limit - margin, falling linearly to -1 at the limit, and -1 beyond it (soft overlong punishment of DAPO).
+    """0 up to limit - margin, then linear down to -1 at the limit, and -1 beyond it (DAPO's soft overlong punishment).
 
     Args:
-        limit: the length at which the punishment is whole.
-        margin: over how much it grows.
-        unit: what is counted.
+        limit: length from which the punishment is -1.
+        margin: length over which the punishment grows.
+        unit: unit of the length.
     """
     return lambda item: -min(max((_count(item.response, unit) - (limit - margin)) / margin, 0.0), 1.0)
 
 
 def repetition(size: Annotated[int, Field(ge=1, le=100)] = 3) -> Callable[[Item], float]:
-    """Minus the share of the response's word n-grams that occurred before: 0 for none, near -1 for one phrase over and over.
+    """Minus the fraction of the response's word n-grams that are repetitions: 0 for none, near -1 for one repeated phrase.
 
     Args:
-        size: words in an n-gram. A response with fewer scores 0.
+        size: words per n-gram. A shorter response scores 0.
     """
 
     def score(item: Item) -> float:
@@ -86,7 +89,7 @@ def _count(text: str, unit: LengthUnit) -> int:
 
 
 def _only(text: str, name: str) -> tuple[str, str, str] | None:
-    """What stands before, in and behind the only <name>...</name>; None unless there is exactly one of each tag, in order."""
+    """The texts before, in and after the only <name>...</name>, or None unless each tag occurs exactly once, in order."""
     if not tagged(text, name):
         return None
     before, _, rest = text.partition(f"<{name}>")

@@ -1,4 +1,7 @@
-r"""Units of measurement, and what is counted. Invariant: two units are comparable only when they measure the same thing."""
+r"""Units of measurement and counted nouns.
+
+Invariant: two units are comparable only when they have the same dimension.
+"""
 
 import re
 from fractions import Fraction
@@ -7,7 +10,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """What is measured, and how many base units one of it is. A counted noun is a dimension of its own: `#apple`."""
+    """A dimension, and the number of base units in this unit. Each counted noun is its own dimension: `#apple`."""
 
     dimension: str
     factor: Fraction
@@ -66,7 +69,7 @@ _EXPONENTS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 
 
 @lru_cache(maxsize=4096)
 def unit(text: str) -> Unit:
-    """The unit that a text names: `km/h`, `square meters`, `apples`; what is no known unit is something counted."""
+    """The unit that a text names: `km/h`, `square meters`, `apples`. An unknown unit is a counted noun."""
     over, slash, under = (part.strip() for part in re.sub(r"\s+per\s+", "/", text.strip()).partition("/"))
     if slash:
         a, b = unit(over), unit(under)
@@ -83,7 +86,7 @@ def unit(text: str) -> Unit:
 
 
 def simple(name: str) -> Unit | None:
-    """The unit of a symbol or a word in singular or plural; None for what is no known unit."""
+    """The unit of a symbol, or of a word in singular or plural. None when it is unknown."""
     return _KNOWN.get(name) or _KNOWN.get(name.lower()) or _KNOWN.get(_singular(name.lower()))
 
 

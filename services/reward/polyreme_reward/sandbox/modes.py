@@ -1,4 +1,7 @@
-"""What isolates programs here. Invariant: a mode counts as working when a program that tried to leave its sandbox could not, just now."""
+"""Finds a mode of isolation that works on this machine.
+
+Invariant: a mode counts as working only after a program has tried to leave its sandbox and failed.
+"""
 
 import tempfile
 from collections.abc import Sequence
@@ -27,11 +30,11 @@ _LIMITS = Limits(seconds=20.0, memory_mib=256)
 
 
 def why_not(mode: Mode) -> str | None:
-    """Why a mode does not work here; None: it does."""
+    """Why a mode does not work on this machine, or None when it works."""
     if not seccomp.supported():
-        return "no system call numbers are known for this machine"
+        return "the system call numbers of this architecture are unknown"
     if mode is Mode.LANDLOCK and not landlock.version():
-        return "the kernel has no Landlock, or it is refused"
+        return "the kernel does not provide Landlock"
     with tempfile.NamedTemporaryFile() as secret:
         try:
             ended = run(mode, {"kind": "script", "program": _PROBE}, secret.name, _LIMITS)
@@ -39,20 +42,18 @@ def why_not(mode: Mode) -> str | None:
             return str(error)
     if ended.well and ended.stdout == b"isolated\n":
         return None
-    return (
-        f"a program in it was not isolated (ended with status {ended.status}, over: {ended.over}, output: {ended.stdout[:200]!r})"
-    )
+    return f"a test program was not isolated (exit status {ended.status}, broken limit: {ended.over}, output: {ended.stdout[:200]!r})"
 
 
 def choose(unsafe: bool, modes: Sequence[Mode] = (Mode.BUBBLEWRAP, Mode.LANDLOCK)) -> Mode:
     """The first mode that works.
 
     Args:
-        unsafe: run programs without isolation where none works.
-        modes: those to try, in order.
+        unsafe: run programs without isolation when no mode works.
+        modes: the modes to try, in order.
 
     Raises:
-        ConfigError: none works, and `unsafe` is not set.
+        ConfigError: no mode works, and `unsafe` is not set.
     """
     reasons = {}
     for mode in modes:
@@ -63,8 +64,8 @@ def choose(unsafe: bool, modes: Sequence[Mode] = (Mode.BUBBLEWRAP, Mode.LANDLOCK
         return Mode.NONE
     found = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items()) or "none was tried"
     raise ConfigError(
-        "a sandbox for the programs of the reward `code` (bubblewrap, or Landlock from Linux 5.13)",
+        "a sandbox for the reward `code` (bubblewrap, or Landlock from Linux 5.13)",
         found,
-        "Fix: allow user namespaces to the reward service (docs/deploy.md), use a newer kernel, or, where programs cannot be hostile, set "
+        "Allow user namespaces for the reward service (docs/deploy.md), use a newer kernel, or, for trusted programs, set "
         "options: {unsafe: true}.",
     )

@@ -1,8 +1,10 @@
-"""One program in its sandbox, from start to end. Invariant: when the stack that it was given unwinds, the program has ended and nothing that it
-kept is left; one whose sandbox could not be set up raises SandboxError or never counts as started.
+"""Starts one program in its sandbox and ends it.
 
-Memory is limited by the kernel (RLIMIT_DATA counts all that a program may have, see `seccomp`). What no limit of the kernel counts (threads, and
-the directory where there is no file system of its own) is for the caller to look at, with `broken_limit`.
+Invariant: when its exit stack unwinds, the program has ended and all its resources are released. If the sandbox cannot be set up, the
+constructor raises SandboxError or the program never counts as started.
+
+The kernel limits memory (RLIMIT_DATA covers all memory that a program can have, see `seccomp`). The kernel does not limit threads, nor
+the size of a directory that is not its own file system; the caller must poll `broken_limit`.
 """
 
 import contextlib
@@ -31,13 +33,13 @@ from polyreme_reward.sandbox import bubblewrap, landlock, seccomp
 _BOOT = "import marshal, sys; code, job = marshal.load(open(int(sys.argv[1]), 'rb')); exec(code)"
 _INSIDE = str(Path(__file__).with_name("inside"))
 _PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else numpy starts a thread for each core
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # otherwise numpy starts one thread per core
 _FILES = 1024
 _MIB = 1 << 20
 
 
 class Mode(StrEnum):
-    """What keeps a program in."""
+    """The isolation of a program."""
 
     BUBBLEWRAP = "bubblewrap"
     LANDLOCK = "landlock"
@@ -45,12 +47,12 @@ class Mode(StrEnum):
 
 
 class SandboxError(Exception):
-    """The sandbox could not be set up; the program has not run."""
+    """The sandbox could not be set up. The program has not run."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take: wall-clock seconds, MiB of data memory and of files, threads, bytes of output."""
+    """Limits of one program: wall-clock seconds, MiB of data memory and of files, threads, bytes of output."""
 
     seconds: float
     memory_mib: int
@@ -60,11 +62,18 @@ class Limits:
 
 
 class Program:
-    """A started program, its pipes, and where it may write.
+    """A started program with its pipes and its writable directory.
 
     Args:
-        channel: a socket for it, beside the usual ones.
-        stack: ends the program and closes what belongs to it.
+        mode: the isolation.
+        job: as described in `inside/child.py`, without `limits`, `paths` and `folder`.
+        stdin: standard input of the program.
+        limits: limits of the program.
+        channel: an additional socket for the program, or None.
+        stack: exit stack that ends the program and releases its resources.
+
+    Raises:
+        SandboxError: the sandbox could not be set up.
     """
 
     def __init__(
@@ -88,7 +97,7 @@ class Program:
             kept += [filter_file.fileno(), self._info.fileno()]
             wrap = bubblewrap.executable()
             if wrap is None:
-                raise SandboxError("there is no bwrap")
+                raise SandboxError("bwrap is not installed")
             argv = bubblewrap.command(wrap, _readable(), limits.disk_mib * _MIB, *kept[-2:]) + argv
         else:
             self._folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="code-", ignore_cleanup_errors=True))
@@ -117,17 +126,17 @@ class Program:
         return bool(self.output["result"])
 
     def complaint(self) -> str:
-        """What the sandbox itself said on why it did not start."""
-        return os.pread(self._errors.fileno(), 1000, 0).decode("utf-8", "replace").strip() or "it said nothing"
+        """The error output of a sandbox that did not start."""
+        return os.pread(self._errors.fileno(), 1000, 0).decode("utf-8", "replace").strip() or "no error output"
 
     def take(self, pipe: IO[bytes], name: str) -> bool:
-        """Takes what there is of an output. False at its end."""
+        """Reads available data of an output. Returns False at its end."""
         data = os.read(pipe.fileno(), 1 << 16)
         self.output[name] += data
         return bool(data)
 
     def drain(self) -> None:
-        """Takes what is left of the outputs when the program has ended, whoever else still holds the other ends."""
+        """Reads the rest of the outputs after the program has ended, even if other processes hold the other ends."""
         for pipe, name in self.pipes:
             while (
                 len(self.output[name]) <= self.limits.output_bytes
@@ -137,10 +146,10 @@ class Program:
                 pass
 
     def broken_limit(self) -> str | None:
-        """The limit that the program is found beyond, of those that the kernel does not enforce."""
+        """Name of a limit that the program exceeds and the kernel does not enforce, or None."""
         if self._folder is not None and self.mode is not Mode.NONE and _usage(self._folder) > self.limits.disk_mib * _MIB:
             return "disk"
-        if self.mode is Mode.BUBBLEWRAP:  # bytes have a limit there, files do not
+        if self.mode is Mode.BUBBLEWRAP:  # the file system limits bytes but not files
             with contextlib.suppress(OSError):  # it has ended
                 files = os.statvfs(f"/proc/{self._pid()}/root/tmp")
                 if files.f_files - files.f_ffree > _FILES:
@@ -157,19 +166,19 @@ class Program:
     def _pid(self) -> int:
         """The program's process id, as seen from here."""
         if self.mode is Mode.BUBBLEWRAP:
-            with contextlib.suppress(ValueError, KeyError):  # it has not come so far
+            with contextlib.suppress(ValueError, KeyError):  # not written yet
                 return int(json.loads(os.pread(self._info.fileno(), 1000, 0))["child-pid"])
         return self.popen.pid
 
     def end(self) -> int:
-        """Ends the program, if it has not ended. Returns its exit status."""
+        """Kills the program unless it has ended. Returns its exit status."""
         if self.popen.poll() is None:
             inner = self._pid()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.popen.pid, signal.SIGKILL)
             self.popen.wait()
             if inner != self.popen.pid:
-                with contextlib.suppress(ChildProcessError):  # ours only where orphans come to us
+                with contextlib.suppress(ChildProcessError):  # a child only if this process adopts orphans
                     os.waitpid(inner, 0)
         elif self.mode is Mode.NONE:
             with contextlib.suppress(ProcessLookupError):
@@ -179,7 +188,7 @@ class Program:
 
 @cache
 def _code() -> types.CodeType:
-    """The code that starts in the sandbox."""
+    """The compiled code that starts in the sandbox."""
     return compile(Path(_INSIDE, "child.py").read_text(), "child.py", "exec", dont_inherit=True)
 
 
@@ -191,13 +200,13 @@ def _file(stack: ExitStack, data: bytes = b"") -> IO[bytes]:
 
 
 def _pipe(stack: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """The ends to read and to write; closing the second is the caller's, who gives it away."""
+    """The read end and the write end. The caller must close the write end."""
     read, write = os.pipe()
     return stack.enter_context(open(read, "rb", buffering=0)), open(write, "wb", buffering=0)
 
 
 def _usage(folder: str) -> int:
-    """Bytes of the files in a directory that has no others below it; more files than a program may have count as endless."""
+    """Total bytes of the files in a flat directory; sys.maxsize when it has more than _FILES files."""
     blocks = 0
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for count, entry in enumerate(entries):
@@ -214,7 +223,7 @@ def _resources(limits: Limits) -> dict[str, int]:
         "RLIMIT_DATA": limits.memory_mib * _MIB,
         "RLIMIT_FSIZE": limits.disk_mib * _MIB,
         "RLIMIT_NOFILE": 64,
-        "RLIMIT_CORE": 1,  # no core file, and unlike 0 no program that the kernel would give it to
+        "RLIMIT_CORE": 1,  # no core file; unlike 0, this also prevents piping it to a handler
     }
 
 
@@ -225,20 +234,20 @@ def _filter() -> bytes:
 
 @cache
 def _packages() -> list[str]:
-    """Where this environment's packages are, for programs to import."""
+    """Directories of this environment's packages, which programs may import."""
     paths = sysconfig.get_paths()
     return list(dict.fromkeys(os.path.realpath(paths[name]) for name in ("purelib", "platlib")))
 
 
 @cache
 def _readable() -> list[str]:
-    """What a program reads beside the system's files: Python, its packages, the code of `inside`."""
+    """Readable paths in addition to the system's: Python, its packages, the code of `inside`."""
     python = [os.path.realpath(sys.base_prefix), os.path.dirname(os.path.dirname(_PYTHON))]
     return [path for path in dict.fromkeys([*python, *_packages(), _INSIDE]) if path != "/usr"]
 
 
 def _prepare(mode: Mode, folder: str, stack: ExitStack) -> Callable[[], None]:
-    """What a program without namespaces does between fork and exec."""
+    """The function that confines a program without namespaces between fork and exec."""
     parent = os.getpid()
     if mode is Mode.NONE:
         return lambda: die_with_parent(parent)

@@ -1,7 +1,9 @@
-"""Programs run to their end. Invariant: a program that was started has ended when `run` or `check` returns, whatever it did; one whose sandbox
-could not be set up raises SandboxError and is never a failed test.
+"""Runs programs to their end.
 
-The time limit counts from the first byte that the sandbox's own code sends, so that a slow start takes nothing away from the program.
+Invariant: every started program has ended when `run` or `check` returns. A sandbox that could not be set up raises SandboxError and is
+never a failed test.
+
+The time limit starts with the first byte from the sandbox's own code, so a slow start does not reduce a program's time.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ _LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended: `over` names the limit it broke, if any; `status` is its exit status, negative or beyond 128 for a signal."""
+    """How a program ended. `over` names the limit that it broke, if any. `status` is its exit status, negative or above 128 for a signal."""
 
     over: str | None
     status: int
@@ -38,23 +40,23 @@ def run(mode: Mode, job: Mapping[str, Any], stdin: str, limits: Limits) -> Ended
     """Runs one program.
 
     Args:
-        mode: what isolates it.
-        job: as `inside/child.py` describes it, without `limits`, `paths` and `folder`.
-        stdin: its standard input.
-        limits: beyond them it is ended.
+        mode: the isolation.
+        job: as described in `inside/child.py`, without `limits`, `paths` and `folder`.
+        stdin: standard input of the program.
+        limits: limits beyond which the program is killed.
 
     Raises:
-        SandboxError: it could not be started.
+        SandboxError: the program could not be started.
     """
     with ExitStack() as stack:
         return _watch([Program(mode, job, stdin, limits, None, stack)], limits)
 
 
 def check(mode: Mode, program: str, test: str, limits: Limits) -> str:
-    """Runs a test's code in one sandbox against a program in another. Returns "pass", "fail", or "error: " and why it cannot be judged.
+    """Runs a test in one sandbox against a program in another. Returns "pass", "fail", or "error: " and the reason.
 
     Raises:
-        SandboxError: one of the two could not be started.
+        SandboxError: a sandbox could not be started.
     """
     with ExitStack() as stack:
         ours, theirs = socket.socketpair()
@@ -67,7 +69,7 @@ def check(mode: Mode, program: str, test: str, limits: Limits) -> str:
 
 
 def _watch(programs: Sequence[Program], limits: Limits) -> Ended:
-    """Waits for the first program's end, or for a limit that any of them breaks."""
+    """Waits until the first program ends or any program breaks a limit."""
     first = programs[0]
     start_by, look_at = time.monotonic() + _START_SECONDS, time.monotonic() + _LOOK_SECONDS
     end_by: float | None = None
@@ -92,7 +94,7 @@ def _watch(programs: Sequence[Program], limits: Limits) -> Ended:
                 end_by = now + limits.seconds
             if now > (end_by or start_by):
                 over = "time"
-            if over is None and end_by is not None and now >= look_at:  # before, a look would find the sandbox's own set-up
+            if over is None and end_by is not None and now >= look_at:  # earlier checks would measure the sandbox's own setup
                 look_at = now + _LOOK_SECONDS
                 over = next(filter(None, (program.broken_limit() for program in programs)), None)
     status = first.end()

@@ -1,8 +1,10 @@
-"""The system calls that a program is refused. Invariant: whatever else isolates it, a program stays one process, reaches no other one,
-and has no memory that RLIMIT_DATA does not count.
+"""The filter of system calls for untrusted programs.
 
-A refused call fails with EPERM (clone3 with ENOSYS, so that libraries use clone, whose flags a filter can read); it does not end the program,
-which may try something else. `assemble` writes the filter as classic BPF, the form that the kernel takes (linux/filter.h, linux/seccomp.h).
+Invariant: independently of other isolation, a program stays one process, cannot reach another one, and has no memory that RLIMIT_DATA
+does not count.
+
+A refused call fails with EPERM and does not end the program. clone3 fails with ENOSYS, so that libraries fall back to clone, whose flags a
+filter can inspect. `assemble` encodes the filter in classic BPF, the kernel's format (linux/filter.h, linux/seccomp.h).
 """
 
 import errno
@@ -11,7 +13,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Numbers of x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h); None: that machine has no such call.
+# Numbers on x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h). None: the architecture does not have the call.
 _Numbers = dict[str, tuple[int | None, int | None]]
 
 _NAMESPACES: _Numbers = {
@@ -44,7 +46,7 @@ _SHARED_MEMORY: _Numbers = {
 _SOCKETS: _Numbers = {
     "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201), "accept": (43, 202), "accept4": (288, 242),
 }  # fmt: skip
-# Landlock does not cover a file's attributes, nor, in its first versions, truncation.
+# Landlock does not cover file attributes. Its first versions do not cover truncation.
 _ATTRIBUTES: _Numbers = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None), "fchown": (93, 55),
     "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
@@ -57,12 +59,12 @@ _BY_ARGUMENT: _Numbers = {
     "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274), "fcntl": (72, 25), "ioctl": (16, 29),
     "socketpair": (53, 199), "mmap": (9, 222),
 }  # fmt: skip
-_CLONE3 = 435  # everywhere
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers, AUDIT_ARCH
+_CLONE3 = 435  # on both architectures
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables, AUDIT_ARCH
 
 _CLONE_THREAD = 0x10000
 _SHARED_ANONYMOUS, _GROWS_DOWN = 0x21, 0x100  # MAP_SHARED | MAP_ANONYMOUS, MAP_GROWSDOWN
-_SET_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals by another way
+_SET_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: indirect signals
 _OWNER_OR_TERMINAL = (0x8901, 0x8902, 0x5412)  # FIOSETOWN, SIOCSPGRP, TIOCSTI
 _ALL_BITS = 0xFFFFFFFF
 
@@ -74,7 +76,7 @@ _X32 = 0x40000000  # a second set of numbers on x86_64
 
 @dataclass(frozen=True)
 class _Rule:
-    """Refuses a call where (argument & mask) is one of `values`, or, with `unless`, where it is none of them."""
+    """Refuses a call if (argument & mask) is in `values`, or, with `unless`, if it is not."""
 
     name: str
     argument: int
@@ -84,19 +86,20 @@ class _Rule:
 
 
 def supported() -> bool:
-    """Whether this module knows the machine's numbers."""
+    """Whether this module knows the system call numbers of this architecture."""
     return platform.machine() in _MACHINES
 
 
 def filter_of(attributes: bool, pid: int | None = None) -> bytes:
-    """The filter of one program.
+    """The filter for one program.
 
     Args:
-        attributes: whether it may change the attributes of files: where it sees no files but its own.
-        pid: its process id, where it shares ids with others: it may signal none but itself. None: it has ids of its own.
+        attributes: whether to allow changes of file attributes. Safe only if the program sees no files but its own.
+        pid: process id of the program if it shares a PID namespace with others; it may then signal only itself. None: it has its own
+            namespace.
 
     Returns:
-        struct sock_filter, one after the other, for this machine.
+        The array of struct sock_filter for this architecture.
     """
     never = {**_NAMESPACES, **_KERNEL, **_OTHER_PROCESSES, **_SHARED_MEMORY, **_SOCKETS, **({} if attributes else _ATTRIBUTES)}
     rules = [
@@ -104,7 +107,7 @@ def filter_of(attributes: bool, pid: int | None = None) -> bytes:
         _Rule("mmap", 3, _SHARED_ANONYMOUS, (_SHARED_ANONYMOUS,)),
         _Rule("mmap", 3, _GROWS_DOWN, (_GROWS_DOWN,)),
         _Rule("socketpair", 0, _ALL_BITS, (1,), unless=True),  # AF_UNIX
-        _Rule("socketpair", 1, 0xF, (1,), unless=True),  # SOCK_STREAM: a datagram socket can name its receiver
+        _Rule("socketpair", 1, 0xF, (1,), unless=True),  # SOCK_STREAM: a datagram socket can address any receiver
         _Rule("fcntl", 1, _ALL_BITS, _SET_OWNER),
         _Rule("ioctl", 1, _ALL_BITS, _OWNER_OR_TERMINAL),
     ]
@@ -115,7 +118,7 @@ def filter_of(attributes: bool, pid: int | None = None) -> bytes:
 
 
 def assemble(never: _Numbers, rules: Iterable[_Rule], machine: str) -> bytes:
-    """A filter that refuses the calls of `never` and what `rules` say, ends a program of another architecture, and allows the rest."""
+    """A filter that refuses the calls in `never` and those that match `rules`, kills programs of another architecture, and allows the rest."""
     column, arch = _MACHINES[machine]
     refuse = _ERRNO | errno.EPERM
     code = [(_LOAD, 0, 0, _ARCH_AT), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, _NUMBER_AT)]
@@ -126,9 +129,9 @@ def assemble(never: _Numbers, rules: Iterable[_Rule], machine: str) -> bytes:
     for rule in rules:
         body = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * rule.argument), (_AND, 0, 0, rule.mask)]
         for left, value in zip(range(len(rule.values) - 1, -1, -1), rule.values, strict=True):
-            if rule.unless:  # found: past the refusal
+            if rule.unless:  # a match jumps over the refusal
                 body.append((_EQUAL, left + 1, 0, value))
-            else:  # found: to the refusal; the last one jumps over it when it is not
+            else:  # a match jumps to the refusal; the last comparison jumps over it otherwise
                 body.append((_EQUAL, left, 0 if left else 1, value))
         body.append((_RETURN, 0, 0, refuse))
         number = _BY_ARGUMENT[rule.name][column]

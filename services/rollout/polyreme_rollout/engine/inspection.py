@@ -1,13 +1,22 @@
 """Reads the weights that a vLLM worker computes with, even where only a packed copy exists.
 
-Invariant: the values are exact. On CPU vLLM packs linear weights for its kernels and discards the plain ones. A linear layer applied
-to the identity matrix returns its weights: each product multiplies by one, and each sum adds zeros.
+Invariant: the values are exact. On CPU vLLM packs weights for its kernels and discards the plain ones. A linear layer applied to the
+identity matrix returns its weights: each product multiplies by one, and each sum adds zeros. Experts are only reordered: packing a matrix
+of element numbers shows where each element went.
 """
 
 from typing import Any
 
 import torch
 import xxhash
+
+EXPERT_WEIGHTS = (".w13_weight", ".w2_weight")
+"""Ends of the names of vLLM's stacked experts: gate above up, and down."""
+
+
+def expert_layers(model: Any) -> dict[str, Any]:
+    """The modules that hold the experts of a layer, by path."""
+    return {path: layer for path, layer in model.named_modules() if hasattr(layer, "w13_weight")}
 
 
 @torch.no_grad()
@@ -25,7 +34,32 @@ def effective_weights(model: Any) -> dict[str, torch.Tensor]:
             found[name] = method.apply(layer, identity, None).t()[:rows]
         else:
             found[name] = found[name][:rows]
+    for path, layer in expert_layers(model).items():
+        for end in EXPERT_WEIGHTS:
+            plain = _plain_experts(layer, found[path + end])
+            width = layer.moe_config.intermediate_size_per_partition  # the kernel may have added rows or columns to it
+            if end == ".w2_weight":
+                found[path + end] = plain[:, :, :width]
+            else:
+                found[path + end] = torch.cat([part[:, :width] for part in plain.chunk(2, dim=1)], dim=1)
     return found
+
+
+def _plain_experts(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """The experts [n, out, in] in the order in which they were loaded."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    if weight.device.type != "cpu" or getattr(kernel, "_use_zentorch", False):
+        return weight
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    number = torch.arange(weight[0].numel()).view(1, *weight.shape[1:])
+    order = torch.zeros_like(number)
+    for power in (1, 1 << 8, 1 << 16, 1 << 24):  # digits below 256 are exact in every dtype
+        digits = (number // power % 256).to(weight.dtype)
+        order += cpu_prepack_moe_weight(digits, kernel.isa).long() * power
+    plain = torch.empty_like(weight).flatten(1)
+    plain[:, order.flatten()] = weight.flatten(1)
+    return plain.view_as(weight)
 
 
 def digests(model: Any) -> dict[str, tuple[list[int], int]]:

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from polyreme.api.v1 import weights_pb2
 from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
-from polyreme_rollout.engine.inspection import digests
+from polyreme_rollout.engine.inspection import EXPERT_WEIGHTS, digests, expert_layers
 
 # At every swap it warns about layers without weights of their own (rotary tables, a tied head). We check coverage by names.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -90,10 +90,12 @@ class PolicyWorker:
             for item in _tensors(manifest, arena.slot_view(slot))
         ]
         with set_current_vllm_config(self.vllm_config), _default(self.device), torch.no_grad():
+            _forget_expert_kernels(model)
             initialize_layerwise_reload(model)
             model.load_weights(iter(tensors))
             self._polyreme_finalize()
             _pack_tied_head(model)
+            _check_expert_kernels(model)
         torch.accelerator.synchronize()
         for arena, slot, generation in slots:
             arena.check(slot, generation)  # the bytes that were read are the bytes that were verified
@@ -127,6 +129,19 @@ def _clear_load_buffers(model: Any) -> None:
             info.load_numel = 0
 
 
+def _forget_expert_kernels(model: Any) -> None:
+    """Makes a reload pack the experts again. To vLLM a layer with a kernel is packed already, and it would leave plain weights in it."""
+    for layer in expert_layers(model).values():
+        layer.quant_method.moe_kernel = None
+
+
+def _check_expert_kernels(model: Any) -> None:
+    """Raises RuntimeError when a reload left experts without a kernel."""
+    for path, layer in expert_layers(model).items():
+        if layer.quant_method.moe_kernel is None:
+            raise RuntimeError(f"expected packed experts in {path}; found no kernel after the reload")
+
+
 def _pack_tied_head(model: Any) -> None:
     """Packs a tied head again. A reload leaves its packed copy (CPU) stale, and every token would come from the old head."""
     head: Any = getattr(model, "lm_head", None)
@@ -139,10 +154,18 @@ def _hf_names(model: Any) -> set[str]:
     parts = {
         f".{fused}.": [f".{part}." for part in packed] for fused, packed in getattr(model, "packed_modules_mapping", {}).items()
     }
-    names: set[str] = set()
+    names = {name for path, layer in expert_layers(model).items() for name in _expert_names(path, layer)}
     for name, _ in model.named_parameters():
+        if name.endswith(EXPERT_WEIGHTS):
+            continue
         if tied and name.startswith("lm_head."):
             continue
         fused = next((fused for fused in parts if fused in name), None)
         names.update(name.replace(fused, part) for part in parts[fused]) if fused else names.add(name)
     return names
+
+
+def _expert_names(path: str, layer: Any) -> set[str]:
+    """Hugging Face names of the experts' matrices, of which vLLM's mapping holds `experts.NUMBER.MATRIX.`"""
+    block = path[: path.rindex(".experts") + 1]
+    return {f"{block}{part}weight" for _, part, _, _ in layer.get_expert_mapping()}

@@ -1,4 +1,4 @@
 """The mathematics of reinforcement learning: pure functions of arrays, with the source of each formula.
 
-Nothing here does I/O, reads a clock, knows a process group or touches a global random generator.
+Invariant: no module of this package does I/O, reads a clock, uses a process group or a global random generator.
 """

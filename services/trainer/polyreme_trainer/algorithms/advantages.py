@@ -1,9 +1,9 @@
-"""Advantage estimators: rewards to advantages, in float64 numpy.
+"""Advantage estimators, from rewards to advantages, in float64 numpy.
 
-Estimators of the first kind take rewards per token and the critic's values; those of the second take one score per sample and
-compare it with the samples of its group.
+Some estimators take rewards per token and the critic's values; the others take one score per sample and compare it with the other samples
+of its group.
 
-Invariant: a masked token has advantage 0 and no influence; a group whose scores are equal has advantages of exactly 0.
+Invariant: a masked token has advantage 0 and no influence. Estimators that compare a group's scores give exactly 0 when these are equal.
 """
 
 import numpy as np
@@ -29,16 +29,16 @@ def gae(
 ) -> tuple[Float64, Float64]:
     """Generalised advantage estimation, Schulman et al. 2015 (arXiv 1506.02438), equation 16, over the trained tokens.
 
-    `delta_t = r_t + gamma V_next - V_t` and `A_t = delta_t + gamma lam A_next`, where "next" is the next trained token of the
-    sequence: value and advantage are carried over the masked ones. After the last one the value is 0, or `final_values`.
+    `delta_t = r_t + gamma V_next - V_t` and `A_t = delta_t + gamma lam A_next`, where "next" is the next trained token of the sequence, so
+    masked tokens are skipped. After the last trained token the value is 0, or `final_values`.
 
     Args:
         rewards, values: float64 [t].
         mask: [t], 1 where the token is trained on.
         offsets: int64 [n + 1].
         gamma: discount per trained token.
-        lam: float64 [n], of each sequence.
-        final_values: float64 [n], what follows the last trained token; None: 0, the sequence has ended.
+        lam: float64 [n], lambda of each sequence.
+        final_values: float64 [n], the value after the last trained token; None for 0, since the sequence has ended.
 
     Returns:
         Advantages and returns `A + V`, float64 [t], 0 where masked. Neither is whitened.
@@ -67,7 +67,7 @@ def discounted_returns(rewards: Float64, mask: Mask, offsets: Int64, gamma: floa
 
 
 def _discounted_sums(values: Float64, counts: Int64, decay: Float64) -> Float64:
-    """`s_k = x_k + decay s_(k+1)` within each run of `counts[i]` values, all runs at a time: one step per token of the longest."""
+    """`s_k = x_k + decay s_(k+1)` within each run of `counts[i]` values. Vectorised over runs: one step per token of the longest run."""
     sums = values.copy()
     order = np.argsort(-counts, kind="stable")
     ends, descending = np.cumsum(counts)[order], -counts[order]
@@ -79,7 +79,7 @@ def _discounted_sums(values: Float64, counts: Int64, decay: Float64) -> Float64:
 
 
 def length_adaptive_lambda(lengths: Int64, alpha: float) -> Float64:
-    """float64 [n], `1 - 1 / (alpha l)`, at least 0, of responses of l tokens: VAPO, Yue et al. 2025 (arXiv 2504.05118), section 4.2."""
+    """float64 [n], `max(0, 1 - 1 / (alpha l))` for responses of l tokens: VAPO, Yue et al. 2025 (arXiv 2504.05118), section 4.2."""
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(lengths, 1)))
 
 
@@ -89,11 +89,11 @@ def group_normalised(scores: Float64, group: Int64, floor: float, ddof: int) -> 
     Args:
         scores: float64 [n].
         group: int64 [n].
-        floor: added to the deviation, so that near-equal scores are not blown up into full-size advantages.
-        ddof: 1 for the unbiased deviation, 0 for that of the group as a population.
+        floor: added to the deviation, so that nearly equal scores do not become full-size advantages.
+        ddof: 1 for the unbiased deviation, 0 for the population's.
 
     Raises:
-        ValueError: a group of one sample.
+        ValueError: a group has one sample.
     """
     groups = _with_peers(group)
     std = np.where(groups.constant(scores), np.inf, groups.std(scores, ddof) + floor)
@@ -114,9 +114,9 @@ def leave_one_out(scores: Float64, group: Int64) -> Float64:
 
 
 def length_weighted(scores: Float64, group: Int64, lengths: Int64) -> Float64:
-    """`r - sum(l r) / sum(l)` within the group, l the trained tokens: OPO, Hao et al. 2025 (arXiv 2505.23585).
+    """`r - sum(l r) / sum(l)` within the group, l being the number of trained tokens: OPO, Hao et al. 2025 (arXiv 2505.23585).
 
-    Raises as `group_normalised`. A group without trained tokens has advantages of 0.
+    Raises as `group_normalised`. In a group without trained tokens, advantages are 0.
     """
     groups = _with_peers(group)
     weights = groups.sums(lengths.astype(np.float64))
@@ -126,25 +126,25 @@ def length_weighted(scores: Float64, group: Int64, lengths: Int64) -> Float64:
 
 
 def greedy_baseline(scores: Float64, group: Int64, greedy: NDArray[np.bool_]) -> Float64:
-    """float64 [n], the score of the greedy answer to the same prompt: ReMax, Li et al. 2023 (arXiv 2310.10505). The mean of several.
+    """float64 [n], the mean score of the greedy samples of the same prompt: ReMax, Li et al. 2023 (arXiv 2310.10505).
 
     Raises:
-        ValueError: a group without a greedy sample.
+        ValueError: a group has no greedy sample.
     """
     groups = Groups(group)
     count = groups.sums(greedy.astype(np.float64))
     if (count == 0).any():
-        raise ValueError(f"{int((count == 0).sum())} groups have no greedy sample")
+        raise ValueError(f"expected a greedy sample in every group; found {int((count == 0).sum())} groups without one")
     baseline: Float64 = (groups.sums(np.where(greedy, scores, 0.0)) / count)[groups.member_of]
     return baseline
 
 
 def per_part(parts: Float64, weights: tuple[float, ...], group: Int64, floor: float, ddof: int) -> Float64:
-    """Every part of the reward normalised within its group, then their weighted sum: GDPO, Liu et al. 2026 (arXiv 2601.05242).
+    """The weighted sum of the reward's parts, each normalised within its group: GDPO, Liu et al. 2026 (arXiv 2601.05242).
 
     Args:
         parts: float64 [n, k].
-        weights: k of them.
+        weights: k weights.
 
     Raises as `group_normalised`.
     """
@@ -153,14 +153,14 @@ def per_part(parts: Float64, weights: tuple[float, ...], group: Int64, floor: fl
 
 
 def positives(scores: Float64, threshold: float) -> Float64:
-    """1 for a score above the threshold, else 0: RAFT, Dong et al. 2023 (arXiv 2304.06767), imitates the accepted samples only."""
+    """1 for a score above the threshold, else 0. RAFT, Dong et al. 2023 (arXiv 2304.06767), imitates only the accepted samples."""
     return (scores > threshold).astype(np.float64)
 
 
 def whiten(advantages: Float64, mask: Mask) -> Float64:
-    """Mean 0 and variance 1 (as a population) over all trained tokens of the batch; float64 [t], 0 where masked.
+    """Advantages scaled to mean 0 and population variance 1 over all trained tokens of the batch; float64 [t], 0 where masked.
 
-    The batch is the whole iteration's, so that the statistics are global. Equal advantages become exactly 0.
+    The batch is a whole iteration, so the statistics are global. Equal advantages become exactly 0.
     """
     trained = mask > 0
     result, x = np.zeros(len(advantages)), advantages[trained]
@@ -172,5 +172,5 @@ def whiten(advantages: Float64, mask: Mask) -> Float64:
 def _with_peers(group: Int64) -> Groups:
     groups = Groups(group)
     if len(groups) and groups.smallest < 2:
-        raise ValueError("a group of one sample has nothing to be compared with")
+        raise ValueError("expected at least two samples in every group; found a group of one")
     return groups

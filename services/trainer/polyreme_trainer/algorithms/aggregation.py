@@ -1,8 +1,8 @@
-"""From token losses to one number: the coefficient of every token in its optimizer step's loss.
+"""Reduces token losses to one number: the coefficient of every token in the loss of its optimizer step.
 
-Invariant: coefficients come from the whole step, over all ranks and micro-batches, so that `sum(coefficient * token loss)` does
-not depend on how the step is cut. Samples that a filter or correction masks out still count in the divisors: masking removes
-their gradient and leaves that of the others as it was.
+Invariant: coefficients are computed over the whole step, across all ranks and micro-batches, so `sum(coefficient * token loss)` does not
+depend on how the step is split. Samples that the truncation mask or a correction removes still count in the divisors: masking removes their
+gradient and leaves that of the other samples unchanged.
 """
 
 import numpy as np
@@ -14,22 +14,22 @@ from polyreme_trainer.algorithms.batch import Float32, Int64, sequence_of, seque
 def token_coefficients(mask: Float32, offsets: Int64, step: Int64, mode: Aggregation, constant: float | None = None) -> Float32:
     """float32 [t], 0 where a token is masked or its sequence is not in the step.
 
-    With S sequences of the step that have trained tokens, of l tokens each:
+    S is the number of sequences of the step that have trained tokens, and l the number of a sequence's trained tokens:
 
-    - token-mean: 1 / sum(l), every token alike (DAPO, arXiv 2503.14476).
-    - seq-mean-token-mean: 1 / (S l), every sequence alike (GRPO, arXiv 2402.03300, equation 3).
-    - seq-mean-token-sum: 1 / S, the sum of a sequence's log-probabilities is one action's.
+    - token-mean: 1 / sum(l); every token has the same weight (DAPO, arXiv 2503.14476).
+    - seq-mean-token-mean: 1 / (S l); every sequence has the same weight (GRPO, arXiv 2402.03300, equation 3).
+    - seq-mean-token-sum: 1 / S; a sequence is one action, whose log-probability is the sum over its tokens.
     - seq-mean-token-sum-norm: 1 / (S constant) (Dr. GRPO, arXiv 2503.20783).
 
     Args:
         mask: float32 [t], 1 where the token is trained on.
         offsets: int64 [n + 1].
-        step: int64, the sequences of the optimizer step.
-        mode: one of the four.
-        constant: divisor of seq-mean-token-sum-norm, in tokens: the longest response that may be generated.
+        step: int64, indices of the sequences of the optimizer step.
+        mode: the aggregation.
+        constant: the divisor of seq-mean-token-sum-norm, in tokens: the longest response that may be generated.
 
     Raises:
-        ValueError: `constant` is missing where it is needed.
+        ValueError: seq-mean-token-sum-norm has no positive `constant`.
     """
     lengths = sequence_sums(mask > 0, offsets)
     chosen = np.zeros(len(lengths), dtype=bool)
@@ -44,6 +44,6 @@ def token_coefficients(mask: Float32, offsets: Int64, step: Int64, mode: Aggrega
         divisor = np.full(len(lengths), float(count))
     else:
         if constant is None or not constant > 0:
-            raise ValueError(f"seq-mean-token-sum-norm needs a positive constant, not {constant}")
+            raise ValueError(f"expected a positive constant for seq-mean-token-sum-norm; found {constant}")
         divisor = np.full(len(lengths), count * constant)
     return np.where(mask > 0, (chosen / divisor)[sequence_of(offsets)], 0.0).astype(np.float32)

@@ -1,6 +1,6 @@
-"""A recipe composed into the functions that training calls: advantages of an iteration, losses of a micro-batch.
+"""Composes a recipe into the functions that training calls: the advantages of an iteration and the losses of a micro-batch.
 
-Invariant: pure functions of their arguments. What must outlive an iteration is in the state that `advantages` returns.
+Invariant: these are pure functions of their arguments. Everything that outlives an iteration is in the state that `advantages` returns.
 """
 
 from dataclasses import dataclass
@@ -37,17 +37,17 @@ from polyreme_trainer.algorithms.summary import summary
 
 @dataclass(frozen=True)
 class Needs:
-    """What a batch or micro-batch must hold beside scores, sampler's log-probabilities and, for several optimizer steps, `old`.
+    """The optional inputs that a recipe needs, besides scores, the sampler's log-probabilities and, for several optimizer steps, `old`.
 
     Attributes:
         reference: log-probabilities under the reference policy.
-        critic: values before, and a critic to train.
+        critic: a critic, and its values before the first optimizer step.
         final_values: the critic's value after the last token.
-        old: log-probabilities before the first step, in the batch, even where there is one step only.
-        entropy: of the policy, with gradient.
+        old: log-probabilities before the first optimizer step, in the batch, even when an iteration has one step.
+        entropy: the policy's entropy, with gradient.
         teacher: log-probabilities under a teacher.
         parts: the reward's components.
-        ids: of the tokens.
+        ids: token ids.
         greedy: a greedy sample in every group.
     """
 
@@ -64,11 +64,11 @@ class Needs:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A recipe at work.
+    """A recipe as the functions that training calls.
 
     Args:
-        recipe: checked (see `presets`).
-        longest: tokens that a response may have.
+        recipe: a checked recipe.
+        longest: the largest number of tokens of a response.
     """
 
     recipe: Recipe
@@ -90,7 +90,7 @@ class Algorithm:
         )
 
     def advantages(self, batch: TokenBatch, state: AlgorithmState = INITIAL) -> Advantages:
-        """Of a whole iteration. Raises ValueError where the batch lacks what the recipe needs."""
+        """The advantages of a whole iteration. Raises ValueError when the batch lacks an input that the recipe needs."""
         recipe = self.recipe
         scores, moments = estimation.shaped_scores(recipe.shaping, batch, self.longest, state.scores)
         kl, coef = None, state.kl_coef
@@ -112,24 +112,24 @@ class Algorithm:
         )
 
     def estimate(self, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
-        """Advantages and, with a critic, returns of a batch: float64 [t], 0 where masked."""
+        """The advantages of a batch and, with a critic, its returns: float64 [t], 0 where masked."""
         return estimation.estimate(self.recipe.advantage, batch, rewards)
 
     def coefficients(self, batch: TokenBatch, advantages: Advantages, step: Int64) -> Float32:
-        """float32 [t], `LossInputs.weight` of every token of an optimizer step on the sequences `step`; 0 for all others.
+        """float32 [t], the `LossInputs.weight` of every token in an optimizer step on the sequences `step`; 0 for all other tokens.
 
-        With dynamic sampling a group of equal scores was to be dropped, so it does not count in the divisor either.
+        With dynamic sampling, a group of equal scores counts as dropped, so the divisor excludes it.
         """
         if self.recipe.dynamic_sampling:
             step = step[informative(batch.score, batch.group)[step]]
         return advantages.weight * token_coefficients(batch.mask, batch.offsets, step, self.recipe.aggregation, self.longest)
 
     def critic_coefficients(self, batch: TokenBatch, step: Int64) -> Float32:
-        """The same for `critic_loss`: the mean over all trained tokens. A masked sample still teaches the critic."""
+        """The same for `critic_loss`: the mean over all trained tokens. Samples that are masked for the policy still train the critic."""
         return token_coefficients(batch.mask, batch.offsets, step, "token-mean")
 
     def has_gradient(self, batch: TokenBatch, advantages: Advantages) -> Bool:
-        """bool [n], whether a sequence can move the policy; others may be left out of the backward pass without any change."""
+        """bool [n], whether a sequence has a gradient for the policy. The backward pass may skip the others without changing the result."""
         alive = batch.trained & (advantages.weight > 0)
         if self.recipe.dynamic_sampling:
             alive &= informative(batch.score, batch.group)[batch.sequence_of]
@@ -138,9 +138,9 @@ class Algorithm:
         return sequence_sums(alive, batch.offsets) > 0
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """The policy's loss over a micro-batch, to be added up over micro-batches and ranks, and its metrics.
+        """The policy's loss over a micro-batch and its metrics. The sum over micro-batches and ranks is the step's loss.
 
-        The correction's factor is on the surrogate only: KL and entropy are not expectations over the sampler's tokens alone.
+        The correction's factor multiplies the surrogate only: KL and entropy are not expectations over the sampler's tokens alone.
         """
         recipe = self.recipe
         anchor = inputs.old if recipe.anchor == "old" else inputs.behaviour
@@ -163,13 +163,13 @@ class Algorithm:
         return (inputs.weight * total).sum(), metrics
 
     def critic_loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """The critic's loss over a micro-batch, likewise; `inputs.weight` are the critic's coefficients.
+        """The critic's loss over a micro-batch and its metrics, as in `loss`; `inputs.weight` has the critic's coefficients.
 
         Raises:
             ValueError: the recipe has no critic.
         """
         if not isinstance(self.recipe.advantage, Gae):
-            raise ValueError(f"{self.recipe.advantage.kind} has no critic")
+            raise ValueError(f"expected a recipe with a critic; found {self.recipe.advantage.kind}, which has no critic")
         new, old = estimation.required(inputs.new_values, "new_values"), estimation.required(inputs.values, "values")
         returns = estimation.required(inputs.returns, "returns")
         result = losses.value_loss(new, old, returns, self.recipe.advantage.value_clip)
@@ -203,7 +203,7 @@ class Algorithm:
         return result
 
     def _next_coef(self, batch: TokenBatch, kl: Float64 | None, coef: float | None) -> float | None:
-        """The coefficient of the next iteration, of the KL per response in this one; None where nothing adapts it."""
+        """The next iteration's coefficient, adapted to this iteration's KL per response; None without an adaptive controller."""
         samples = int((batch.lengths > 0).sum())
         if kl is None or coef is None or self.recipe.kl is None or self.recipe.kl.adaptive is None:
             return None

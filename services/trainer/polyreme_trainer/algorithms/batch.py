@@ -1,9 +1,9 @@
-"""The samples of one whole iteration as flat per-token arrays, and what an algorithm makes of them.
+"""The samples of one iteration as flat per-token arrays, and the advantages computed from them.
 
-A sequence of L tokens owns L - 1 predictions; prediction k is of token k + 1. Every per-token array here has one entry per
-prediction, those of sequence i at `offsets[i]:offsets[i + 1]`, so that no array knows of padding, packing or ranks.
+A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Every per-token array has one entry per prediction, and the
+entries of sequence i are at `offsets[i]:offsets[i + 1]`. The arrays are independent of padding, packing and ranks.
 
-Invariant: what an entry holds where `mask` is 0 has no influence on any result.
+Invariant: entries where `mask` is 0 have no influence on any result.
 """
 
 from collections.abc import Mapping
@@ -27,14 +27,14 @@ class TokenBatch:
     """n sequences with t predictions in all.
 
     Attributes:
-        offsets: int64 [n + 1], from 0 to t, never falling.
+        offsets: int64 [n + 1], from 0 to t, not decreasing.
         mask: float32 [t], 1 where the predicted token is trained on, else 0.
         behaviour: float32 [t], log-probability of the token under the policy that sampled it.
-        version: int32 [t], of the policy that sampled the token; -1 where none did (the prompt).
-        group: int64 [n], the same for the samples of one prompt.
+        version: int32 [t], version of the policy that sampled the token; -1 for prompt tokens.
+        group: int64 [n], equal for the samples of one prompt.
         score: float64 [n], the reward of the whole sequence, finite.
-        truncated: bool [n], generation stopped at the length limit.
-        greedy: bool [n], a greedy sample that serves as a baseline (ReMax): it has no trained token.
+        truncated: bool [n], whether generation stopped at the length limit.
+        greedy: bool [n], whether the sample is greedy and serves as a baseline (ReMax); it then has no trained token.
         old: float32 [t], log-probability under the policy before the iteration's first optimizer step.
         reference: float32 [t], under the frozen reference policy.
         teacher: float32 [t], under the teacher of a distillation.
@@ -97,7 +97,7 @@ class TokenBatch:
 
     @property
     def tokens(self) -> int:
-        """Predictions in all: t."""
+        """The number of predictions, t."""
         return int(self.offsets[-1])
 
     @cached_property
@@ -113,25 +113,25 @@ class TokenBatch:
 
     @cached_property
     def lengths(self) -> Int64:
-        """int64 [n], trained tokens of each sequence."""
+        """int64 [n], the number of trained tokens of each sequence."""
         return sequence_sums(self.trained, self.offsets).astype(np.int64)
 
     @property
     def policy(self) -> Float32:
-        """Log-probabilities of the policy before the step: `old` where they were computed, else the sampler's."""
+        """Log-probabilities under the policy before the step: `old` if computed, else the sampler's."""
         return self.behaviour if self.old is None else self.old
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an algorithm's first half makes of a batch.
+    """The advantages of a batch.
 
     Attributes:
         advantages: float32 [t], 0 where the token is not trained on.
         returns: float32 [t], the critic's targets; None without a critic.
-        weight: float32 [t], factor on each token's loss: 0 for the tokens of samples that are masked out, else 1.
-        metrics: name -> (sum, weight), of the whole iteration and so equal on every rank: not to be added up over ranks.
-        state: of the algorithm, for the next iteration.
+        weight: float32 [t], factor of each token's loss: 0 for tokens of samples that are masked out, else 1.
+        metrics: name -> (sum, weight) of the whole iteration. They are equal on every rank and must not be summed over ranks.
+        state: the algorithm's state for the next iteration.
     """
 
     advantages: Float32
@@ -147,13 +147,13 @@ def sequence_of(offsets: Int64) -> Int64:
 
 
 def sequence_sums(values: NDArray[np.generic], offsets: Int64) -> Float64:
-    """float64 [n], the sum of `values` [t] over each sequence; 0 for an empty one."""
+    """float64 [n], the sum of `values` [t] over each sequence; 0 for an empty sequence."""
     sums = np.bincount(sequence_of(offsets), weights=values.astype(np.float64), minlength=len(offsets) - 1)
     return sums.astype(np.float64, copy=False)
 
 
 def last_trained(mask: Float32, offsets: Int64) -> Int64:
-    """int64 [n], where the last trained prediction of each sequence is; -1 for a sequence without one."""
+    """int64 [n], the position of each sequence's last trained prediction; -1 for a sequence without one."""
     positions = np.flatnonzero(mask > 0)
     last = np.full(len(offsets) - 1, -1, dtype=np.int64)
     np.maximum.at(last, sequence_of(offsets)[positions], positions)

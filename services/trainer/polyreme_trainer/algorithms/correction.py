@@ -1,10 +1,10 @@
-"""Correction for samples of another policy: an older version, or the replica's engine, whose numbers differ from the learner's.
+"""Corrects for samples from another policy: an older version, or the replica's engine, whose numbers differ from the learner's.
 
-The surrogate takes its expectation over tokens of the policy before the step (old), while they come from the sampler
-(behaviour). w = e^(old - behaviour) corrects the difference (the decoupled objective of Hilton et al. 2021, arXiv 2110.00641);
-bounds on w trade its variance for a bias, and masks drop what is too far off to be corrected.
+The surrogate is an expectation over tokens of the policy before the step (old), but the sampler (behaviour) produced the tokens.
+w = e^(old - behaviour) corrects the difference (the decoupled objective of Hilton et al. 2021, arXiv 2110.00641). Bounds on w trade
+variance for bias. Masks drop tokens whose weight is too extreme to correct.
 
-Invariant: a factor carries no gradient and changes no divisor; where old and behaviour are equal it is exactly 1.
+Invariant: a factor carries no gradient and changes no divisor. Where old and behaviour are equal, it is exactly 1.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def log_weights(inputs: LossInputs) -> Tensor:
 
 
 def factor(correction: Correction, log_w: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor | None]:
-    """The factor on each token's surrogate, [t], and which weights were cut to a cap, bool [t]; None: there is no cap.
+    """The factor of each token's surrogate, [t], and which weights were truncated to a cap, bool [t]; None without a cap.
 
     - token_tis: min(w, cap), truncated importance sampling: Ionides 2008 (J. Comput. Graph. Stat. 17); per token, Yao et al. 2025,
       "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
@@ -52,12 +52,12 @@ def factor(correction: Correction, log_w: Tensor, inputs: LossInputs) -> tuple[T
 
 
 def correct(corrections: Sequence[Correction], inputs: LossInputs) -> tuple[Tensor, Metrics]:
-    """The product of the factors, [t], and what there was to correct; the latter also without corrections.
+    """The product of the factors, [t], and metrics of the weights.
 
-    Metrics: `importance_weight` and `importance_weight_max` of w; `off_policy_kl`, the k3 estimate of KL(behaviour || old), and
-    `mismatch_kl`, the same over the sequences that the policy before the step sampled completely (what the engines differ by);
-    and with corrections `correction_factor`, `dropped_token_fraction`, `dropped_sequence_fraction` and, where a weight has a cap,
-    `truncated_fraction`, the tokens whose weight was cut to it.
+    Metrics: `importance_weight` and `importance_weight_max` are w's mean and maximum. `off_policy_kl` is the k3 estimate of
+    KL(behaviour || old). `mismatch_kl` is the same over the sequences that the policy before the step sampled completely, so it measures the
+    difference between the engines. With corrections there are also `correction_factor`, `dropped_token_fraction`,
+    `dropped_sequence_fraction` and, where a weight has a cap, `truncated_fraction`: the fraction of tokens whose weight was truncated.
     """
     log_w = log_weights(inputs)
     w, k3 = _exp(log_w), estimate("k3", inputs.behaviour, inputs.old.detach())

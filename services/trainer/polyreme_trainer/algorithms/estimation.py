@@ -1,6 +1,7 @@
-"""From a batch and a recipe to advantages: shaping, rewards per token, the estimator.
+"""Computes advantages from a batch and a recipe: shaping, rewards per token, then the estimator.
 
-Invariant: a token without loss mask has advantage 0, and so has one of a group whose rewards are equal, whitened or not.
+Invariant: masked tokens have advantage 0. Where an estimator compares a group's rewards and these are equal, its tokens have advantage 0,
+whitened or not.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Rewards:
         scores: float64 [n], after shaping.
         tokens: float64 [t], rewards per token; see `shaping.token_rewards`.
         beside: float64 [t], process rewards minus the KL penalty, 0 where masked.
-        totals: float64 [n], of each sequence: its score minus the KL penalty of its trained tokens.
+        totals: float64 [n], each sequence's score minus the KL penalty of its trained tokens.
     """
 
     scores: Float64
@@ -53,10 +54,10 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moment
     """Scores float64 [n] after every step of the recipe, and the moments of the scores so far.
 
     Args:
-        recipe: the steps.
-        batch: with `ids` where repetition is penalised.
-        longest: tokens that a response may have.
-        seen: moments before this batch. Greedy samples do not enter them.
+        recipe: the shaping steps.
+        batch: the batch; it has `ids` when repetition is penalised.
+        longest: the largest number of tokens of a response.
+        seen: the moments before this batch. Greedy samples do not update them.
     """
     scores = batch.score
     if recipe.normalise:
@@ -77,14 +78,14 @@ def shaped_scores(recipe: Shaping, batch: TokenBatch, longest: int, seen: Moment
 
 
 def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None, std: float = 1.0) -> Rewards:
-    """Rewards of shaped scores and of a batch's process rewards.
+    """The rewards from shaped scores and a batch's process rewards.
 
-    Process rewards keep their tokens and their share of the score: what shaping adds to the score is at the last trained token.
+    Process rewards stay at their tokens and remain part of the score. What shaping adds to the score goes to the last trained token.
 
     Args:
-        scores: float64 [n], shaped, process rewards included.
-        kl_penalty: float64 [t], coefficient included.
-        std: what normalisation has divided the scores by; process rewards are divided by it too.
+        scores: float64 [n], shaped scores, which include the process rewards.
+        kl_penalty: float64 [t], the KL penalty, which includes its coefficient.
+        std: the divisor by which the scores were normalised; process rewards are divided by it too.
     """
     none = np.zeros(batch.tokens)
     process = none if batch.token_rewards is None else np.where(batch.trained, batch.token_rewards / np.float64(std), 0.0)
@@ -94,10 +95,10 @@ def rewards_of(batch: TokenBatch, scores: Float64, kl_penalty: Float64 | None, s
 
 
 def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
-    """Advantages [t] and, of an estimator with a critic, returns [t]; float64, 0 where masked.
+    """Advantages [t] and, for an estimator with a critic, returns [t]; float64, 0 where masked.
 
     Raises:
-        ValueError: the batch lacks what the estimator needs, or a group cannot be compared within itself.
+        ValueError: the batch lacks an input of the estimator, or a group has too few samples to compare.
     """
     match recipe:
         case Gae():
@@ -112,7 +113,7 @@ def estimate(recipe: AdvantageEstimator, batch: TokenBatch, rewards: Rewards) ->
         case Zero():
             return np.zeros(batch.tokens), None
     if batch.greedy.any():
-        raise ValueError(f"greedy samples in a batch for {recipe.kind}, which compares samples of one distribution")
+        raise ValueError(f"expected no greedy samples, since {recipe.kind} compares samples of one distribution; found some")
     per_token = np.where(batch.trained, _per_sample(recipe, batch, rewards.totals)[batch.sequence_of], 0.0)
     if isinstance(recipe, GroupMean | PerPart) and recipe.whiten:
         constant = _constant(recipe, batch, rewards.totals)[batch.sequence_of]
@@ -134,7 +135,7 @@ def _per_sample(recipe: AdvantageEstimator, batch: TokenBatch, totals: Float64) 
             return estimators.per_part(required(batch.parts, "parts"), batch.part_weights, batch.group, floor, ddof)
         case Positives(threshold=threshold):
             return estimators.positives(totals, threshold)
-    raise ValueError(f"{recipe.kind} has no advantage per sample")
+    raise ValueError(f"expected an estimator with one advantage per sample; found {recipe.kind}")
 
 
 def _constant(recipe: GroupMean | PerPart, batch: TokenBatch, totals: Float64) -> np.ndarray:
@@ -163,7 +164,7 @@ def _gae(recipe: Gae, batch: TokenBatch, rewards: Float64) -> tuple[Float64, Flo
 
 
 def required(array: T | None, name: str) -> T:
-    """The array. Raises ValueError where the batch does not have it."""
+    """The array. Raises ValueError when it is None."""
     if array is None:
-        raise ValueError(f"the batch has no {name}, which the recipe needs")
+        raise ValueError(f"expected a batch with {name}, which the recipe needs; found none")
     return array

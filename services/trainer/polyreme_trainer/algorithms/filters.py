@@ -1,71 +1,36 @@
-"""Which groups and prompts are worth training on: pure decisions; what acts on them keeps the log and draws the prompts.
+"""Decides which groups and prompts are worth training on. The orchestrator acts on the decisions.
 
-Invariant: scores are equal for a filter exactly where they are equal for the advantages.
+Invariant: a filter considers scores equal exactly where the advantages do.
 """
-
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from polyreme.config.recipe import SkipPrompts
+from polyreme.experience.pass_rates import PassRate
 from polyreme_trainer.algorithms.groups import Groups
 
 
 def informative(scores: NDArray[np.float64], group: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """bool [n], whether the scores of the sample's group differ: DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) keeps these.
+    """bool [n], whether the scores within the sample's group differ. DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) keeps these.
 
     Args:
-        scores: float64 [n], as the reward gave them, before shaping.
+        scores: float64 [n], before shaping.
         group: int64 [n].
     """
     return ~Groups(group).constant(scores)
 
 
-@dataclass(frozen=True)
-class PassRate:
-    """How often a prompt was solved.
-
-    Attributes:
-        samples: judged so far.
-        solved: of these.
-        last_pass: over the data set in which it was asked last.
-    """
-
-    samples: int = 0
-    solved: int = 0
-    last_pass: int = 0
-
-    def add(self, solved: int, samples: int, data_pass: int) -> "PassRate":
-        """With another group of the prompt."""
-        return replace(self, samples=self.samples + samples, solved=self.solved + solved, last_pass=data_pass)
-
-
-@dataclass(frozen=True)
-class SkipRule:
-    """When a prompt is not asked: it was always or never solved, over enough samples, and not long ago.
+def reason_to_skip(rule: SkipPrompts, rate: PassRate, draw: float) -> str | None:
+    """Why a prompt with that pass rate is left out; None: it is sampled.
 
     Args:
-        samples: judged before a prompt may be skipped.
-        never, always: skip what was never, or always, solved.
-        passes: over the data set after which a skipped prompt is asked again, since the policy changes.
+        draw: uniform in [0, 1), below `rule.retry` for one of the times that such a prompt is sampled nevertheless.
     """
-
-    samples: int
-    never: bool
-    always: bool
-    passes: int
-
-    def skips(self, rate: PassRate, data_pass: int) -> bool:
-        """Whether a prompt with that record is left out of pass `data_pass`."""
-        if rate.samples < self.samples or data_pass - rate.last_pass > self.passes:
-            return False
-        return (self.never and rate.solved == 0) or (self.always and rate.solved == rate.samples)
-
-
-def record(
-    rates: Mapping[int, PassRate], prompt: int, scores: NDArray[np.float64], threshold: float, data_pass: int
-) -> dict[int, PassRate]:
-    """The pass rates with the scores of one group of `prompt`; a sample is solved when its score is above `threshold`."""
-    solved = int((scores > threshold).sum())
-    return {**rates, prompt: rates.get(prompt, PassRate()).add(solved, len(scores), data_pass)}
+    if draw < rule.retry:
+        return None
+    if rule.always and rate.streak >= rule.min_samples:
+        return "always solved"
+    if rule.never and -rate.streak >= rule.min_samples:
+        return "never solved"
+    return None

@@ -1,6 +1,6 @@
-"""Statistics of each group of samples, and when scores count as equal.
+"""Statistics of groups of samples, and the tolerance within which scores are equal.
 
-Invariant: whether a group has variance is decided here alone, for advantages and for filters alike.
+Invariant: only this module decides whether a group has variance, for advantages and for filters.
 """
 
 from functools import cached_property
@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
-"""Scores no further apart than RELATIVE times the largest magnitude, plus ABSOLUTE, are equal. Two scores that differ by less
-differ by rounding: float32 resolves 1.2e-7, and sums of weighted parts cancel to about 1e-16. Divided by their deviation they
-would become full-size advantages."""
+"""Scores are equal when they differ by at most RELATIVE times the largest magnitude plus ABSOLUTE. A smaller difference is rounding:
+float32 resolves 1.2e-7, and sums of weighted parts cancel to about 1e-16. Division by such a deviation would produce full-size
+advantages."""
 
 Float64 = NDArray[np.float64]
 
@@ -20,7 +20,7 @@ class Groups:
     """The samples of a batch by group.
 
     Args:
-        group: int64 [n], the same for the samples of one prompt; in any order.
+        group: int64 [n], equal for the samples of one prompt; in any order.
     """
 
     def __init__(self, group: NDArray[np.int64]) -> None:
@@ -31,11 +31,11 @@ class Groups:
 
     @cached_property
     def smallest(self) -> int:
-        """Samples of the smallest group; 0 without groups."""
+        """The number of samples of the smallest group; 0 without groups."""
         return int(self.sizes.min()) if len(self) else 0
 
     def sums(self, values: Float64) -> Float64:
-        """float64 [groups], of `values` [n]."""
+        """float64 [groups], the sums of `values` [n] over each group."""
         return np.bincount(self.member_of, weights=values, minlength=len(self)).astype(np.float64, copy=False)
 
     def mean(self, values: Float64) -> Float64:
@@ -50,7 +50,7 @@ class Groups:
         return result
 
     def constant(self, values: Float64) -> NDArray[np.bool_]:
-        """bool [n], whether all of the sample's group have an equal value, up to rounding."""
+        """bool [n], whether all samples of the sample's group have equal values, up to rounding."""
         low, high = np.full(len(self), np.inf), np.full(len(self), -np.inf)
         np.minimum.at(low, self.member_of, values)
         np.maximum.at(high, self.member_of, values)

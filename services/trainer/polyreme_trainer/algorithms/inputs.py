@@ -1,6 +1,6 @@
-"""What a loss sees of one micro-batch: its trained tokens, flat, so that no loss knows of padding or packing.
+"""The inputs of a loss: the trained tokens of one micro-batch in flat arrays, independent of padding and packing.
 
-Invariant: a sequence is never cut between micro-batches, so sums over a sequence are complete.
+Invariant: a sequence is never split between micro-batches, so sums over a sequence are complete.
 """
 
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossInputs:
-    """t trained tokens of some sequences. Floating-point tensors have one dtype; only those named so carry a gradient.
+    """t trained tokens of some sequences. All floating-point tensors have one dtype; only those marked so carry a gradient.
 
     Attributes:
-        logprobs: [t], of the tokens under the policy that is trained; carries the gradient.
-        old: [t], under the policy before the iteration's first optimizer step; `logprobs.detach()` where there is one step only.
+        logprobs: [t], log-probabilities of the tokens under the trained policy; carries the gradient.
+        old: [t], under the policy before the iteration's first optimizer step; `logprobs.detach()` when there is one step.
         behaviour: [t], under the policy that sampled each token.
         advantages: [t].
-        weight: [t], coefficient of each token in the step's loss, computed over the global step: the loss is `sum(weight * x)`.
+        weight: [t], each token's coefficient in the step's loss, computed over the global step: the loss is `sum(weight * x)`.
         sequence: int64 [t], index of the token's sequence within the micro-batch.
-        sequences: how many there are.
+        sequences: the number of sequences in the micro-batch.
         reference: [t], under the reference policy.
         returns: [t], the critic's targets.
         values: [t], the critic's values before the iteration's first optimizer step.
         new_values: [t], the critic's values now; carries the critic's gradient.
-        entropy: [t], of the policy at each token, in nats; carries the gradient.
-        fresh: bool [t], whether the policy before the step sampled the token's whole sequence; None: unknown.
+        entropy: [t], the policy's entropy at each token, in nats; carries the gradient.
+        fresh: bool [t], whether the policy before the step sampled the token's whole sequence; None when unknown.
     """
 
     logprobs: Tensor

@@ -1,9 +1,9 @@
 """Policy and value losses: one number per trained token, to be minimised, differentiable in the policy's log-probabilities.
 
-r is the probability ratio of the policy to an anchor: the policy before the iteration's first step, or the sampler itself.
-Reduction is the aggregation's (see `aggregation`); a factor for who sampled the token is the correction's (see `correction`).
+r is the probability ratio of the policy to an anchor: the policy before the iteration's first step, or the sampler itself. `aggregation`
+reduces the token losses to one number. `correction` multiplies them by a factor for off-policy tokens.
 
-Invariant: at r = 1 all of them have the gradient `-A` in the token's log-probability.
+Invariant: at r = 1 every policy loss has the gradient `-A` with respect to the token's log-probability.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from polyreme_trainer.algorithms.ratio import bounded_exp
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss per token, and which tokens its bounds acted on.
+    """A loss per token, and the tokens on which its bounds acted.
 
     Attributes:
         loss: [t].
-        flags: metric name -> bool [t], the tokens that it is the fraction of.
+        flags: metric name -> bool [t]; the metric is the fraction of true entries.
     """
 
     loss: Tensor
@@ -32,11 +32,11 @@ class TokenLoss:
 def clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> TokenLoss:
     """`max(-A r, -A clip(r, 1 - low, 1 + high))`: PPO, Schulman et al. 2017 (arXiv 1707.06347), equation 7.
 
-    Unequal bounds: DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual` the loss of a token with
-    A < 0 is at most `-A dual`: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5.
+    Unequal bounds are DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476), equation 8. With `dual`, the loss of a token with A < 0 is at
+    most `-A dual`: dual clip, Ye et al. 2019 (arXiv 1912.09729), equation 5.
 
-    `clip_fraction` counts the tokens whose clipped branch is the larger one, and so has taken their gradient;
-    `dual_clip_fraction` those at the bound of the dual clip.
+    `clip_fraction` counts the tokens whose clipped branch is larger, which removes their gradient. `dual_clip_fraction` counts the tokens at
+    the bound of the dual clip.
     """
     ratio = bounded_exp(log_ratio)
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
@@ -51,17 +51,17 @@ def clip(log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: f
 def sequence_log_ratio(log_ratio: Tensor, inputs: LossInputs) -> Tensor:
     """The mean log-ratio of each token's sequence, [t], with the gradient of the token's own log-ratio.
 
-    The token form of GSPO, Zheng et al. 2025 (arXiv 2507.18071), equation 14: with one advantage per sequence and
-    seq-mean-token-mean its gradient is that of the sequence's ratio.
+    The token form of GSPO, Zheng et al. 2025 (arXiv 2507.18071), equation 14. With one advantage per sequence and seq-mean-token-mean, its
+    gradient is that of the sequence's ratio.
     """
     mean = inputs.sequence_mean(log_ratio.detach())[inputs.sequence]
     return mean + log_ratio - log_ratio.detach()
 
 
 def geometric_mean(log_ratio: Tensor, inputs: LossInputs, low: float, high: float) -> TokenLoss:
-    """`-A exp(mean of clipped log-ratios)`, the mean over the sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
+    """`-A exp(mean of clipped log-ratios)`, with the mean over the sequence: GMPO, Zhao et al. 2025 (arXiv 2507.20673), equation 4.
 
-    A token's log-ratio is clipped to [-low, high], on the side where PPO clips: above for A > 0, below for A < 0.
+    A token's log-ratio is clipped to [-low, high] on the side on which PPO clips: above for A > 0, below for A < 0.
     """
     sign = torch.sign(inputs.advantages)
     free, clipped = sign * log_ratio, sign * log_ratio.clamp(-low, high)
@@ -70,9 +70,9 @@ def geometric_mean(log_ratio: Tensor, inputs: LossInputs, low: float, high: floa
 
 
 def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
-    """`-clip(r, 1 - low, 1 + high) A log p`, no gradient through the clip: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
+    """`-clip(r, 1 - low, 1 + high) A log p`, without gradient through the clip: CISPO, MiniMax 2025 (arXiv 2506.13585), equation 4.
 
-    Clipping bounds a token's weight and never takes its gradient.
+    Clipping bounds a token's weight and never removes its gradient.
     """
     ratio = bounded_exp(log_ratio.detach())
     outside = (ratio < 1 - low) | (ratio > 1 + high)
@@ -80,16 +80,16 @@ def cispo(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, h
 
 
 def sapo(log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
-    """`-(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347). A soft gate for a clip."""
+    """`-(4 / tau) sigmoid(tau (r - 1)) A`, tau by the sign of A: SAPO, Gao et al. 2025 (arXiv 2511.20347). A soft gate replaces the clip."""
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     return TokenLoss(-4 / tau * torch.sigmoid(tau * (bounded_exp(log_ratio) - 1)) * advantages)
 
 
 def tv_mask(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float, cap: float) -> TokenLoss:
-    """`-min(r, cap) A log p` without the tokens that the update would push further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
+    """`-min(r, cap) A log p` without the tokens that the update would move further away: DPPO-TV, Qi et al. 2026 (arXiv 2602.04879).
 
-    A token is masked when its probability is more than `high` above the sampler's and A > 0, or more than `low` below it and
-    A < 0. r is the ratio to the sampler, without gradient.
+    A token is masked when A > 0 and its probability is more than `high` above the sampler's, or when A < 0 and its probability is more than
+    `low` below the sampler's. r is the ratio to the sampler, without gradient.
     """
     probability, sampled = torch.exp(logprobs.detach()), torch.exp(behaviour)
     masked = torch.where(advantages > 0, probability - sampled > high, sampled - probability > low) & (advantages != 0)
@@ -98,21 +98,21 @@ def tv_mask(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float,
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """`-A log p`: REINFORCE, Williams 1992 (Machine Learning 8). Right for the policy that sampled the token only."""
+    """`-A log p`: REINFORCE, Williams 1992 (Machine Learning 8). Unbiased only for the policy that sampled the token."""
     return TokenLoss(-advantages * logprobs)
 
 
 def value_loss(new_values: Tensor, values: Tensor, returns: Tensor, clip: float | None) -> TokenLoss:
-    """`max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2`, V_old before the iteration's first step.
+    """`max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2`, where V_old is V before the iteration's first step.
 
-    As in OpenAI's PPO; the clip holds the critic back as PPO's holds the policy. `value_clip_fraction` counts the tokens whose
-    clipped branch is the larger one.
+    OpenAI's PPO has this loss; the clip limits the critic's step as PPO's clip limits the policy's. `value_clip_fraction` counts the tokens
+    whose clipped branch is larger.
 
     Args:
         new_values: [t], carries the gradient.
         values: [t], V_old.
         returns: [t], G.
-        clip: None: the squared error alone.
+        clip: the bound; None for the plain squared error.
     """
     free = (new_values - returns) ** 2
     if clip is None:

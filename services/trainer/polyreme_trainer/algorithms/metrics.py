@@ -1,7 +1,7 @@
-"""Metrics that add up: name -> (sum, weight), where the metric is sum / weight.
+"""Additive metrics: name -> (sum, weight), where the metric's value is sum / weight.
 
-Invariant: metrics of parts, added up by `combine`, are those of the whole, however it was cut. An extreme (`*_max`, `*_min`) is
-the largest or smallest sum of the parts instead, and its weight is 1.
+Invariant: `combine` of the parts' metrics equals the metrics of the whole, however it was split. An extreme (`*_max`, `*_min`) is the
+largest or smallest value among the parts instead, and its weight is 1.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
-"""Of a loss: scalar tensors without gradient on the device of its inputs, so that no micro-batch waits for a copy."""
+"""A loss's metrics: scalar tensors without gradient on the device of its inputs, so that no micro-batch waits for a copy."""
 
 
 def mean_of(x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -21,13 +21,13 @@ def mean_of(x: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def maximum_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of x [t], for a name that ends in `_max`; -inf of none."""
+    """The largest of x [t], for a name that ends in `_max`; -inf when x is empty."""
     largest = x.detach().max() if x.numel() else x.new_tensor(-torch.inf)
     return largest, torch.ones_like(largest)
 
 
 def combine(parts: Iterable[Mapping[str, tuple[float | Tensor, float | Tensor]]]) -> dict[str, tuple[float, float]]:
-    """The metrics of all parts together, as numbers."""
+    """The combined metrics of all parts, as numbers."""
     total: dict[str, tuple[float, float]] = {}
     for part in parts:
         for name, (value, weight) in part.items():
@@ -45,5 +45,5 @@ def combine(parts: Iterable[Mapping[str, tuple[float | Tensor, float | Tensor]]]
 
 
 def finish(metrics: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The value of every metric; one without weight has none and is left out."""
+    """The value of every metric. A metric with weight 0 has no value and is left out."""
     return {name: value / weight for name, (value, weight) in metrics.items() if weight != 0}

@@ -1,7 +1,7 @@
-"""A user's own advantages and loss in place of the recipe's.
+"""Replaces a recipe's advantages or loss by functions of the user.
 
-Invariant: everything around the two functions stays the recipe's: shaping, KL in the reward, distillation, aggregation, the critic's
-loss. What a user's function gives back is checked before it is trained with.
+Invariant: everything around the two functions comes from the recipe: shaping, KL in the reward, distillation, aggregation and the critic's
+loss. The result of a user's function is checked before it is used.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,14 +22,13 @@ from polyreme_trainer.algorithms.metrics import Metrics
 
 @dataclass(frozen=True)
 class OwnAlgorithm(Algorithm):
-    """A recipe with functions of the user's.
+    """A recipe with functions of the user.
 
     Args:
-        source: names the functions' file or module in errors.
-        own_advantages: `advantages(batch)`. The batch's scores are shaped, `token_rewards` are process
-            rewards, a part of the score, minus the KL penalty. Gives back numbers
-            [t], or with a critic the pair (advantages [t], returns [t]).
-        own_loss: `loss(inputs)`. Gives back a scalar tensor that depends on `inputs.logprobs`, made of sums with `inputs.weight`, and
+        source: the functions' file or module, for errors.
+        own_advantages: `advantages(batch)`. The batch's scores are shaped. Its `token_rewards` are the process rewards, which are part of
+            the score, minus the KL penalty. Returns numbers [t], or with a critic the pair (advantages [t], returns [t]).
+        own_loss: `loss(inputs)`. Returns a scalar tensor that depends on `inputs.logprobs` and is a sum weighted with `inputs.weight`, and
             metrics: name -> (sum, weight).
     """
 
@@ -38,7 +37,7 @@ class OwnAlgorithm(Algorithm):
     own_loss: Callable[[LossInputs], Any] | None
 
     def estimate(self, batch: TokenBatch, rewards: Rewards) -> tuple[Float64, Float64 | None]:
-        """Raises RunFailedError for what is not finite numbers [t]."""
+        """As `Algorithm.estimate`. Raises RunFailedError when the user's result is not finite numbers [t]."""
         if self.own_advantages is None:
             return super().estimate(batch, rewards)
         result = self.own_advantages(replace(batch, score=rewards.scores, token_rewards=rewards.beside.astype(np.float32)))
@@ -50,13 +49,13 @@ class OwnAlgorithm(Algorithm):
         return arrays[0], arrays[1] if self.needs.critic else None
 
     def has_gradient(self, batch: TokenBatch, advantages: Advantages) -> Bool:
-        """Of a user's loss nothing is known: all sequences that are not masked out."""
+        """With a user's loss, every sequence that is not masked out may have a gradient."""
         if self.own_loss is None:
             return super().has_gradient(batch, advantages)
         return sequence_sums(batch.trained & (advantages.weight > 0), batch.offsets) > 0
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        """Raises RunFailedError for what is not a scalar with a gradient, and metrics."""
+        """As `Algorithm.loss`. Raises RunFailedError when the user's result is not a finite scalar with a gradient, and metrics."""
         if self.own_loss is None:
             return super().loss(inputs)
         result = self.own_loss(inputs)
@@ -82,7 +81,7 @@ class OwnAlgorithm(Algorithm):
         if array.shape != (batch.tokens,) or array.dtype.kind not in "fiu":
             raise self._wrong("advantages", f"numbers of shape ({batch.tokens},)", f"{array.dtype} of shape {array.shape}")
         if not np.isfinite(array[batch.trained]).all():
-            raise self._wrong("advantages", "a finite number for every trained token", "some that are not")
+            raise self._wrong("advantages", "a finite number for every trained token", "NaN or infinity")
         return np.where(batch.trained, array, 0.0).astype(np.float64)
 
     def _wrong(self, function: str, expected: str, found: str) -> RunFailedError:

@@ -1,6 +1,6 @@
 """Exponentials of log-ratios that stay finite.
 
-Invariant: a bound on a value never removes its gradient, so that the token which has strayed furthest is still pulled back.
+Invariant: a bound on a value never removes its gradient, so even the token with the most extreme ratio is pulled back.
 """
 
 import math
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratio beyond which its exponential is continued by the tangent; e^20 is finite in every floating-point type but half."""
+"""Beyond this log-ratio, the exponential continues as its tangent. e^20 is finite in every floating-point type but half."""
 
 
 def bounded_exp(x: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
-    """`e^x` up to `limit`, and its tangent there beyond: continuous with its derivative, which is bounded and never 0."""
+    """`e^x` up to `limit`, and beyond it the tangent at `limit`. Value and derivative are continuous; the derivative is bounded, never 0."""
     return torch.exp(x.clamp(max=limit)) + math.exp(limit) * (x - limit).clamp(min=0)

@@ -1,6 +1,6 @@
-"""Scores and rewards per token before advantages are made of them; float64 numpy.
+"""Shapes scores and token rewards before advantages are computed; float64 numpy.
 
-Invariant: the token rewards of a sequence with trained tokens, summed over these, are its shaped score minus its KL penalty.
+Invariant: for a sequence with trained tokens, the token rewards sum to its shaped score minus its KL penalty.
 """
 
 import numpy as np
@@ -11,39 +11,39 @@ from polyreme_trainer.algorithms.state import Moments
 
 
 def normalise(scores: Float64, moments: Moments) -> Float64:
-    """`(r - mean) / std`, float64 [n], by moments of all scores so far, these included.
+    """`(r - mean) / std`, float64 [n], with the moments of all scores so far, including these.
 
-    As the reward normalisation of Stiennon et al. 2020 (arXiv 2009.01325), section C.1, but with moments that follow the run.
+    The reward normalisation of Stiennon et al. 2020 (arXiv 2009.01325), section C.1, with running moments.
     """
     return (scores - moments.mean) / moments.std
 
 
 def overlong_penalty(lengths: Int64, longest: int, buffer: int, factor: float) -> Float64:
-    """What is added to the score of a response of l tokens, float64 [n] in [-factor, 0].
+    """The addition to each score for the response's length, float64 [n] in [-factor, 0].
 
-    0 up to `longest - buffer` tokens, from there falling linearly to -factor at `longest`, and never below:
-    DAPO, Yu et al. 2025 (arXiv 2503.14476), equation 13.
+    It is 0 up to `longest - buffer` tokens and falls linearly to -factor at `longest`: DAPO, Yu et al. 2025 (arXiv 2503.14476),
+    equation 13.
 
     Args:
-        lengths: int64 [n].
-        longest: tokens that a response may have.
-        buffer: the last tokens of these, over which the penalty grows; at least 1.
+        lengths: int64 [n], tokens of each response.
+        longest: the largest number of tokens of a response.
+        buffer: the number of tokens before `longest` over which the penalty grows; at least 1.
         factor: the largest penalty.
     """
     return -factor * np.clip((lengths - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
 def repetition_penalty(ids: Int64, mask: Float32, offsets: Int64, ngram: int, factor: float) -> Float64:
-    """`-factor` times the part of a response's n-grams that occurred in it before, float64 [n]; 0 for one without n-grams.
+    """`-factor` times the fraction of a response's n-grams that are repetitions, float64 [n]; 0 for a response without n-grams.
 
-    As in Yeo et al. 2025 (arXiv 2502.03373), section 4.3, per sequence. An n-gram is of trained tokens, masked ones left out.
+    Yeo et al. 2025 (arXiv 2502.03373), section 4.3, applied per sequence. N-grams consist of trained tokens; masked ones are skipped.
 
     Args:
         ids: int64 [t], the predicted tokens.
         mask: float32 [t].
         offsets: int64 [n + 1].
-        ngram: tokens of an n-gram.
-        factor: penalty of a response that repeats itself throughout.
+        ngram: the n of the n-grams.
+        factor: the penalty's limit for a response that repeats one n-gram.
     """
     penalty = np.zeros(len(offsets) - 1)
     for i in range(len(penalty)):
@@ -58,14 +58,14 @@ def repetition_penalty(ids: Int64, mask: Float32, offsets: Int64, ngram: int, fa
 def token_rewards(
     scores: Float64, mask: Float32, offsets: Int64, process: NDArray[np.floating] | None = None, kl: Float64 | None = None
 ) -> Float64:
-    """Rewards per token, float64 [t], 0 where masked: `process`, what the score has beyond it at the last trained token, minus `kl`.
+    """Rewards per token, float64 [t], 0 where masked: `process` minus `kl`, and the rest of the score at the last trained token.
 
     Args:
-        scores: float64 [n], process rewards included.
+        scores: float64 [n], scores that include the process rewards.
         mask: float32 [t].
         offsets: int64 [n + 1].
-        process: [t], process rewards. Those of masked tokens count in the score alone, and so reach the last trained token.
-        kl: float64 [t], the KL penalty of each token, coefficient included.
+        process: [t], process rewards. Those of masked tokens count in the score only, which puts them at the last trained token.
+        kl: float64 [t], the KL penalty of each token, which includes its coefficient.
     """
     trained, last = mask > 0, last_trained(mask, offsets)
     rewards = np.zeros(len(mask)) if process is None else np.where(trained, process, 0.0)
@@ -79,13 +79,13 @@ def token_rewards(
 def distillation_advantages(teacher: Float32, student: Float32, mask: Float32, coef: float) -> Float64:
     """`coef (log p_teacher - log p_student)` of each sampled token, float64 [t], 0 where masked.
 
-    On-policy distillation: the policy gradient of the reversed KL to the teacher with a discount of 0, Agarwal et al. 2023
+    On-policy distillation: the policy gradient of the reverse KL to the teacher with a discount of 0, Agarwal et al. 2023
     (arXiv 2306.13649). Exactly 0 where teacher and student agree.
 
     Args:
         teacher, student: float32 [t], log-probabilities of the sampled tokens.
         mask: float32 [t].
-        coef: 1 for the KL itself.
+        coef: the weight of the distillation; 1 for the KL itself.
     """
     advantages, trained = np.zeros(len(mask)), mask > 0
     advantages[trained] = coef * (teacher[trained].astype(np.float64) - student[trained])

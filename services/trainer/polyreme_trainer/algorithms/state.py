@@ -1,6 +1,6 @@
-"""What an algorithm carries from one iteration to the next. Plain numbers, so that a checkpoint holds them as JSON.
+"""The state that an algorithm carries from one iteration to the next: plain numbers, which a checkpoint stores as JSON.
 
-Invariant: a state is never changed in place; an update returns another one.
+Invariant: a state is immutable; an update returns a new one.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Moments:
     squares: float = 0.0
 
     def update(self, values: NDArray[np.float64]) -> "Moments":
-        """With `values` [n] added: the parallel form of Chan, Golub and LeVeque 1983 (Am. Stat. 37), stable for any n."""
+        """The moments after adding `values` [n]: the parallel form of Chan, Golub and LeVeque 1983 (Am. Stat. 37), stable for any n."""
         if len(values) == 0:
             return self
         count, mean = float(len(values)), float(values.mean())
@@ -33,7 +33,7 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation; 1 before there are two numbers that differ."""
+        """The unbiased standard deviation; 1 until two numbers differ."""
         variance = self.squares / (self.count - 1) if self.count > 1 else 0.0
         return float(np.sqrt(variance)) if variance > 0 else 1.0
 
@@ -43,20 +43,20 @@ class AlgorithmState:
     """The state of every primitive that has one.
 
     Attributes:
-        kl_coef: of the KL penalty in the reward, where a controller adapts it; None before the first iteration.
-        scores: moments of the scores, where they are normalised.
+        kl_coef: the coefficient of the KL penalty in the reward when a controller adapts it; None before the first iteration.
+        scores: the moments of the scores when they are normalised.
     """
 
     kl_coef: float | None = None
     scores: Moments = Moments()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, from which `from_json` makes an equal state."""
+        """Plain values, which `from_json` restores to an equal state."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> "AlgorithmState":
-        """Raises TypeError or KeyError on a tree that `to_json` did not write."""
+        """The state that `to_json` wrote. Raises TypeError or KeyError for any other tree."""
         return cls(kl_coef=tree["kl_coef"], scores=Moments(**tree["scores"]))
 
 

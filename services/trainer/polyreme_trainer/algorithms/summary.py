@@ -1,6 +1,6 @@
 """Metrics of a whole iteration's scores, rewards and advantages.
 
-Invariant: every rank computes the same numbers from the same batch, so they are not added up over ranks.
+Invariant: every rank computes the same numbers from the same batch, so they are never summed over ranks.
 """
 
 import numpy as np
@@ -19,12 +19,14 @@ def summary(
     kl: Float64 | None,
     kl_coef: float | None,
 ) -> dict[str, tuple[float, float]]:
-    """name -> (sum, weight).
+    """The metrics of an iteration, name -> (sum, weight).
 
-    Per sample, greedy ones left out: `score` as the reward gave it, `reward` after shaping and with process rewards and KL
-    penalty, `truncated_sample_fraction`, `masked_sample_fraction`. Per trained token: `advantage`, `return`, `value`,
-    `reward_kl`. Of these with numbers also `_max` and `_min`. `zero_variance_group_fraction` of groups. `explained_variance` of
-    the returns by the values, left out where the returns do not vary. `kl_coef` as it was used.
+    - Per sample, without greedy ones: `score` before shaping, `reward` after shaping and with process rewards and KL penalty,
+      `truncated_sample_fraction`, `masked_sample_fraction`.
+    - Per trained token: `advantage`, `return`, `value`, `reward_kl`.
+    - `_max` and `_min` of `score`, `reward`, `advantage`, `return` and `value`.
+    - Per group: `zero_variance_group_fraction`.
+    - `explained_variance` of the returns by the values, unless the returns are constant; `kl_coef`, the coefficient that was used.
     """
     sampled, trained = ~batch.greedy, batch.trained
     series = {"score": batch.score[sampled], "reward": rewards.totals[sampled], "advantage": advantages[trained]}

@@ -1,7 +1,7 @@
-"""Rows of a JSON lines file, as prompts for rollouts and as examples for supervised training.
+"""Reads a JSON lines file into prompts for rollouts and examples for supervised training.
 
-Invariant: what a row becomes depends on the file, the model files and the `data` section alone, so an index names the same prompt after
-a restart. Every token id is one of the model's. Every error names the file and the line.
+Invariant: prompts and examples depend on the file, the model files and the `data` section alone, so an index names the same prompt after a
+restart. Every token id has an embedding in the model. Every error names the file and the line.
 """
 
 import json
@@ -19,7 +19,7 @@ from polyreme.config.dataset_rows import label_text, plain_prompt, read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.template import PromptSource, Template
 
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Numbered(Protocol):
@@ -35,7 +35,7 @@ Source = TypeVar("Source", bound=Numbered)
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One line: `prompt` is a text or chat messages; `metadata` has the columns without a role, and the prompt as the file has it."""
+    """One line of a data file. `prompt` is a text or chat messages; `metadata` has every column except label and response."""
 
     line: int
     prompt: PromptSource
@@ -48,8 +48,11 @@ class DatasetRow:
 class Prompt:
     """A prompt ready for generation and scoring.
 
-    `ids` int32 [length], the templated prompt; `text` the same as text; `metadata_json` the row's columns without its label; `plain` the
-    prompt before the template, as `plain_prompt` gives it.
+    Attributes:
+        ids: int32 [length], the templated prompt.
+        text: the templated prompt as text.
+        metadata_json: a JSON object with the row's columns except the label.
+        plain: the prompt before the template, as `plain_prompt` returns it.
     """
 
     ids: np.ndarray
@@ -61,7 +64,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Usable prompts in file order, and how many were left out as too long."""
+    """Usable prompts in file order, and the number of prompts that were left out because they are too long."""
 
     prompts: list[Prompt]
     filtered: int
@@ -69,28 +72,28 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Example:
-    """A supervised sequence: `ids` int32 [length] is prompt, response, end token; `loss_mask` uint8 [length], 1 after the prompt."""
+    """A supervised sequence: `ids` int32 [length] is prompt, response and end token; `loss_mask` uint8 [length] is 1 after the prompt."""
 
     ids: np.ndarray
     loss_mask: np.ndarray
 
 
 def read_rows(path: Path, data: DataConfig, *, response_key: str | None = None, limit: int | None = None) -> list[DatasetRow]:
-    """The rows of a JSON lines file, blank lines left out.
+    """The rows of a JSON lines file, without blank lines.
 
     Args:
-        response_key: a required text column (supervised data); none: rows have no response.
-        limit: how many rows to read; none: all.
+        response_key: the required text column of supervised data; None: rows have no response.
+        limit: the number of rows to read; None: all.
 
     Raises:
-        DataError: the file is missing or empty, or a line is no usable row.
+        DataError: the file is missing or empty, or a line is not a usable row.
     """
     objects = islice(read_objects(path), limit)
     return [_row(fields, f"{path}:{number}", number, data, response_key) for number, fields in objects]
 
 
 def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
-    """Reads, renders and encodes the prompts of a file; those beyond `max_prompt_tokens` are filtered and counted.
+    """Reads, renders and encodes the prompts of a file. Prompts beyond `max_prompt_tokens` are left out and counted.
 
     Raises:
         DataError: a row is unusable, a prompt is too long under `overlong: error`, or all prompts are.
@@ -101,7 +104,7 @@ def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
     if dataset.filtered:
         total = len(dataset.prompts) + dataset.filtered
         limit = data.max_prompt_tokens
-        _logger.warning("%s: %d of %d prompts are longer than %d tokens and left out", path, dataset.filtered, total, limit)
+        logger.warning("%s: %d of %d prompts are longer than %d tokens and are left out", path, dataset.filtered, total, limit)
     return dataset
 
 
@@ -128,7 +131,7 @@ def encode_prompts(rows: Sequence[DatasetRow], path: Path, data: DataConfig, tem
 
 
 def all_too_long(dataset: Dataset, path: Path, data: DataConfig) -> DataError:
-    """The error of a file whose prompts are all filtered."""
+    """The error for a file in which every prompt is too long."""
     return DataError(
         f"prompts of at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {path}",
         f"{dataset.filtered}, all longer",
@@ -166,17 +169,17 @@ def encode_examples(rows: Sequence[DatasetRow], path: Path, template: Template, 
 
 
 def check_ids(ids: np.ndarray, template: Template, where: str) -> None:
-    """Refuses ids without an embedding. Trained on, they would give losses and gradients without meaning."""
+    """Raises DataError for ids without an embedding: their losses and gradients would be meaningless."""
     if (highest := int(ids.max(initial=0))) >= template.embeddings:
         raise DataError(
             f"token ids below the model's {template.embeddings} embeddings (vocab_size in config.json) in {where}",
-            f"id {highest}, of a tokenizer of {template.tokens} tokens",
-            "Take the tokenizer that belongs to the model, or resize the model's embeddings.",
+            f"id {highest}, from a tokenizer with {template.tokens} tokens",
+            "Use the tokenizer that belongs to the model, or resize the model's embeddings.",
         )
 
 
 def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Sequence[Source], path: Path) -> list[Result]:
-    """What `apply` makes of all rows at once; it is not called for none. Its DataError names the row that it comes from."""
+    """Applies `apply` to all rows at once, if there are any. When that fails, finds the first bad row, so that the DataError names it."""
     try:
         return apply(rows) if rows else []
     except DataError:
@@ -197,7 +200,7 @@ def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, r
         if not isinstance(value, str):
             raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
         response = value
-    roles = {data.label_key, response_key}  # the prompt stays: a reward model puts it into a template of its own
+    roles = {data.label_key, response_key}  # the prompt stays: a reward model renders it with its own template
     return DatasetRow(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
 
 

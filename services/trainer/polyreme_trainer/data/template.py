@@ -1,7 +1,7 @@
-"""From a dataset's prompts and conversations to token ids and back, the same way everywhere in the trainer.
+"""Converts prompts and conversations to token ids and back, for the whole trainer.
 
-Invariant: the SFT stage and the orchestrator turn equal prompts into equal ids, because both go through one `Template`, built from the
-model files that the run record holds. Imports no torch.
+Invariant: the supervised stage and the orchestrator convert equal prompts to equal ids, because both use one `Template`, built from the
+model files in the run's record. This module imports no torch.
 """
 
 import json
@@ -20,36 +20,37 @@ from transformers import PreTrainedTokenizerFast
 from polyreme.config.data import TextConfig
 from polyreme.errors import ConfigError, DataError
 
-PromptSource = str | tuple[dict[str, Any], ...]  # a text, or chat messages
-_SENTINEL = "a7"  # the assistant's answer in probes of a template; any plain text would do
+PromptSource = str | tuple[dict[str, Any], ...]
+"""A text or chat messages."""
+_SENTINEL = "a7"  # stands for the assistant's answer when a template is probed; any plain text would do
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A prompt with its answer, as text: the first `prompt_length` characters are the prompt."""
+    """A rendered prompt followed by its answer. The first `prompt_length` characters are the prompt."""
 
     text: str
     prompt_length: int
 
 
 class Template:
-    """A tokenizer with the run's way of writing a prompt.
+    """A tokenizer together with the run's prompt template.
 
     Args:
         files: the model directory's small files by name; `tokenizer.json` and `config.json` are required.
-        data: the run's `data` section: `template` and `system` are used.
+        data: the run's `data` section, of which `template` and `system` are used.
 
     Attributes:
-        stop_ids: ascending ids that end a response: the tokenizer's end token and those of generation_config.json.
-        end_id: the stop token that closes a supervised response.
-        unstopped: special tokens, as text, that the chat template writes after an answer and that do not stop a rollout.
-        embeddings: rows of the model's embedding (`vocab_size` of config.json): an id must be below.
-        tokens: the size that the tokenizer needs: its highest id plus 1.
-        digest: 16 hex digits of what decides a prompt's ids: tokenizer, template, mode and system message.
+        stop_ids: ids that end a response, ascending: the tokenizer's end token and those of generation_config.json.
+        end_id: the stop token that ends a supervised response.
+        unstopped: special tokens, as text, that the chat template writes after an answer but that do not stop a rollout.
+        embeddings: the rows of the model's embedding (`vocab_size` in config.json). Every id must be smaller.
+        tokens: the embedding rows that the tokenizer needs: its highest id plus 1.
+        digest: 16 hex digits over everything that determines a prompt's ids: tokenizer, template, mode and system message.
 
     Raises:
-        ConfigError: no fast tokenizer, no end token or one outside the embeddings, no chat template or one that opens no turn for
-            the assistant.
+        ConfigError: there is no fast tokenizer, no end token, an end token without an embedding, no chat template, or a chat template
+            that does not open the assistant's turn.
     """
 
     def __init__(self, files: Mapping[str, bytes], data: TextConfig) -> None:
@@ -74,7 +75,7 @@ class Template:
         self.digest = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
     def render(self, prompts: Sequence[PromptSource]) -> list[str]:
-        """The text in front of each response. Raises DataError when the template refuses a prompt."""
+        """The text before each response. Raises DataError when the template rejects a prompt."""
         if not self._chat:
             for prompt in prompts:
                 if not isinstance(prompt, str):
@@ -87,13 +88,13 @@ class Template:
         return self._apply([self._messages(prompt) for prompt in prompts], generation_prompt=True)
 
     def converse(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Conversation]:
-        """Each prompt with its response, as the chat template writes the whole conversation.
+        """Each prompt with its response, as the chat template renders the whole conversation.
 
-        Some templates write a past answer in another way than the opening of one (DeepSeek-R1's leaves out the thoughts). Then the
-        response follows the prompt as it is, and what the template writes after an answer follows the response.
+        Some templates render a past answer differently from a generated one (DeepSeek-R1's removes the thoughts). Then the response is
+        appended to the rendered prompt as it is, followed by the text that the template writes after an answer.
 
         Raises:
-            DataError: the template refuses a prompt, or a response has the end token inside.
+            DataError: the template rejects a prompt, or a response contains the end token.
         """
         responses = [response.removesuffix(self._end) for response in responses]
         if any(self._end in response for response in responses):
@@ -114,8 +115,8 @@ class Template:
     def encode_conversations(self, conversations: Sequence[Conversation]) -> list[tuple[np.ndarray, int]]:
         """Each conversation as int32 ids [length], and the position of the response's first token.
 
-        The text is encoded as a whole, so that a response has the tokens that it has after its prompt. They end with one end token.
-        Where the tokenizer merges the prompt's last characters with the response's first, that token belongs to the response.
+        The text is encoded as a whole, so that a response gets the tokens that it has after its prompt. The ids end with one end token.
+        A token that spans the end of the prompt and the start of the response belongs to the response.
         """
         prompts = self.encode_prompts([each.text[: each.prompt_length] for each in conversations])
         encodings = self._encodings([each.text for each in conversations])
@@ -161,13 +162,13 @@ class Template:
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each rendered prompt.
 
-        A chat template writes the beginning of a model's input itself. A text as it is gets the tokens that the tokenizer puts before
-        texts (a Llama's <|begin_of_text|>), unless it begins with them.
+        A chat template writes the beginning of the model's input itself. A plain text gets the tokens that the tokenizer puts before a
+        text (Llama's <|begin_of_text|>), unless it already begins with them.
         """
         return self._with_lead(self.encode(texts))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids [length] of each text, as it is."""
+        """int32 ids [length] of each text, without added special tokens."""
         return [np.array(encoding.ids, dtype=np.int32) for encoding in self._encodings(texts)]
 
     def decode(self, ids: Iterable[Sequence[int]], *, special: bool) -> list[str]:
@@ -235,7 +236,7 @@ class Template:
             )
         question = self._messages("q")
         opened, bare = (self._apply([question], generation_prompt=flag)[0] for flag in (True, False))
-        # Some templates (Mistral's) need no opening: what they write for a user's turn is followed by the answer at once.
+        # Some templates (Mistral's) need no opening: the answer directly follows the user's turn.
         if opened == bare and (gap := self._turn_parts(question, opened)[0].strip()):
             raise ConfigError(
                 "a chat template that opens the assistant's turn under add_generation_prompt",
@@ -244,19 +245,19 @@ class Template:
             )
 
     def _turn_parts(self, question: list[dict[str, Any]], prompt: str) -> tuple[str, str]:
-        """What the template writes before and after an assistant's answer, the prompt's own text taken off."""
+        """The text that the template writes before and after an assistant's answer, without the prompt's own text."""
         answered = self._apply([[*question, {"role": "assistant", "content": _SENTINEL}]], generation_prompt=False)[0]
         before, _, after = answered.rpartition(_SENTINEL)
         return before.removeprefix(prompt), after
 
     def _find_lead(self) -> np.ndarray:
-        """What the tokenizer puts in front of a text."""
+        """The ids that the tokenizer puts before a text, int32 [length]."""
         whole = self._tokenizer.backend_tokenizer.encode(_SENTINEL, add_special_tokens=True)
         return np.array(whole.ids[: whole.special_tokens_mask.index(0)], dtype=np.int32)
 
     def _find_end(self) -> tuple[int, tuple[str, ...]]:
-        """The stop token that the template writes after an answer, else the tokenizer's end token; and the special tokens there
-        that are no stop tokens, when none is."""
+        """The stop token that the template writes after an answer, or else the tokenizer's end token. When the template writes no stop
+        token there, also the special tokens that it does write."""
         eos = self._tokenizer.eos_token_id
         default = int(eos) if eos is not None else self.stop_ids[0]
         if not self._chat:
@@ -284,7 +285,7 @@ def _load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
             raise ConfigError(
                 "tokenizer files that transformers loads", f"{type(error).__name__}: {error}", "Save the tokenizer again."
             ) from error
-    # A tokenizer that made batches is saved with its truncation and padding.
+    # A tokenizer that was used for batches is saved with its truncation and padding.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -322,6 +323,6 @@ def _stop_ids(tokenizer: PreTrainedTokenizerFast, files: Mapping[str, bytes], em
         raise ConfigError(
             f"end tokens among the model's {embeddings} embeddings (vocab_size in config.json)",
             f"id {wrong[0]!r} in tokenizer_config.json or generation_config.json",
-            "Take the tokenizer that belongs to the model, or resize the model's embeddings.",
+            "Use the tokenizer that belongs to the model, or resize the model's embeddings.",
         )
     return tuple(sorted(stop))

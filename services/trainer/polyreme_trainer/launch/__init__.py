@@ -1,7 +1,7 @@
-"""A learner on several machines: who is there, and the launches that all of them share.
+"""Starts the trainer's processes on one machine, and the learner's ranks on several.
 
-Kept here: a launch has every machine, or it ends. The trainer's machine, node 0, calls it by a lease; the others answer in theirs, each
-once it sees the trainer's files; those that are then named start their share of the ranks, under torchrun's agent. When a machine is
-gone, or its ranks are, the launch ends; and when the launch ends, every machine ends its ranks: nobody waits in a collective for the
-dead. One process leads one launch; restarts, and their limit, are the trainer's supervisor's.
+Invariant: a launch includes every machine of the learner, or it ends. The trainer's machine, node 0, announces a launch with a lease.
+Each other machine answers in its own lease once it sees the trainer's files. The leader then names the members, and each member starts
+its share of the ranks under torchrun's agent. When a machine or a rank is lost, the launch ends, and every machine ends its ranks, so no
+rank waits in a collective for a dead one. One process leads one launch; the trainer's supervisor restarts it and limits the restarts.
 """

@@ -24,9 +24,9 @@ def machines(
     ranks: Annotated[list[str], typer.Argument(help="What Python runs as a learner rank.")],
     redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str, typer.Option(envvar="POLYREME_RUN", help="Run id.")],
-    log_dir: Annotated[Path, typer.Option(help="For the other machines' logs.")],
-    host: Annotated[str | None, typer.Option(help="Where the other machines reach this one.")] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the ranks meet; 0: a free one.")] = 0,
+    log_dir: Annotated[Path, typer.Option(help="Directory of the other machines' logs.")],
+    host: Annotated[str | None, typer.Option(help="Address at which the other machines reach this one.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the rendezvous; 0: a free one.")] = 0,
 ) -> None:
     """Leads one launch of a learner on several machines."""
     logging_setup.setup("learner")

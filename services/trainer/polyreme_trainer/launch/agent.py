@@ -1,7 +1,7 @@
-"""torchrun's agent on one of the machines of a learner: it starts this machine's ranks, and ends with the first that fails.
+"""torchrun's agent on one machine of a learner: it starts this machine's ranks and ends when the first of them fails.
 
-Kept here: the exit code of a rank that says why it cannot go on is the agent's. The agent restarts nothing, since a launch that has
-lost a rank is lost everywhere; and its ranks die with it, however it dies (each asks the kernel for that, see `__main__`).
+Invariant: the agent exits with the exit code of the rank that reported why it failed. It restarts nothing, because a launch that has lost
+a rank has failed on every machine. Its ranks die with it, however it dies: each asks the kernel for a death signal (`learner/__main__`).
 """
 
 import os
@@ -30,17 +30,17 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
     """Runs this machine's ranks of one launch to their end.
 
     Args:
-        address: host:port of node 0, where all agents and ranks meet.
-        name: of the launch; agents of another one are not taken for this one's.
-        program: what Python runs as a rank.
+        address: host:port of node 0, the rendezvous of all agents and ranks.
+        name: the launch's name. Agents of another launch cannot join.
+        program: Python's arguments for a rank.
 
     Raises:
-        UnavailableError: the agents did not meet. PolyremeError: a rank was killed.
-        SystemExit: a rank ended badly; with its exit code.
+        UnavailableError: the rendezvous failed. PolyremeError: a rank was killed.
+        SystemExit: a rank failed; with its exit code.
     """
     os.environ[AGENT_PID] = str(os.getpid())
     interface = interface_towards(address)
-    for variable in _INTERFACES:  # by default they take the host name's address, which need not be the network's
+    for variable in _INTERFACES:  # the default is the host name's address, which can be on another network
         os.environ.setdefault(variable, interface)
     config = LaunchConfig(
         min_nodes=nodes,
@@ -67,12 +67,12 @@ def launch(address: str, name: str, node: int, nodes: int, ranks: int, program: 
         rank, first = min(failed.failures.items(), key=lambda item: (item[1].exitcode not in FINAL_CODES, item[1].timestamp))
         if first.exitcode < 0:
             by = signal.Signals(-first.exitcode).name
-            raise PolyremeError(f"rank {rank} to keep running", f"it was ended by {by}", "See its log.") from None
+            raise PolyremeError(f"rank {rank} to keep running", f"{by}", "See its log.") from None
         sys.exit(first.exitcode)
 
 
 def interface_towards(address: str) -> str:
-    """The network interface whose address this machine has on its way to `address`. Raises UnavailableError: there is no way."""
+    """The name of the network interface that leads to `address`. Raises UnavailableError: there is no route within the deadline."""
     parts = urlsplit(f"//{address}")
     host, port = str(parts.hostname), int(parts.port or 0)
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -80,10 +80,10 @@ def interface_towards(address: str) -> str:
         try:
             own = own_address(host, port).partition("%")[0]
             break
-        except OSError as error:  # a name may be as new as its machine
+        except OSError as error:  # the name of a new machine may not resolve yet
             if time.monotonic() > deadline:
                 found = error.strerror or str(error)
-                raise UnavailableError(f"a way to the trainer at {host}", found, "Check its --advertise.") from None
+                raise UnavailableError(f"a route to the trainer at {host}", found, "Check its --advertise.") from None
             time.sleep(1.0)
     return next(
         name for name, found in psutil.net_if_addrs().items() if any(each.address.partition("%")[0] == own for each in found)

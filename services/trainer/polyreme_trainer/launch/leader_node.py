@@ -1,4 +1,8 @@
-"""The trainer's machine, node 0: it calls a launch, names who has part in it, and says how it ended."""
+"""The trainer's machine, node 0: it announces a launch, names its members and reports how it ended.
+
+Invariant: a launch has one member for every other node, and its outcome is one exit status or one error. An exit code that forbids a
+restart takes precedence, whichever machine reports it.
+"""
 
 import asyncio
 import logging
@@ -20,11 +24,12 @@ from polyreme.process.supervisor import FINAL_CODES, describe_end
 from polyreme_trainer.launch.rendezvous import AGENT, MachineError, Machines, judge, proof_of, start_agent
 from polyreme_trainer.launch.trainer_process import LEARNER
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _NOTICE_SECONDS = 2.0
+"""A notice names the missing machines after this wait."""
 _REPORT_SECONDS = 5.0
-"""For other machines to say how their ranks ended, once these have; and for these to end, once others have."""
+"""Time for the other machines to report their ranks' end after this machine's ranks have ended, and the other way round."""
 
 
 async def lead(
@@ -39,21 +44,21 @@ async def lead(
     """Leads one launch to its end.
 
     Args:
-        endpoint: host:port where the ranks meet: this machine, as the others reach it.
-        ranks: what Python runs as a rank.
+        endpoint: host:port of the rendezvous, on this machine, as the other machines reach it.
+        ranks: Python's arguments for a rank.
 
     Returns:
-        The exit status of this machine's agent; 0 as well when the run was asked to stop before all machines were there.
+        The exit status of this machine's agent; 0 also when the run was asked to stop before all machines had answered.
 
     Raises:
-        UnavailableError: a machine did not come. MachineError: one has gone, or cannot go on.
+        UnavailableError: a machine did not answer. MachineError: a machine was lost, or its ranks failed.
         StaleTermError: another process leads now. ConfigError: the others cannot reach `endpoint`. PolyremeError: the agent was killed.
     """
     machines = Machines(run)
     launch = f"learner-0-{uuid.uuid4().hex[:8]}"
     facts: dict[str, Any] = {"node": 0, "at": time.time(), "log_dir": str(log_dir), "members": []}
     proof = proof_of(config, launch)
-    for old in proof.parent.glob(proof_of(config, "*").name):  # of leaders that were killed
+    for old in proof.parent.glob(proof_of(config, "*").name):  # left by leaders that were killed
         old.unlink(missing_ok=True)
     proof.touch()
     try:
@@ -78,7 +83,7 @@ async def lead(
 
 
 async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) -> list[Lease]:
-    """One machine for every other node, once all have answered; none when the run was asked to stop."""
+    """The lease of one machine for every other node, once all have answered; empty when the run was asked to stop."""
     nodes, seconds = range(1, config.trainer.parallel.nodes), config.rollout.start_timeout
     answers: dict[int, Lease] = {}
 
@@ -102,26 +107,29 @@ async def _gather(machines: Machines, run: Run, config: RunConfig, call: Lease) 
     members = await run.until(look, within=_NOTICE_SECONDS)
     if members is None:
         who, commands = missing()
-        text = f"the learner waits for {who}, {seconds:g} s at most; there: {commands}"
-        _log.warning("%s", text)
+        text = f"the learner waits for {who}, at most {seconds:g} s; start there: {commands}"
+        logger.warning("%s", text)
         await run.emit({"kind": "notice", "service": "train", "text": text})
         members = await run.until(look, within=seconds)
     if members is None:
         who, commands = missing()
         raise UnavailableError(
-            f"{who} of the learner within {seconds:g} s", "no answer", f"Start `{commands}` there, then go on with --resume."
+            f"{who} of the learner within {seconds:g} s", "no answer", f"Start `{commands}` there, then continue with --resume."
         )
     if is_loopback(call.address) and (far := [lease for lease in members if not is_loopback(lease.address)]):
         raise ConfigError(
             f"an address of the trainer that the learner's machine {far[0].facts['node']} ({far[0].address}) can reach",
-            f"{call.address}, its own on the way to Redis",
-            "Give the trainer Redis' address in that network (--redis), or its own (`polyreme train --advertise HOST`).",
+            f"{call.address}, its address towards Redis",
+            "Pass Redis' address in that network (--redis), or the trainer's own (`polyreme train --advertise HOST`).",
         )
     return members
 
 
 async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[Lease], child: Child) -> int:
-    """How the launch ends: by this machine's agent, or by another machine. Whoever says that a restart is of no use is believed."""
+    """Waits for the end of the launch. Returns the exit status of this machine's agent, or raises another machine's error.
+
+    Where both have ended, an exit code that forbids a restart decides.
+    """
 
     async def look() -> PolyremeError | None:
         there = await machines.there()
@@ -130,9 +138,9 @@ async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[
             here = lease is not None and lease.facts["launch"] == call.id
             if machines.gone(member.id, here):
                 if lease is None:
-                    return MachineError(member, "its lease is gone", "See whether it runs, and reaches Redis.")
-                found = f"machine {lease.facts['node']} in launch {lease.facts['launch']} of another"
-                return StaleTermError("this process to lead the learner", found, "Let that one go on, or stop it.")
+                    return MachineError(member, "an expired lease", "Check that it runs and reaches Redis.")
+                found = f"machine {lease.facts['node']} in launch {lease.facts['launch']} of another process"
+                return StaleTermError("this process to lead the learner", found, "Let the other process continue, or stop it.")
             if lease is not None:
                 try:
                     judge(lease, call)

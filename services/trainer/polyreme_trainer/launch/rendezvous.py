@@ -1,4 +1,7 @@
-"""A launch: its machines' leases, the files that they share, and how a machine starts its part."""
+"""A launch: the leases of its machines, the files that they share, and the agent that each machine starts.
+
+Invariant: a machine takes part in a launch only if it sees the trainer's run directory and the same model files.
+"""
 
 import asyncio
 import socket
@@ -17,23 +20,23 @@ from polyreme.process.supervisor import FINAL_CODES
 from polyreme_trainer.launch.trainer_process import rank_environment
 
 AGENT = ("-m", "polyreme_trainer.launch.agent")
-"""What Python runs as a machine's agent. Arguments: where to meet, the launch, node, nodes, ranks per node, what to run as a rank."""
+"""Python's arguments for a machine's agent. It takes: rendezvous, launch, node, nodes, ranks per node, and the arguments for a rank."""
 _BACK_SECONDS = 6.0
-"""For a lease to come back that expired while Redis stood still, or that a late write has put back: more than a renewal's interval."""
+"""A lease that is missing for longer is lost. It exceeds the renewal interval, since a lease can expire while Redis is paused."""
 _FILES_SECONDS = 10.0
-"""For a file of the trainer's to be seen on the other machines."""
+"""Deadline for the other machines to see a file of the trainer's."""
 
 
 class MachineError(PolyremeError):
-    """Another machine's part of a launch has ended. `exit_code` is its ranks' where a restart would meet that again."""
+    """Another machine's part of a launch has failed. `exit_code` is that of its ranks where a restart would fail the same way."""
 
     def __init__(self, lease: Lease, found: str, do: str, status: int = 1) -> None:
-        super().__init__(f"the learner's machine {lease.facts['node']} ({lease.address}) to go on", found, do)
+        super().__init__(f"the learner's machine {lease.facts['node']} ({lease.address}) to keep running", found, do)
         self.exit_code = status if status in FINAL_CODES else 1
 
 
 class Machines:
-    """The leases of a run's learner machines, by id, and how long each has been missed."""
+    """The leases of a run's learner machines by id, and how long each has been missing."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._registry = run, Registry(run)
@@ -48,12 +51,12 @@ class Machines:
         return max(calls, key=lambda lease: lease.facts["at"], default=None)
 
     async def answers(self, launch: str) -> dict[int, Lease]:
-        """Who has answered a launch, by node: the newest of each."""
+        """The newest lease of each node that has answered the launch."""
         found = sorted((await self.there()).values(), key=lambda lease: lease.facts["at"])
         return {lease.facts["node"]: lease for lease in found if lease.facts.get("launch") == launch}
 
     def gone(self, lease: str, there: bool) -> bool:
-        """Whether a lease has been missed, at every look, for so long that it will not come back by itself."""
+        """Whether a lease was missing at every call for `_BACK_SECONDS`. `there`: whether it is present now."""
         now = time.monotonic()
         if there:
             self._missed.pop(lease, None)
@@ -62,14 +65,14 @@ class Machines:
 
 
 def judge(lease: Lease, call: Lease) -> None:
-    """Raises MachineError when a machine's part of the launch has ended badly."""
+    """Raises MachineError when a machine's part of the launch has failed."""
     if lease.facts["launch"] == call.id and lease.facts["status"]:
         log = log_path_of(call, lease.facts["node"])
         raise MachineError(lease, lease.facts["why"], f"See {log}.", lease.facts["status"])
 
 
 async def check_files(run: Run, config: RunConfig, launch: str) -> None:
-    """Raises ConfigError unless the run directory and the model are here what they are on the trainer's machine."""
+    """Raises ConfigError unless the run directory and the model are the same here as on the trainer's machine."""
     deadline, proof = time.monotonic() + _FILES_SECONDS, proof_of(config, launch)
     while not proof.exists():
         if time.monotonic() > deadline:
@@ -82,13 +85,14 @@ async def check_files(run: Run, config: RunConfig, launch: str) -> None:
     if await asyncio.to_thread(read_model_files, config.model.path) != await run.model_files():
         raise ConfigError(
             f"the run's model at model.path = {config.model.path} of {socket.gethostname()}",
-            "another one",
+            "a different one",
             "Mount the same directory on all machines of the learner, at the same path.",
         )
 
 
 def proof_of(config: RunConfig, launch: str) -> Path:
-    """A file that the trainer's machine makes for each launch: who sees it has the run directory. Its name is new, so no cache knows it."""
+    """The file that the trainer's machine creates for each launch. A machine that sees it has the run directory; the name is new for each
+    launch, so no cache can answer for it."""
     return config.run_dir / f".launch-{launch}"
 
 
@@ -106,10 +110,10 @@ def start_agent(
     agent: Sequence[str],
     log_path: Path | None,
 ) -> Child:
-    """Starts a machine's agent, and with it the machine's ranks. Without a log path it writes where this process does."""
+    """Starts a machine's agent, which starts the machine's ranks. Without `log_path` they write where this process writes."""
     parallel = config.trainer.parallel
-    place = (call.address, call.id, str(node), str(parallel.nodes), str(parallel.ranks_per_node))
+    position = (call.address, call.id, str(node), str(parallel.nodes), str(parallel.ranks_per_node))
     if log_path is not None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     environment = rank_environment(config, run.run_id, redis_url)
-    return Child.spawn(f"learner's machine {node}", (sys.executable, *agent, *place, *ranks), environment, log_path)
+    return Child.spawn(f"learner's machine {node}", (sys.executable, *agent, *position, *ranks), environment, log_path)

@@ -27,6 +27,7 @@ from polyreme.process.lifecycle import stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.weights.arena import remove_stale
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
+from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.records import Recorder
 
 logger = logging.getLogger(__name__)
@@ -35,36 +36,38 @@ _STATE_POLL_SECONDS = 1.0
 _REPLICAS_POLL_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 10.0
 DRAIN_SECONDS = 540.0
-"""For the iteration under way and its save, after a stop was asked for. Compose and Kubernetes kill a container that has not ended after
-ten minutes; the last of them is for ending what does not drain, for the run's state and for its records."""
+"""Time for the current iteration and its save after a stop request. Compose and Kubernetes kill a container ten minutes after the request;
+the remaining minute is for processes that do not drain, for the run's state and for its records."""
 _RECORDS_BLOCK_MS = 1000
 _RECORDS_RETRY_SECONDS = 5.0
 RECORDS_KEPT = 2000
-"""Records that stay in Redis at least after they are on disk: live views read them there. Twice as many stay at most."""
+"""At least this many records stay in Redis after they are on disk, because live views read them there; at most twice as many."""
 
 
 class Trainer:
-    """One run's supervision and its three ends: all children done, a stop asked for, the run declared failed.
+    """Supervises one run until all children are done, a stop is requested, or the run is declared failed.
 
     Args:
-        config: of the run.
-        run: it exists already.
-        process_sets: what to keep running.
-        owner: pid of the `polyreme up` that started this process, whose death leaves nothing to drain with; None: started by itself.
+        config: the run's configuration.
+        run: an existing run.
+        process_sets: the processes to keep running.
+        owner: pid of the `polyreme up` that started this process. Its services die with it, so nothing can drain then. None: no owner.
     """
 
     def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet], owner: int | None = None) -> None:
+        self._trackers = TrackerProcesses(config, run.run_id, run.emit)
         self._config, self._run, self._owner, self._orphaned = config, run, owner, False
         self._stopped = False
         self._end: tuple[RunState, str] | None = None
         self._supervisor = Supervisor(process_sets, config.trainer.max_restarts, on_restart=run.report_restart)
 
     async def run(self) -> None:
-        """Returns when the run is done, or drained and saved. Raises what ended it otherwise, after setting the run's state."""
+        """Returns when the run is done, or drained and saved. Raises the error that ended it otherwise, after setting the run's state."""
         remove_stale()  # shared memory of trainers that were killed on this host
         ended = asyncio.Event()
         records = asyncio.create_task(self._write_records(ended))
         replicas = asyncio.create_task(self._report_replicas())
+        self._trackers.start()
         try:
             await self._supervise()
             self._end = await self._good_end()
@@ -75,9 +78,9 @@ class Trainer:
         except PolyremeError as error:
             if not self._orphaned:
                 self._end = RunState.FAILED, str(error)
-                with suppress(PolyremeError):  # the store may be what is gone
+                with suppress(PolyremeError):  # the error may be the loss of Redis
                     await self._run.set_state(*self._end)
-                    self._end = await self._run.state()  # whoever declared it failed gave the first reason
+                    self._end = await self._run.state()  # another process may have set an earlier reason
             raise
         finally:
             ended.set()
@@ -87,23 +90,24 @@ class Trainer:
             try:
                 await asyncio.gather(records, return_exceptions=self._orphaned)
                 self._write_end()
-            finally:  # also when a second signal ends all at once
+                await self._trackers.close(0.0 if self._orphaned else CLOSE_SECONDS)
+            finally:  # also when a second signal interrupts this
                 remove_stale(self._run.run_id)
 
     def _write_end(self) -> None:
-        """Puts the run's end into its directory."""
+        """Writes the run's final state into its directory."""
         try:
             if self._end:
                 write_end(self._config.run_dir, self._run.run_id, *self._end)
                 write_replicas(self._config.run_dir, self._run.run_id, {})
         except OSError as error:
-            logger.error("summary.json does not have the run's end: %s", error)
+            logger.error("cannot write the run's end to summary.json: %s", error)
 
     async def _good_end(self) -> tuple[RunState, str]:
-        """The state of a run whose children all ended well, and its reason."""
+        """The final state and its reason when every child exited with status 0."""
         version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
         if self._stopped and version < iterations:
-            return RunState.STOPPED, f"a stop was asked for: {max(0, version)} of {iterations} iterations are trained"
+            return RunState.STOPPED, f"stop requested: {max(0, version)} of {iterations} iterations are trained"
         return RunState.DONE, ""
 
     async def _supervise(self) -> None:
@@ -122,19 +126,19 @@ class Trainer:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, work: asyncio.Task[None]) -> None:
-        """Lets the children finish the iteration under way and save; ends those that cannot."""
+        """Lets the children finish the current iteration and save; ends those that do not."""
         self._supervisor.draining = self._stopped = True
-        if self._owner not in (None, os.getppid()):  # `up` was killed, and with it its services and perhaps its store
+        if self._owner not in (None, os.getppid()):  # `up` was killed, and with it its services and perhaps Redis
             self._orphaned = True
-            logger.warning("stopping at once: the process that started this one is gone")
+            logger.warning("stopping at once: the process that started this one has died")
             await self._supervisor.stop(_STOP_GRACE_SECONDS)
             return
-        logger.info("stopping: the iteration under way is finished and saved")
+        logger.info("stopping after the current iteration, which will be saved")
         try:
-            await self._run.set_state(RunState.DRAINING, "a stop was asked for")
+            await self._run.set_state(RunState.DRAINING, "stop requested")
             await asyncio.wait({work}, timeout=DRAIN_SECONDS)
         except StaleTermError:
-            raise  # another trainer's learner has the run: there is nothing to wait for
+            raise  # another trainer has taken over the run: there is nothing to wait for
         except PolyremeError as error:
             logger.error("cannot ask the children to drain: %s", error)
         if not work.done():
@@ -143,26 +147,28 @@ class Trainer:
     async def _declared_failed(self) -> None:
         """Waits until a process declares the run failed, and raises that."""
         while True:
-            with suppress(StoreError):  # back soon, or the children's restarts run out
+            with suppress(StoreError):  # if Redis stays away, the children run out of restarts
                 state, reason = await self._run.state()
                 if state is RunState.FAILED:
-                    raise RunFailedError("the run to go on", reason, "Fix the cause, then continue with --resume.")
+                    raise RunFailedError("the run to continue", reason, "Fix the cause, then continue with --resume.")
             await asyncio.sleep(_STATE_POLL_SECONDS)
 
     async def _write_records(self, ended: asyncio.Event) -> None:
-        """Keeps the run directory's records up to date until the stream is read to its end after `ended`."""
+        """Writes the run directory's records until `ended` is set and the stream is read to its end."""
         reported = False
-        await asyncio.to_thread(import_module, "tensorboardX")  # takes a second, in which signals would not be handled
+        await asyncio.to_thread(
+            import_module, "tensorboardX"
+        )  # it takes a second, during which the event loop could handle no signal
         while True:
             try:
                 with closing(Recorder(self._config, self._run.run_id, self._groups_of)) as recorder:
                     await self._record(recorder, ended)
                     return
             except (PolyremeError, OSError) as error:
-                text = f"records are not being written to {self._config.run_dir}: {error}; retrying until they are"
+                text = f"cannot write records to {self._config.run_dir}: {error}; retrying"
                 logger.error("%s", text)
                 if not reported:
-                    with suppress(PolyremeError):  # the store may be what is gone
+                    with suppress(PolyremeError):  # the error may be the loss of Redis
                         await self._run.emit({"kind": "notice", "service": "train", "text": text})
                         reported = True
                 if ended.is_set():
@@ -170,7 +176,7 @@ class Trainer:
                 await asyncio.sleep(_RECORDS_RETRY_SECONDS)
 
     async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
-        """Brings records from Redis to disk. Redis then knows whose samples are there, and lets go of old records."""
+        """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
         while True:
             last = ended.is_set()
@@ -192,12 +198,12 @@ class Trainer:
         return await experience.read(plan) if plan else []
 
     async def _report_replicas(self) -> None:
-        """Emits which replicas there are, with the URL of their /v1, whenever that changes."""
+        """Emits the ids of the replicas and the URLs of their /v1 whenever these change."""
         registry, known = Registry(self._run), None
         security = self._config.security
         scheme = "https" if security and security.certificate else "http"
         while True:
-            with suppress(PolyremeError, OSError):  # the next look will do
+            with suppress(PolyremeError, OSError):  # the next poll repeats it
                 leases = await registry.leases("rollout")
                 there = {lease.id: f"{scheme}://{lease.http_address}/v1" if lease.http_address else "" for lease in leases}
                 if there != known:
@@ -208,19 +214,20 @@ class Trainer:
 
 
 LEARNER = ("-m", "polyreme_trainer.learner")
-"""What Python runs as a learner rank."""
+"""Python's arguments for a learner rank."""
 
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where the learner's ranks of other machines find this one's. None: its address on the way to Redis; 0: a free port."""
+    """Where the learner's ranks on other machines find those of this one. Without a host: this machine's address towards Redis; port 0: a
+    free one."""
 
     host: str | None = None
     port: int = 0
 
 
 def rank_environment(config: RunConfig, run_id: str, redis_url: str) -> dict[str, str]:
-    """What every learner rank gets, wherever it runs."""
+    """The environment of every learner rank, on any machine."""
     return {
         "POLYREME_REDIS": redis_url,
         "POLYREME_RUN": run_id,
@@ -236,7 +243,8 @@ def trainer_processes(
     learner_arguments: Sequence[str] = LEARNER,
     rendezvous: RendezvousAddress = RendezvousAddress(),
 ) -> list[ProcessSet]:
-    """The orchestrator, and the learner: its ranks under torchrun's environment contract, or who leads those of several machines."""
+    """The orchestrator and the learner. On one machine the learner is its ranks, with torchrun's environment; on several it is the process
+    that leads a launch."""
     shared = {"POLYREME_REDIS": redis_url, "POLYREME_RUN": run_id}
 
     def orchestrator() -> list[ProcessSpec]:

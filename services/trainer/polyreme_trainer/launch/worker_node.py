@@ -1,4 +1,7 @@
-"""The other machines: each answers the calls of the trainer's, and runs its share of the ranks, launch after launch."""
+"""Another machine of the learner: it answers each launch of the trainer's machine and runs its share of the ranks.
+
+Invariant: ranks run here only while their launch is the newest one and names this machine. When the launch ends, they end.
+"""
 
 import asyncio
 import logging
@@ -17,7 +20,7 @@ from polyreme.process.supervisor import describe_end, last_error
 from polyreme_trainer.launch.rendezvous import AGENT, Machines, check_files, log_path_of, start_agent
 from polyreme_trainer.launch.trainer_process import LEARNER
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 async def follow(
@@ -32,7 +35,7 @@ async def follow(
     """Runs machine `node`'s share of the ranks, launch after launch, until `stop` or until the run is done.
 
     Raises:
-        ConfigError: the run has no such machine. RunFailedError: it failed.
+        ConfigError: the run has no such machine. RunFailedError: the run failed.
     """
     if not 0 < node < (nodes := config.trainer.parallel.nodes):
         raise ConfigError(
@@ -56,7 +59,7 @@ async def follow(
             return (call,) if call is not None and call.id != known else None
 
         async def left() -> bool | None:
-            """Whether this is the launch no more."""
+            """True once this launch is no longer the newest one, or the run is over."""
             call = await machines.call()
             ours = call is not None and call.id == known
             gone = machines.gone(known, ours)
@@ -72,14 +75,14 @@ async def follow(
             parallel = config.trainer.parallel
             first, log_path = node * parallel.ranks_per_node, log_path_of(call, node)
             last = first + parallel.ranks_per_node - 1
-            _log.info("launch %s: ranks %d to %d of %d, log in %s", known, first, last, parallel.world_size, log_path)
+            logger.info("launch %s: ranks %d to %d of %d, log in %s", known, first, last, parallel.world_size, log_path)
             child = start_agent(call, node, run, config, redis_url, ranks, agent, log_path)
             here, leaving = asyncio.create_task(child.wait()), asyncio.create_task(run.until(left))
             try:
                 await asyncio.wait({here, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if here.done():
                     why = "" if here.result() == 0 else last_error(child.log_tail(60)) or describe_end(child)
-                    _log.info("launch %s: %s %s", known, describe_end(child), why)
+                    logger.info("launch %s: %s %s", known, describe_end(child), why)
                     await keeper.update({"status": here.result(), "why": why})
                 await leaving
             finally:
@@ -94,7 +97,7 @@ async def follow(
             try:
                 await check_files(run, config, known)
             except ConfigError as error:
-                _log.error("%s", error)
+                logger.error("%s", error)
                 await keeper.update({"launch": known, "status": error.exit_code, "why": str(error)})
                 await run.until(left)
                 continue

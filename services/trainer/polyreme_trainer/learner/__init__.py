@@ -1,1 +1,1 @@
-"""The learner: torchrun-style ranks that turn planned groups into the next policy version and publish it."""
+"""The learner: ranks with torchrun's environment that train on planned groups and publish each new policy version."""

@@ -1,6 +1,6 @@
-"""One rank of the learner, under torchrun's contract: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""One rank of the learner, with torchrun's environment: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
-POLYREME_REDIS and POLYREME_RUN name the run; all else is in its record. A rank that torchrun's agent started dies with it.
+POLYREME_REDIS and POLYREME_RUN name the run; its record has everything else. A rank that torchrun's agent started dies with the agent.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ async def read_run(redis_url: str, run_id: str) -> tuple[RunConfig, dict[str, by
 
 
 def main(kind: type[Learner] = Learner) -> None:
-    """Runs this process's rank of a learner of that kind."""
+    """Runs this process's rank of a learner of class `kind`."""
     if agent := os.environ.get(AGENT_PID):
         die_with_parent(int(agent))
     rank, local_rank, world = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))

@@ -1,7 +1,7 @@
-"""What the control loop needs of a training engine: load, train, write, save, compare. No torch here.
+"""The protocol of a training engine, as the control loop uses it: load, train, write, save, compare.
 
-Invariant: every rank of a learner calls the same methods in the same order, so an engine may use collectives in any of them.
-The megatron engine and the simulated one implement this protocol, and pass the same runs.
+Invariant: every rank of a learner calls the same methods in the same order, so an engine may use collectives in any of them. This module
+imports no torch. The megatron engine and the simulated engine implement the protocol.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ class PlannedBatch:
     """The groups that one iteration trains on, in the order of its plan.
 
     Attributes:
-        iteration: its number; the policy that is trained has version `iteration - 1`.
-        indices: of the groups in the experience log.
-        payloads: the groups as the log holds them.
+        iteration: the iteration's number; the policy that it trains has version `iteration - 1`.
+        indices: the groups' indices in the experience log.
+        payloads: the groups as the log stores them.
     """
 
     iteration: int
@@ -45,11 +45,11 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Written:
-    """A version in a slot of the host's arena.
+    """A version in an arena slot of this host.
 
     Attributes:
-        manifest: sealed; None on ranks other than 0.
-        slot: its number in the arena.
+        manifest: the sealed manifest; None on ranks other than 0.
+        slot: the arena slot's number.
         generation: the slot's generation word, which changes when another version is written there; 0 on ranks other than 0.
     """
 
@@ -63,7 +63,7 @@ class Saved:
     """A checkpoint on disk.
 
     Attributes:
-        path: its directory.
+        path: the checkpoint's directory.
         hf_path: the Hugging Face directory of the same version.
         oldest: the oldest version that still has a checkpoint.
     """
@@ -74,28 +74,33 @@ class Saved:
 
 
 class TrainEngine(Protocol):
-    """The models of a run on this rank, and what happens to them."""
+    """The models of a run on this rank, and the operations on them."""
 
     @property
     def newest_save(self) -> int | None:
-        """The version of the newest checkpoint; None when there is none."""
+        """The version of the newest checkpoint; None without one."""
         ...
 
     @property
     def arena(self) -> Arena:
-        """This host's arena. On rank 0."""
+        """This host's arena; on rank 0 only."""
         ...
 
     def load(self) -> int | None:
         """Restores the newest intact checkpoint. Returns its version; None when the run has no checkpoint yet.
 
         Raises:
-            ConfigError: there are checkpoints, and none can be used.
+            ConfigError: there are checkpoints, but none can be used.
         """
         ...
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What `save` was given for the checkpoint that was loaded; empty when none was."""
+        ...
+
     def begin_phase(self, phase: SftPhase) -> None:
-        """Gives the actor the optimizer of a supervised phase."""
+        """Creates the actor's optimizer for a supervised phase."""
         ...
 
     def supervised_step(
@@ -108,48 +113,55 @@ class TrainEngine(Protocol):
             loss_mask: uint8 [length] each, 1 where the token is trained on.
 
         Returns:
-            What computes the step's loss, when it is wanted: it may wait for the device and for other ranks. Collective.
+            A function that returns the step's loss. It is collective and may wait for the device and for other ranks.
         """
         ...
 
     def begin_iterations(self) -> None:
-        """Gives the actor the optimizer of the iterations, after the supervised phases."""
+        """Creates the actor's optimizer for the iterations, after the supervised phases."""
+        ...
+
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+        """Takes the rows of `algorithm.ptx`, as `supervised_step` does; every later step of the actor mixes some of them in."""
         ...
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Writes a checkpoint between two supervised steps; `step` counts those done in all phases."""
+        """Writes a checkpoint between two supervised steps; `step` counts the completed steps of all phases."""
         ...
 
     def load_warm_start(self) -> Mapping[str, Any] | None:
-        """Restores the newest intact checkpoint of a warm start. Returns its facts; None when there is none."""
+        """Restores the newest intact checkpoint of a warm start. Returns its facts; None without one."""
         ...
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
-        """Trains one iteration. Returns its metrics, the same on every rank; `trained_samples` and `actor/lr` among them."""
+        """Trains one iteration.
+
+        Returns its metrics, among them `trained_samples` and `actor/lr`. They are the same on every rank, except seconds.
+        """
         ...
 
     def write(self, slot: int, version: int, term: int) -> Written:
-        """Puts the actor's weights into a free slot as `version`."""
+        """Writes the actor's weights into a free arena slot as `version`."""
         ...
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         """Writes a checkpoint and a Hugging Face directory of `version`, the newest version that was written.
 
         Args:
-            facts: JSON values for the checkpoint; those of rank 0 count.
+            facts: JSON values for the checkpoint; rank 0's are stored.
         """
         ...
 
     def hf_path(self, version: int) -> Path:
-        """Where the Hugging Face directory of `version` is."""
+        """The path of the Hugging Face directory of `version`."""
         ...
 
     def compare_hf(self, path: Path) -> Sequence[Gate]:
-        """Compares the actor with a Hugging Face directory that should hold the same weights; empty on ranks other than 0."""
+        """Compares the actor with a Hugging Face directory that must hold the same weights. Empty on ranks other than 0."""
         ...
 
     def compare_answers(self, greedy: Sequence[Answer], sampled: Sequence[Answer]) -> Sequence[Gate]:
-        """Compares answers of replicas that serve the newest version with this engine's models; empty on ranks other than 0."""
+        """Compares answers of replicas that serve the newest version with this engine's models. Empty on ranks other than 0."""
         ...
 
     @property

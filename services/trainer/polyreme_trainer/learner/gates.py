@@ -1,7 +1,8 @@
-"""Gates: before anything is trained on, three parties must be the same policy: learner, Hugging Face model, replicas.
+"""Gates: before training begins, the learner, the Hugging Face model and the replicas must be the same policy.
 
-Invariant: each gate is one number with a limit, and a run does not train beyond a failed gate: GateError names the numbers. A replica
-that does not answer gives no verdict: ReplicaLostError. This module asks replicas and judges; the engine computes the numbers.
+Invariant: each gate is one number with a limit, and a run does not train after a failed gate; GateError has both numbers. A replica that
+does not answer neither passes nor fails: ReplicaLostError. This module asks the replicas and checks the limits; the engine computes the
+numbers.
 """
 
 import asyncio
@@ -27,25 +28,25 @@ SAMPLES = 4
 NEW_TOKENS = 32
 CALL_SECONDS = 120.0
 IGNORE = -100
-"""A target that nothing is computed for, as in torch's cross entropy."""
+"""The target of positions without a loss, as in torch's cross entropy."""
 
 logger = logging.getLogger(__name__)
 
 
 class ReplicaLostError(Exception):
-    """A replica ended or stood still before it answered."""
+    """A replica died or stopped responding before it answered."""
 
 
 @dataclass(frozen=True)
 class GateLimits:
-    """What rounding explains, by the dtype of the weights."""
+    """The largest differences that rounding explains, for one dtype of the weights."""
 
     logits: float
-    """Largest difference of a logit between learner and Hugging Face model."""
+    """Largest difference between a logit of the learner and of the Hugging Face model."""
     greedy: float
-    """Most that the Hugging Face model may prefer another token than the replica's greedy choice, as log-probability."""
+    """Largest log-probability by which the Hugging Face model may prefer another token to the replica's greedy choice."""
     mismatch_kl: float
-    """Per token, learner against replica; also the running alarm's limit."""
+    """Per token, between learner and replica; also the limit of the alarm during training."""
 
 
 LIMITS = {"float32": GateLimits(1e-3, 1e-3, 1e-4), "bfloat16": GateLimits(0.5, 0.15, 1e-2)}
@@ -53,7 +54,7 @@ LIMITS = {"float32": GateLimits(1e-3, 1e-3, 1e-4), "bfloat16": GateLimits(0.5, 0
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate's outcome: `value` must not exceed `limit`. `fix` names what to check when it does."""
+    """A gate's outcome: `value` must not exceed `limit`. `fix` says what to do when it does."""
 
     name: str
     value: float
@@ -67,13 +68,13 @@ class Gate:
         logger.info("gate %s: %.3g (limit %.3g)", self.name, self.value, self.limit)
 
     def record(self) -> dict[str, Any]:
-        """For the run's metrics."""
+        """The gate's record in the run's metrics."""
         return {"kind": "gate", "name": self.name, "value": self.value, "limit": self.limit}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A replica's response to a prompt, both int64 [length], and the log-probabilities it reported, float32 [response]."""
+    """A replica's response to a prompt, both int64 [length], and the log-probabilities that it reported, float32 [response]."""
 
     prompt: NDArray[np.int64]
     response: NDArray[np.int64]
@@ -98,9 +99,9 @@ def decode_answers(data: bytes) -> tuple[list[Answer], list[Answer]]:
 
 
 def stack(answers: Sequence[Answer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What a model reads and what it should predict next: ids and targets, int64 [answers, w]; IGNORE but for the responses.
+    """The model's inputs and targets, int64 [answers, w]. Targets are IGNORE except on the responses.
 
-    Padding is on the right, where a causal model's earlier positions do not see it.
+    Padding is on the right, so the earlier positions of a causal model do not depend on it.
     """
     width = max(len(answer.prompt) + len(answer.response) for answer in answers) - 1
     ids = np.zeros((len(answers), width), dtype=np.int64)
@@ -118,10 +119,10 @@ class Questions:
 
     Attributes:
         prompts: int64 [length] each.
-        max_new: tokens of an answer at most.
-        version: the oldest policy that may answer.
+        max_new: the largest number of tokens of an answer.
+        version: the oldest policy version that may answer.
         idle_timeout: seconds without a message after which a call counts as lost.
-        security: of the replicas' ports.
+        security: the security of the replicas' ports.
     """
 
     run_id: str
@@ -137,7 +138,7 @@ async def ask_replica(address: str, questions: Questions, temperature: float, sa
     """`samples` responses of one replica to each prompt through Generate; temperature 0 is greedy.
 
     Raises:
-        ReplicaLostError: a call broke, or brought nothing for too long.
+        ReplicaLostError: a call failed, or returned nothing for too long.
     """
     async with rpc.connect(address, questions.security) as channel:
         stub = pb_grpc.RolloutServiceStub(channel)
@@ -175,7 +176,7 @@ async def _ask(
     except asyncio.CancelledError:
         if not rpc.channel_closed():
             raise
-        raise ReplicaLostError("its server or the channel closed under the call") from None
+        raise ReplicaLostError("the server or the channel closed during the call") from None
     return [
         Answer(prompt, np.concatenate(i).astype(np.int64), np.concatenate(p).astype(np.float32))
         for i, p in zip(ids, logprobs, strict=True)

@@ -1,8 +1,8 @@
-"""How the learner's ranks stay one program: every rank runs the same lines, and rank 0 broadcasts what it alone can know.
+"""Keeps the learner's ranks in step: every rank runs the same code, and rank 0 broadcasts what it alone knows.
 
-Invariant: no collective deadline passes while rank 0 waits, because it sends a heartbeat every few seconds; and when rank 0 fails,
-every other rank raises LeaderError instead of hanging. Rank 0 alone talks to Redis and to replicas. No torch here: the channel
-between the ranks belongs to the engine.
+Invariant: no collective times out while rank 0 waits, because rank 0 sends a heartbeat every few seconds. When rank 0 fails, every other
+rank raises LeaderError instead of waiting. Only rank 0 talks to Redis and to replicas. This module imports no torch: the engine provides
+the channel between the ranks.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from polyreme.errors import PolyremeError
 
 HEARTBEAT_SECONDS = 2.0
 AGENT_PID = "POLYREME_AGENT_PID"
-"""In the environment of a rank that torchrun's agent started: the process that the rank must not outlive."""
+"""Environment variable of a rank that torchrun's agent started: the pid of the agent, with which the rank dies."""
 
 _WAITING, _ANSWER, _FAILED = 0, 1, 2
 
@@ -27,7 +27,7 @@ class LeaderError(PolyremeError):
     """Rank 0 failed and reported why; its own process reports the error."""
 
     def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__("rank 0 to go on", text, "See rank 0's message.")
+        super().__init__("rank 0 to keep running", text, "See rank 0's message.")
         self.exit_code = exit_code
 
 
@@ -35,11 +35,11 @@ class Channel(Protocol):
     """Messages from rank 0 to all other ranks, in order."""
 
     def send(self, kind: int, payload: bytes) -> None:
-        """Called on rank 0. Raises RuntimeError when another rank is gone."""
+        """Called on rank 0. Raises RuntimeError when another rank has died."""
         ...
 
     def receive(self) -> tuple[int, bytes]:
-        """Called on every other rank. Raises RuntimeError when rank 0 is gone or silent for too long."""
+        """Called on every other rank. Raises RuntimeError when rank 0 has died or sends nothing for too long."""
         ...
 
 
@@ -48,7 +48,7 @@ class Ranks:
 
     Args:
         rank: this process's number.
-        channel: to the other ranks; None when there is one rank only.
+        channel: connects the ranks; None when there is one rank.
     """
 
     def __init__(self, rank: int = 0, channel: Channel | None = None) -> None:
@@ -62,10 +62,10 @@ class Ranks:
         return self.rank == 0
 
     def broadcast_from_leader(self, question: Callable[[], Awaitable[bytes]]) -> bytes:
-        """Rank 0's answer, on every rank. Every rank must call this at the same place; only rank 0 calls `question`.
+        """Rank 0's answer, on every rank. Collective: every rank must call it; only rank 0 calls `question`.
 
         Raises:
-            Whatever `question` raises, on rank 0; LeaderError with the same exit code on the others.
+            On rank 0, the error of `question`; on the others, LeaderError with the same exit code.
         """
         if self._runner is None:
             return self._receive()
@@ -78,7 +78,7 @@ class Ranks:
         return answer
 
     def on_leader(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Runs `action` on rank 0 while the others wait for it. Raises as `broadcast_from_leader` does."""
+        """Runs `action` on rank 0 while the others wait for it. Raises as `broadcast_from_leader`."""
 
         async def act() -> bytes:
             await action()
@@ -105,14 +105,14 @@ class Ranks:
         try:
             self._send(_FAILED, struct.pack("<i", code) + f"{type(error).__name__}: {error}"[:2000].encode())
         except RuntimeError as lost:
-            logger.warning("other ranks are gone: %s", lost)
+            logger.warning("cannot report the failure to the other ranks: %s", lost)
 
     def _send(self, kind: int, payload: bytes) -> None:
         if self._channel is not None:
             self._channel.send(kind, payload)
 
     def _receive(self) -> bytes:
-        assert self._channel is not None, "a rank beside rank 0 has a channel"
+        assert self._channel is not None, "a rank other than 0 has a channel"
         while True:
             kind, payload = self._channel.receive()
             if kind == _ANSWER:
@@ -122,7 +122,7 @@ class Ranks:
 
 
 def join(parts: Sequence[bytes]) -> bytes:
-    """Several byte strings as one: the count, their lengths (uint64, little-endian), then the bytes."""
+    """Joins byte strings: their count, their lengths (uint64, little-endian), then the bytes."""
     return struct.pack(f"<{len(parts) + 1}Q", len(parts), *(len(part) for part in parts)) + b"".join(parts)
 
 

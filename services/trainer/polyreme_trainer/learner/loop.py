@@ -1,7 +1,7 @@
 """The learner's control loop: iteration i trains on plan i with policy version i - 1, and pushes version i to the replicas.
 
-Invariant: a version is in the arena before the log knows it, and in the log before it is pushed, so a crash at any point repeats work
-and loses none. Every rank runs this file line by line; what rank 0 alone knows or does goes through `Ranks`. No torch here.
+Invariant: a version is in the arena before it is in the log, and in the log before it is pushed, so a crash at any point repeats work and
+loses none. Every rank runs this file line by line; `Ranks` carries what only rank 0 knows or does. This module imports no torch.
 """
 
 import logging
@@ -25,17 +25,17 @@ from polyreme_trainer.weight_sync.publisher import Publisher
 logger = logging.getLogger(__name__)
 
 SLOT_SECONDS = 3.0
-"""How long training waits for an arena slot that a replica still reads, beyond the time that its bytes take."""
+"""How long training waits for an arena slot that a replica still reads, in addition to the time to transfer its bytes."""
 
 
 class Learner:
     """One rank of the learner.
 
     Args:
-        config, files: of the run: its configuration and the model's small files.
-        engine: this rank's models.
+        config, files: the run's configuration and the model's small files.
+        engine: this rank's training engine.
         redis_url, run_id: where rank 0 finds the run.
-        ranks: this rank's place among the others.
+        ranks: the ranks of this learner.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class Learner:
         self.config, self.files, self.engine, self.ranks = config, files, engine, ranks
         self.run_id = run_id
         self.version = 0
-        """The policy's."""
+        """The policy's version."""
         self.published: Manifest | None = None
-        """The newest version. On rank 0."""
+        """The newest published version; on rank 0."""
         self.history: list[alarms.Observation] = []
         self.alarmed: set[str] = set()
         ranks.on_leader(partial(self.connect, redis_url))
 
     async def connect(self, redis_url: str) -> None:
-        """Takes over the learner's role in the run, and starts the publisher. On rank 0."""
+        """Takes over as the run's learner and starts the publisher. On rank 0."""
         self.client = await RunClient.open(redis_url, self.run_id)
         self.publisher = Publisher(redis_url, self.run_id, self.client.term, self.engine.arena)
         self.publisher.start()
 
     def run(self) -> None:
-        """Trains to the last iteration, or until the run drains; what was trained is saved in both cases.
+        """Trains until the last iteration or until the run drains, and saves the result in both cases.
 
         Raises:
-            PolyremeError: the run cannot go on, with the reason.
+            PolyremeError: the run cannot continue, with the reason.
         """
         try:
             written = self.begin()
@@ -70,10 +70,10 @@ class Learner:
             self.ranks.on_leader(lambda: self.client.close())
         finally:
             if self.ranks.leads:
-                self.publisher.close()  # before the engine removes the arena that it reads
+                self.publisher.close()  # before the engine removes the arena that the publisher reads
 
     def train(self, written: Written) -> None:
-        """All iterations after the version that was written last."""
+        """Trains all iterations that follow `written`, the newest version."""
         settle()
         first = self.version + 1
         for iteration in range(first, self.config.iterations + 1):
@@ -89,21 +89,22 @@ class Learner:
             self.ranks.on_leader(self.finish)
 
     def begin(self) -> Written | None:
-        """Brings the policy to the run's newest version, from a checkpoint or by the warm start, and pushes it.
+        """Restores the run's newest version from a checkpoint, or creates version 0 by the warm start, and pushes it.
 
-        The replicas must then agree with the learner and with the Hugging Face export, on that very version.
+        The gates then compare the replicas, the learner and the Hugging Face export on this version.
 
         Returns:
-            Where the version was written; None when the run drains during the warm start.
+            The written version; None when the run drains during the warm start.
         """
         loaded = self.engine.load()
         if loaded is None:
             self.check_gates(self.engine.compare_hf(self.config.model.path))
             if not self.warm_start():
                 return None
+        self.mix_in()
         self.version = loaded or 0
         written = self.write(self.version)
-        self.ranks.on_leader(lambda: self.client.experience.begin(self.version))
+        self.ranks.on_leader(lambda: self.client.begin(self.version, self.engine.facts))
         if loaded is None:
             self.save(written)
         self.check_gates(self.engine.compare_hf(self.engine.hf_path(self.version)))
@@ -113,7 +114,7 @@ class Learner:
         return written
 
     def warm_start(self) -> bool:
-        """Whether version 0 is made; False when the run drains first."""
+        """Runs the warm start. Returns whether version 0 is complete; False when the run drains first."""
         began = time.perf_counter()
         complete = sft.warm_start(self.engine, self.config, self.files, self.ranks, self.report_progress)
         if complete:
@@ -123,8 +124,14 @@ class Learner:
             self.ranks.on_leader(lambda: self.client.run.emit(record))
         return complete
 
+    def mix_in(self) -> None:
+        """Gives the engine the supervised rows that the iterations mix in."""
+        if (ptx := self.config.algorithm.ptx) is not None:
+            rows = sft.unpack(self.ranks.broadcast_from_leader(partial(sft.pack, ptx.data, self.config, self.files)))
+            self.engine.mix_in(rows.ids, rows.loss_mask)
+
     def iterate(self, iteration: int) -> Written | None:
-        """One iteration: plan, train, write, publish, report. None when the run drains instead."""
+        """Runs one iteration: plan, train, write, publish, report. Returns the new version; None when the run drains instead."""
         clock = Clock()
         batch = self.plan(iteration)
         clock.lap("learner_wait")
@@ -164,7 +171,7 @@ class Learner:
         return f"{slot} {self.client.term.counter}".encode()
 
     async def hand_over(self, batch: PlannedBatch, metrics: IterationMetrics, written: Written, clock: "Clock") -> None:
-        """Makes the iteration's version the run's, publishes it and reports. On rank 0."""
+        """Sets the run's version to the iteration's, publishes it and reports. On rank 0."""
         before = self.published
         await self.client.experience.set_version(batch.iteration)
         await self.publish(written)
@@ -172,44 +179,43 @@ class Learner:
         await self.report(batch, metrics, changed_tensors(before, written.manifest), clock.total())
 
     async def publish(self, written: Written) -> None:
-        """Gives a version to the publisher, which pushes it while training goes on. On rank 0."""
+        """Gives a version to the publisher, which pushes it while training continues. On rank 0."""
         assert written.manifest is not None
         self.publisher.publish(written.manifest, written.slot, written.generation)
         self.published = written.manifest
 
     async def report(self, batch: PlannedBatch, metrics: IterationMetrics, changed: int, seconds: dict[str, float]) -> None:
-        """Emits the iteration's record, and each alarm that did not hold before. On rank 0."""
+        """Emits the iteration's record and each new alarm. On rank 0."""
         self.history = alarms.recent([*self.history, observe(batch.iteration, batch.groups, metrics, changed)])
         holding = alarms.check(self.history, gates.LIMITS[self.config.model.dtype].mismatch_kl)
         for name in holding.keys() - self.alarmed:
             logger.warning("%s", holding[name])
             await self.client.run.emit({"kind": "alarm", "text": holding[name]})
         self.alarmed = set(holding)
-        record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time())
+        record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time(), self.config)
         await self.client.run.emit({**record, "alarms": list(holding.values())})
 
     def save_is_due(self) -> bool:
-        """Whether the save interval asks for a checkpoint of the current version."""
+        """Whether the save interval requires a checkpoint of the current version."""
         interval = self.config.trainer.save_interval
         return interval > 0 and self.version % interval == 0
 
     def save(self, written: Written) -> None:
-        """Saves the current version, which `written` holds; then the log may release what no checkpoint needs."""
+        """Saves the current version, which `written` holds. The log then releases the groups that no checkpoint needs."""
         began = time.perf_counter()
         facts: dict[str, Any] = {"run_id": self.run_id, "version": self.version, "fingerprint": self.config.fingerprint()}
-        if self.ranks.leads:
-            facts["term"] = self.client.term.counter
+        self.ranks.on_leader(lambda: self.client.add_facts(facts))
         saved = self.engine.save(written, self.version, facts)
         record = {"kind": "saved", "iteration": self.version, "path": str(saved.path), "hf_path": str(saved.hf_path)}
         self.ranks.on_leader(partial(self.release, saved.oldest, record, began))
 
     async def release(self, oldest: int, record: dict[str, Any], began: float) -> None:
-        """Lets the log delete groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
+        """Deletes from the log the groups that no checkpoint needs and whose samples are on disk, and records the save. On rank 0."""
         await self.client.experience.release(min(oldest, await self.client.run.recorded()))
         await self.client.run.emit({**record, "seconds": time.perf_counter() - began})
 
     def compare_replicas(self) -> None:
-        """Waits for replicas that serve the current version, and compares their answers with the learner's models."""
+        """Waits for replicas that serve the current version and compares their answers with the learner's models."""
         if not self.engine.compares_answers:
             self.ranks.on_leader(self.committed)
             return
@@ -225,31 +231,31 @@ class Learner:
         await self.client.committed(self.publisher, self.version, self.config)
 
     async def finish(self) -> None:
-        """Waits until replicas serve the last version, so that it can be evaluated. On rank 0."""
+        """Waits until replicas serve the last version, which is evaluated then. On rank 0."""
         await self.committed()
         await self.client.run.emit({"kind": "done_learning"})
 
     def check_gates(self, outcomes: Sequence[gates.Gate]) -> None:
-        """Records outcomes that rank 0 has. Raises GateError (LeaderError on other ranks) at the first that failed."""
+        """Records rank 0's outcomes. Raises GateError (LeaderError on other ranks) at the first that failed."""
         self.ranks.on_leader(lambda: self.client.check_gates(outcomes))
 
     def report_progress(self, record: dict[str, Any]) -> bool:
-        """Emits a record of the warm start. Returns, the same on every rank, whether the run drains."""
+        """Emits a record of the warm start. Returns whether the run drains, the same on every rank."""
         return self.ranks.broadcast_from_leader(lambda: self.client.progress(record)) == b"\x01"
 
 
 class Clock:
-    """Seconds of an iteration's parts."""
+    """Measures the seconds of an iteration's parts."""
 
     def __init__(self) -> None:
         self._began = self._last = time.perf_counter()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Ends the part `name`, which began where the one before ended."""
+        """Ends the part `name`, which began when the previous part ended."""
         now = time.perf_counter()
         self._laps[name], self._last = now - self._last, now
 
     def total(self) -> dict[str, float]:
-        """Every part, and the time since the start as `iteration`."""
+        """The seconds of every part, and of all of them as `iteration`."""
         return {**self._laps, "iteration": time.perf_counter() - self._began}

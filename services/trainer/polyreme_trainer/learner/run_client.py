@@ -1,11 +1,11 @@
-"""Rank 0's client of the run: its record, the experience log, and waits for replicas. Lives on rank 0's event loop.
+"""Rank 0's client of the run: its record, the experience log, and waits for replicas. It runs on rank 0's event loop.
 
-Invariant: every wait ends when the run drains or fails. DrainError is no failure: it asks the ranks to save and leave.
+Invariant: every wait ends when the run drains or fails. DrainError is not a failure: it makes the ranks save and exit.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Plan, Term, Writer
+from polyreme.experience.pass_rates import PassRate
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme_trainer.data.prompts import load_prompts
@@ -24,23 +25,23 @@ from polyreme_trainer.weight_sync.replica_sync import Commit
 
 ATTACH_SECONDS = 60.0
 STATE_SECONDS = 0.5
-AGAIN_SECONDS = 1.0  # until replicas are asked again when all were lost: a dead one's lease lives a few seconds longer
+AGAIN_SECONDS = 1.0  # pause before replicas are asked again after all were lost: a dead one's lease lives a few seconds longer
 
 Answers = list[gates.Answer]
 T = TypeVar("T")
 
 
 class DrainError(PolyremeError):
-    """The run was asked to stop while this rank waited; there is nothing left to wait for."""
+    """The run drains while this rank waits, so the wait cannot succeed."""
 
     exit_code = 0
 
     def __init__(self, waiting_for: str) -> None:
-        super().__init__(waiting_for, "the run draining", "Go on later with --resume.")
+        super().__init__(waiting_for, "a run that drains", "Continue later with --resume.")
 
 
 class RunClient:
-    """Rank 0's connection to the run, as the run's one learner. Make it with `open`."""
+    """Rank 0's connection to the run, as the run's only learner. Create it with `open`."""
 
     def __init__(self, run: Run, experience: ExperienceLog, term: Term) -> None:
         self.run, self.experience, self.term = run, experience, term
@@ -48,7 +49,7 @@ class RunClient:
 
     @classmethod
     async def open(cls, redis_url: str, run_id: str) -> "RunClient":
-        """Connects, and takes over the learner's role."""
+        """Connects and takes over as the learner."""
         run = await Run.attach(await connect(redis_url, RECONNECT_TIMEOUT), run_id, ATTACH_SECONDS)
         experience = ExperienceLog(run)
         return cls(run, experience, await experience.take(Writer.LEARNER))
@@ -56,15 +57,25 @@ class RunClient:
     async def close(self) -> None:
         await self.run.redis.aclose()
 
+    async def begin(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Begins the log at `version`. A fork's log takes over the pass rates in its checkpoint's facts."""
+        rates = {prompt: PassRate.parse(text) for prompt, text in facts.get("pass_rates", {}).items()}
+        await self.experience.begin(version, rates)
+
+    async def add_facts(self, facts: dict[str, Any]) -> None:
+        """Adds what a checkpoint keeps of the log: this learner's term, and the pass rates for a fork."""
+        rates = await self.experience.pass_rates()
+        facts |= {"term": self.term.counter, "pass_rates": {prompt: str(rate) for prompt, rate in rates.items()}}
+
     async def draining(self) -> bool:
         """Whether the run was asked to stop. Raises RunFailedError when it has failed."""
         return await self.run.check() in (RunState.DRAINING, RunState.DONE)
 
     async def watch(self, work: Awaitable[T], what: str) -> T:
-        """Awaits `work`, which has a deadline of its own, and watches the run meanwhile.
+        """Awaits `work`, which has its own deadline, and checks the run's state meanwhile.
 
         Raises:
-            DrainError: the run was asked to stop first. RunFailedError: it failed first.
+            DrainError: the run drains. RunFailedError: the run has failed.
         """
 
         async def check() -> None:
@@ -84,7 +95,7 @@ class RunClient:
         return plan, await self.experience.read(plan)
 
     async def progress(self, record: dict[str, Any]) -> bytes:
-        """Emits a record between two steps. One byte: 1 when the run drains, else 0."""
+        """Emits a record between two steps. Returns one byte: 1 when the run drains, else 0."""
         await self.run.emit(record)
         return bytes([await self.draining()])
 
@@ -100,7 +111,7 @@ class RunClient:
             await self.run.set_state(RunState.RUNNING)
 
     async def committed(self, publisher: Publisher, version: int, config: RunConfig) -> list[Commit]:
-        """The commits of the replicas that serve `version`, once they are as many as the run wants; one, when it has started already.
+        """Waits for replicas that serve `version` and returns their commits: all of the run's replicas at its start, later at least one.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
@@ -113,10 +124,10 @@ class RunClient:
         return await self.watch(wait, f"replicas at version {version}")
 
     async def replica_answers(self, publisher: Publisher, version: int, config: RunConfig) -> tuple[Answers, Answers]:
-        """Greedy and sampled answers to a few training prompts, of the replicas that serve `version`, waited for as by `committed`.
+        """Greedy and sampled answers to a few training prompts from the replicas that serve `version`. Waits for them as `committed`.
 
-        A replica that is lost meanwhile is left out, as one is that joins later. When none is left, those that come in its place are
-        asked; the time for all of it is that of `committed`.
+        Replicas that are lost meanwhile, or join later, are left out. When all are lost, their successors are asked. The deadline for all of
+        this is that of `committed`.
 
         Raises:
             UnavailableError, DrainError, RunFailedError
@@ -154,11 +165,12 @@ class RunClient:
     async def _answers(
         self, lease: Lease, questions: gates.Questions, temperature: float, lost: dict[str, str]
     ) -> tuple[Answers, Answers] | None:
-        """One replica's answers; None, with the reason in `lost`, when it is lost first. An expired lease shows that before a silent call."""
+        """One replica's answers; None when it is lost first, with the reason in `lost`. Its lease is checked meanwhile, since the lease of a
+        dead replica expires before a call times out."""
 
         async def check() -> None:
             if lease.id not in {other.id for other in await self.registry.leases("rollout")}:
-                raise gates.ReplicaLostError("its lease is gone")
+                raise gates.ReplicaLostError("its lease has expired")
 
         try:
             greedy = await _watched(gates.ask_replica(lease.address, questions, 0.0, 1), check)
@@ -172,7 +184,7 @@ class RunClient:
 
 
 async def _watched(work: Awaitable[T], check: Callable[[], Awaitable[None]]) -> T:
-    """Awaits `work` and calls `check` twice a second meanwhile; cancels `work` when `check` raises."""
+    """Awaits `work` and calls `check` twice a second. Cancels `work` when `check` raises."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=STATE_SECONDS))[0]:
@@ -185,10 +197,10 @@ async def _watched(work: Awaitable[T], check: Callable[[], Awaitable[None]]) -> 
 
 
 def _commit_timeout(config: RunConfig) -> float:
-    """Seconds until replicas must serve a version."""
+    """Seconds within which replicas must serve a version."""
     return config.rollout.start_timeout + (config.eval_hold if config.holds_versions else 0.0)
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:
-    """`count` of them, evenly spaced."""
+    """`count` of the items, evenly spaced."""
     return [items[i * len(items) // count] for i in range(min(count, len(items)))]

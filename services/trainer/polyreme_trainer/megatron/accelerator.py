@@ -1,7 +1,6 @@
-"""The model on cuda and npu: megatron-core's own layer spec, with torch's fused attention in the slot of the core attention.
+"""The model on cuda and npu: megatron-core's own layer spec, with torch's fused attention and norms in their slots.
 
-Nothing here depends on which of the two it is: torch and torch_npu each send the same calls to their own kernels. Sequences are padded on
-the right and attention is causal, so no real token sees padding and no mask is needed.
+Nothing here depends on which of the two it is: torch and torch_npu each send the same calls to their own kernels.
 """
 
 from dataclasses import replace
@@ -10,51 +9,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyreme_trainer.megatron.attention import causal_attention, window_of
+from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.mcore import (
     GPTModel,
+    IdentityOp,
     MegatronModule,
+    RowParallelLinear,
+    SelfAttention,
     TransformerBlockSubmodules,
     TransformerConfig,
-    WrappedTorchNorm,
     get_gpt_layer_local_spec,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from polyreme_trainer.megatron.spec import ModelSpec
+from polyreme_trainer.megatron.moe import experts
+from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm
+from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
 
 
 class FusedAttention(MegatronModule):
     """Causal attention by torch's fused kernels, in place of megatron-core's DotProductAttention, which keeps a [b, heads, s, s] matrix."""
 
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale
+        self.scale, self.window = softmax_scale, window_of(config, layer_number)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
         """query [s, b, heads, dim], key and value [s, b, groups, dim] -> [s, b, heads * dim]; heads of a group are adjacent."""
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=self.scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        out = causal_attention(query, key, value, self.scale, self.window)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
+class RotatedAttention(SelfAttention):
+    """megatron-core's attention, which takes the rotary embedding of its layer's kind out of both."""
+
+    def forward(self, *arguments: Any, rotary_pos_emb: Angles, **options: Any) -> Any:
+        kind = rotary_pos_emb.full if self.core_attention.window is None else rotary_pos_emb.sliding
+        return super().forward(*arguments, rotary_pos_emb=kind, **options)
+
+
+def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    attention = layer.submodules.self_attention
-    attention.submodules = replace(attention.submodules, core_attention=FusedAttention)
-    layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=WrappedTorchNorm)
+    head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
+    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+    attention.module = RotatedAttention
+    attention.submodules = replace(
+        attention.submodules, core_attention=FusedAttention, q_layernorm=head_norm, k_layernorm=head_norm
+    )
+    if family.post_norms:
+        normed = ends_in_norm(RowParallelLinear, TorchRmsNorm)
+        attention.submodules = replace(attention.submodules, linear_proj=normed)
+        mlp.submodules = replace(mlp.submodules, linear_fc2=normed)
+    mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
+    layer.submodules = replace(
+        layer.submodules,
+        input_layernorm=TorchRmsNorm,
+        pre_mlp_layernorm=TorchRmsNorm,
+        mlp=experts(mlp.submodules) if config.num_moe_experts else mlp,
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchRmsNorm)
 
 
-def _forward(module: GPTModel, ids: Tensor, angles: Tensor) -> Tensor:
+def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:
     embedded = module.embedding(input_ids=ids, position_ids=None)
-    both_halves = torch.cat((angles, angles), dim=-1)[:, None, None, :]  # [s, 1, 1, head_dim]
-    hidden = module.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=both_halves)
-    return hidden.transpose(0, 1).flatten(0, 1)
+    both_halves = Angles(*(torch.cat((part, part), dim=-1)[:, None, None, :] for part in (angles.full, angles.sliding)))
+    hidden = module.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=both_halves)  # each [s, 1, 1, head_dim]
+    return whole_sequence(module, hidden).transpose(0, 1).flatten(0, 1)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:

@@ -62,6 +62,11 @@ class Sequences:
         counts = np.bincount(sequence_of(self.offsets), weights=self.mask, minlength=len(self))
         return counts.astype(np.int64)
 
+    def take(self, indices: IntArray) -> "Sequences":
+        """Some of the sequences, in this order; one may occur several times."""
+        parts = [self.mask[self.offsets[i] : self.offsets[i + 1]] for i in indices]
+        return Sequences([self.ids[i] for i in indices], np.concatenate(parts))
+
 
 def with_end(sequences: Sequences) -> Sequences:
     """Each sequence with one more token of any kind, the only one that is trained: its prediction is made after all real tokens."""

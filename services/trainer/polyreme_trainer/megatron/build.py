@@ -7,13 +7,15 @@ training and one in evaluation are the same function.
 import math
 import os
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyreme.config.trainer import ParallelConfig
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron import hf_mapping
+from polyreme_trainer.megatron import hf_mapping, moe
 from polyreme_trainer.megatron.accelerator import ACCELERATOR
 from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
@@ -93,7 +95,7 @@ def build_module(arch: Architecture, dtype: torch.dtype, device: Device, spec: M
     with device.megatron():
         module = GPTModel(
             config=config,
-            transformer_layer_spec=spec.block(config, arch.layers // here.pp),
+            transformer_layer_spec=spec.block(config, arch.family, arch.layers // here.pp),
             vocab_size=hf_mapping.padded_vocab(arch, here.tp),
             max_sequence_length=arch.max_position,
             pre_process=here.pp_rank == 0,
@@ -101,14 +103,24 @@ def build_module(arch: Architecture, dtype: torch.dtype, device: Device, spec: M
             share_embeddings_and_output_weights=arch.head == "tied",
             position_embedding_type="none",  # every spec applies the angles of `rotary`
         )
+    if arch.embedding_scale != 1 and here.pp_rank == 0:
+        module.embedding.register_forward_hook(partial(_scale, arch.embedding_scale))
     if arch.head == "value" and last:
         module.output_layer = ValueHead(arch.hidden, dtype)
     return module.to(device.torch)
 
 
+def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
+    """The embedded tokens times `factor`, which the reference rounds to the dtype of the weights."""
+    return embedded * torch.tensor(factor, dtype=embedded.dtype)
+
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
+
+
 def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.Rank, spec: ModelSpec) -> TransformerConfig:
     """megatron-core's description of the architecture on this rank."""
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
         num_attention_heads=arch.heads,
@@ -117,9 +129,10 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.
         ffn_hidden_size=arch.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
-        softmax_scale=arch.rope.attention_factor**2 / math.sqrt(arch.head_dim),
+        softmax_scale=arch.rope.attention_factor**2 / math.sqrt(arch.query_scale or arch.head_dim),
+        window_size=(arch.window - 1, 0) if arch.window else None,
+        window_attn_skip_freq=[int(sliding) for sliding in arch.sliding] if arch.window else None,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -137,6 +150,9 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.
         apply_rope_fusion=False,
         persist_layer_norm=False,
         cuda_graph_scope=[],
+        **moe.options(arch, here.tp),
         **spec.options,
         **arch.family.options,
     )
+    config.activation_func = _ACTIVATIONS[arch.family.activation]  # set now: the constructor knows no tanh approximation
+    return config

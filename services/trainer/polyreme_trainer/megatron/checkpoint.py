@@ -1,6 +1,6 @@
 """Checkpoints: everything a rank needs to continue as if it had never stopped, bit for bit, on the same layout.
 
-A checkpoint is a directory: `state-T.pt` (every trained role's weights and moments of tensor rank T, written by data rank 0), `rng-R.pt`
+A checkpoint is a directory: `state-T.pt` (weights and moments of tensor rank T of every role that changes, written by data rank 0), `rng-R.pt`
 of every rank, and `checkpoint.json`: format, iteration, layout, the learner's facts, the xxh3_64 of every file, and of itself.
 
 Invariant: a directory of that name is complete, because it is made under another name, synced, and renamed. Whatever damage a
@@ -57,7 +57,7 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
 
     Args:
         path: ends in a number, see `iteration_path`.
-        roles: those that are trained.
+        roles: those that change in training.
         facts: JSON values, the same on every rank; `algorithm` and others that `load` gives back.
     """
     temporary = atomic.staging(path)

@@ -16,15 +16,17 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.weights.arena import Arena
+from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint, comparison
-from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, collect, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import CRITIC, Export
+from polyreme_trainer.megatron.export import CRITIC, EMA, Export
+from polyreme_trainer.megatron.followers import Followers
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.own_algorithm import load_algorithm
@@ -34,6 +36,9 @@ from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.step import Iteration, train_iteration
 from polyreme_trainer.megatron.version_writer import VersionWriter
+
+MIXING = 0x707478
+"""Tells the order of supervised rows that are mixed in from other draws of the run's seed."""
 
 
 class MegatronEngine:
@@ -57,20 +62,35 @@ class MegatronEngine:
         self.adam = adam_of(settings)
         self.actor = Role("actor", policy, self.logprobs_of(policy), self.shard)
         self.actor.make_optimizer(self.adam)
-        self.reference: Role[Policy] | None = None
+        kl = self.algorithm.recipe.kl
+        self.followers = Followers(policy, self.frozen_role, kl.renew_interval if kl else 0, config.trainer.ema_decay)
+        self.reference: Role[Policy] | None = self.followers.reference
         self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
         """What the algorithm carries from one iteration to the next."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
         self.saves = Saves(config, files, ranks)
+        self.facts: Mapping[str, Any] = {}
+        self.rows: Sequences | None = None
+        """Supervised rows that the iterations mix in."""
         self.limits = LIMITS[config.model.dtype]
         self.hf: torch.nn.Module | None = None
         """The Hugging Face model of the last comparison, until replicas were compared with it. On rank 0."""
 
     @property
     def trained(self) -> list[Role[Any]]:
-        """The roles that a checkpoint holds."""
+        """The roles with an optimizer."""
         return [self.actor] if self.critic is None else [self.actor, self.critic]
+
+    @property
+    def saved(self) -> list[Role[Any]]:
+        """The roles that a checkpoint holds. A reference that stays is none of them: it is version 0's export."""
+        return [*self.trained, *self.followers.roles]
+
+    def frozen_role(self, name: str, dtype: str) -> Role[Policy]:
+        """A policy of the actor's shapes without optimizer."""
+        policy = Policy(self.policy.arch, dtype, self.device, trainable=False)
+        return Role(name, policy, self.logprobs_of(policy), self.shard)
 
     @property
     def arena(self) -> Arena:
@@ -93,13 +113,13 @@ class MegatronEngine:
         return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
     def load(self) -> int | None:
-        loaded = self.saves.load(self.trained)
+        loaded = self.saves.load(self.saved)
         if loaded is None:
             return None
-        version, facts = loaded
-        self.state = AlgorithmState.from_json(facts["algorithm"])
-        if self.algorithm.needs.reference:
-            self.make_reference(self.saves.check_reference(facts))
+        version, self.facts = loaded
+        self.state = AlgorithmState.from_json(self.facts["algorithm"])
+        if self.algorithm.needs.reference and self.followers.reference is None:
+            self.make_reference(self.saves.check_reference(self.facts))
         return version
 
     def begin_phase(self, phase: SftPhase) -> None:
@@ -125,6 +145,18 @@ class MegatronEngine:
         if self.critic is not None and self.config.trainer.critic.path is None:
             self.critic.model.copy_backbone(self.policy)
             self.critic.make_optimizer(adam_of(self.critic_optimizer))
+        self.followers.begin()
+
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
+        self.rows = supervised(ids, loss_mask)
+
+    def mixed(self, iteration: int, steps: int) -> list[Sequences]:
+        """The supervised rows of each of an iteration's optimizer steps; empty where none are mixed in."""
+        ptx, rows, seed = self.config.algorithm.ptx, self.rows, (self.config.seed, MIXING)
+        if ptx is None or rows is None:
+            return []
+        first = (iteration - 1) * steps
+        return [rows.take(rows_of_step(len(rows), ptx.batch_size, first + step, seed)) for step in range(steps)]
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
         self.saves.save_warm_start(step, self.trained, facts)
@@ -153,9 +185,8 @@ class MegatronEngine:
 
     def make_reference(self, path: Path) -> None:
         """The reference role, with the weights of a Hugging Face directory."""
-        policy = Policy(self.policy.arch, self.policy.dtype, self.device, trainable=False)
-        policy.load_hf(path)
-        self.reference = Role("reference", policy, self.logprobs_of(policy), self.shard)
+        self.reference = self.frozen_role("reference", self.policy.dtype)
+        self.reference.model.load_hf(path)
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
         config = self.config
@@ -171,11 +202,14 @@ class MegatronEngine:
             lr=learning_rate(config.trainer.optimizer, batch.iteration, config.iterations),
             critic_lr=learning_rate(self.critic_optimizer, batch.iteration, config.iterations),
             trains_actor=self.critic is None or batch.iteration > config.trainer.critic.warmup_iterations,
+            mixed=self.mixed(batch.iteration, len(steps)),
+            ptx_coef=config.algorithm.ptx.coef if config.algorithm.ptx else 0.0,
         )
         trained = train_iteration(iteration, self.algorithm, self)
         self.state = trained.state
+        metrics = {**trained.metrics, **self.followers.follow(batch.iteration)}
         self.device.synchronize()
-        return trained.metrics
+        return metrics | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
 
     def part_weights(self) -> dict[str, float] | None:
         """The weights of the reward's named parts, when the algorithm normalises each of them."""
@@ -187,8 +221,9 @@ class MegatronEngine:
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
         facts = {**facts, "algorithm": self.state.to_json()}
-        saved = self.saves.save(version, self.trained, facts, tensors, self.critic_export())
-        if version == 0 and self.algorithm.needs.reference:
+        beside = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
+        saved = self.saves.save(version, self.saved, facts, tensors, {name: model for name, model in beside.items() if model})
+        if version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(self.saves.hf_path(0))
         return saved
 

@@ -1,12 +1,13 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load, and its critic as one within it.
+"""A policy as a Hugging Face directory that transformers and vLLM load, with its critic and its moving average as directories within it.
 
-Invariant: a directory of that name is complete, the critic's included.
+Invariant: a directory of that name is complete, those within it included.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors.torch import save_file
@@ -16,6 +17,8 @@ from polyreme_trainer.megatron.atomic import new_directory
 
 CRITIC = "critic"
 """The critic's directory within the policy's."""
+EMA = "ema"
+"""Likewise of the moving average."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +35,44 @@ class Export:
     model_files: Mapping[str, bytes]
 
 
-def export_hf(directory: Path, policy: Export, critic: Export | None = None) -> None:
-    """Writes `directory` atomically, replacing what is there; the critic's is a sequence classifier with one label."""
+def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = MappingProxyType({})) -> None:
+    """Writes `directory` atomically, replacing what is there, with the models `beside` in directories of their names.
+
+    The critic is written as a sequence classifier with one label.
+    """
     with new_directory(directory) as temporary:
         _write(temporary, policy)
-        if critic is not None:
-            (temporary / CRITIC).mkdir()
-            _write(temporary / CRITIC, classifier(critic))
+        for name, model in beside.items():
+            (temporary / name).mkdir()
+            _write(temporary / name, as_classifier(model) if name == CRITIC else model)
 
 
-def classifier(model: Export, **fields: Any) -> Export:
-    """The export as a sequence classifier with one label. `fields` replace those of its config.json."""
-    config = json.loads(model.model_files["config.json"])
-    architectures = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config["architectures"]]
-    config |= {"architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}, **fields}
+def as_classifier(model: Export, **fields: Any) -> Export:
+    """The export with the config.json of the sequence classifier with one label that belongs to a language model's.
+
+    `fields` replace those of config.json.
+    """
+    config = json.loads(classifier_config(model.model_files["config.json"])) | fields
     return replace(model, model_files={**model.model_files, "config.json": json.dumps(config).encode()})
 
 
 def _write(folder: Path, model: Export) -> None:
     dtype = str(next(iter(model.tensors.values())).dtype).removeprefix("torch.")
     for name, content in model.model_files.items():
-        (folder / name).write_bytes(_with_dtype(content, dtype) if name == "config.json" else content)
+        (folder / name).write_bytes(with_dtype(content, dtype) if name == "config.json" else content)
     save_file(dict(model.tensors), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _with_dtype(config: bytes, dtype: str) -> bytes:
+def classifier_config(config: bytes) -> bytes:
+    """config.json of the sequence classifier with one label that belongs to a language model's."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES  # takes a second
+
+    fields = json.loads(config)
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[fields["model_type"]]
+    return json.dumps({**fields, "architectures": [name], "id2label": {"0": "value"}, "label2id": {"value": 0}}).encode()
+
+
+def with_dtype(config: bytes, dtype: str) -> bytes:
     """config.json that names the dtype of the weights beside it, under the key it already uses."""
     fields = json.loads(config)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype

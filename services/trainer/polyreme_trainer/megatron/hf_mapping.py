@@ -45,7 +45,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank's coordinates in the mesh of tensor, pipeline and expert ranks."""
+    """A rank's coordinates in the mesh of tensor, pipeline and expert ranks.
+
+    vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
+    """
 
     tp_rank: int = 0
     tp: int = 1
@@ -53,23 +56,27 @@ class Rank:
     pp: int = 1
     ep_rank: int = 0
     ep: int = 1
+    vocab_multiple: int = VOCAB_MULTIPLE
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
-    """The table's rows that live on this pipeline stage; whether the stage is the one that writes them."""
+    """The table's rows that live on this pipeline stage and expert rank; whether they are the ones that write them."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
+    leads = rank.ep_rank == 0
+    if arch.experts % rank.ep:
+        raise ValueError(f"{arch.experts} experts do not divide over {rank.ep} expert ranks")
     if first:
-        yield EMBEDDING_ROW, True
+        yield EMBEDDING_ROW, leads
     per_stage, rest = divmod(arch.layers, rank.pp)
     if rest:
         raise ValueError(f"{arch.layers} layers do not divide into {rank.pp} pipeline stages")
     for local in range(per_stage):
-        for row in arch.family.layer:
-            yield row.in_layer(local, rank.pp_rank * per_stage + local), True
+        for row, same in arch.layer_rows(rank.ep_rank, rank.ep):
+            yield row.in_layer(local, rank.pp_rank * per_stage + local), leads or not same
     if last:
-        yield FINAL_NORM_ROW, True
+        yield FINAL_NORM_ROW, leads
         if not (first and arch.head == "tied"):
-            yield arch.head_row(), arch.head != "tied"
+            yield arch.head_row(), leads and arch.head != "tied"
 
 
 def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
@@ -78,7 +85,7 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
     slices = []
     for row, writes in stage_rows(arch, rank):
         for name, param_index, hf_index in _SHARES[row.share](arch, rank, list(arch.shapes(row).items())):
-            primary = writes and rank.ep_rank == 0 and (row.share != "all" or rank.tp_rank == 0)
+            primary = writes and (row.share != "all" or rank.tp_rank == 0)
             slices.append(Slice(row.param, name, param_index, hf_index, primary))
     return slices
 
@@ -86,15 +93,16 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
 def check(arch: Architecture, tp: int) -> None:
     """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core needs."""
     packed = arch.queries + 2 * arch.keys
-    if arch.heads % tp or arch.ffn % tp or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
+    widths = [arch.expert_ffn, arch.shared_ffn] if arch.experts else [arch.ffn]
+    if arch.heads % tp or any(width % tp for width in widths) or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
         raise ValueError(
-            f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {arch.ffn} do not divide over {tp} tensor ranks"
+            f"heads = {arch.heads}, key-value heads = {arch.kv_heads} and ffn = {', '.join(map(str, widths))} do not divide over {tp} tensor ranks"
         )
 
 
-def padded_vocab(arch: Architecture, tp: int) -> int:
+def padded_vocab(arch: Architecture, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
     """Rows of the embedding over all ranks, padding included."""
-    return -(-arch.vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE * tp
+    return -(-arch.vocab // (multiple * tp)) * multiple * tp
 
 
 def hf_shapes(arch: Architecture) -> dict[str, Shape]:
@@ -116,7 +124,7 @@ def param_shapes(arch: Architecture, rank: Rank) -> dict[str, Shape]:
         if row.share in ("gate_up", "qkv"):
             first = sum(part[0] for part in parts) // rank.tp
         elif row.share == "vocab":
-            first = padded_vocab(arch, rank.tp) // rank.tp
+            first = padded_vocab(arch, rank.tp, rank.vocab_multiple) // rank.tp
         elif row.share == "columns":
             rest = [rest[0] // rank.tp]
         shapes[row.param] = (first, *rest)
@@ -149,7 +157,7 @@ def _gate_up(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Pi
 
 def _vocab(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Piece]:
     ((name, shape),) = parts
-    n = padded_vocab(arch, rank.tp) // rank.tp
+    n = padded_vocab(arch, rank.tp, rank.vocab_multiple) // rank.tp
     start = rank.tp_rank * n
     if start < arch.vocab:
         yield _rows(name, shape, 0, start, min(n, arch.vocab - start))

@@ -11,6 +11,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -21,11 +22,15 @@ with warnings.catch_warnings():
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from megatron.core.transformer.utils import is_layer_window_attention
 
 logging.getLogger("megatron").setLevel(logging.WARNING)
 
@@ -39,21 +44,27 @@ __all__ = [
     "IdentityOp",
     "MLPSubmodules",
     "MegatronModule",
+    "MoELayer",
+    "MoESubmodules",
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
     "RowParallelLinear",
     "SelfAttention",
     "SelfAttentionSubmodules",
+    "SequentialMLP",
+    "SharedExpertMLP",
+    "TopKRouter",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "TransformerLayer",
     "TransformerLayerSubmodules",
-    "WrappedTorchNorm",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
+    "is_layer_window_attention",
     "linear_with_grad_accumulation_and_async_allreduce",
     "parallel_state",
 ]

@@ -21,7 +21,7 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
 from polyreme_trainer.megatron.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, parallel_state
 from polyreme_trainer.megatron.rotary import angles
-from polyreme_trainer.megatron.spec import ModelSpec
+from polyreme_trainer.megatron.spec import Angles, ModelSpec
 
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
 
@@ -115,8 +115,14 @@ class ShardedModel:
         width = ids.shape[1]
         if width > self.arch.max_position:
             raise ValueError(f"{width} positions, but the model has {self.arch.max_position}")
-        table = angles(self.arch.rope, self.arch.head_dim, self.arch.max_position, self.device.torch)
-        return self.spec.forward(self.module, ids, table[:width])
+        cut = self.rank.tp if self.module.config.sequence_parallel else 1  # tensor ranks that share the positions
+        padded = torch.nn.functional.pad(ids, (0, -width % cut))
+        full, sliding = (
+            angles(rope, self.arch.head_dim, self.arch.max_position + cut - 1, self.device.torch)[: padded.shape[1]]
+            for rope in (self.arch.rope, self.arch.sliding_rope or self.arch.rope)
+        )
+        hidden = self.spec.forward(self.module, padded, Angles(full, sliding))
+        return hidden if width == padded.shape[1] else hidden.unflatten(0, padded.shape)[:, :width].flatten(0, 1)
 
     def _gather_params(self) -> dict[int, dict[str, Tensor]]:
         """Every tensor rank's parameters, on the first one."""

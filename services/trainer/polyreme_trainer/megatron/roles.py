@@ -1,9 +1,10 @@
-"""Roles: the actor, the reference and the critic are one kind of thing, a model with an optimizer where it is trained.
+"""Roles: actor, critic, reference and moving average are one kind of thing, a model with an optimizer where it is trained.
 
-Invariant: a role without an optimizer never changes. Checkpoints, resumes and metrics iterate over roles and know none by name.
+Invariant: a role without an optimizer changes between two iterations only, if at all. Checkpoints, resumes and metrics iterate over roles and know none by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -22,6 +23,16 @@ Forward = Callable[[MicroBatch], Tensor]
 
 Loss = Callable[[MicroBatch, Tensor], Tensor]
 """The scalar to differentiate of one micro-batch, given the model's output for it."""
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One of several terms of an optimizer step: the sequences `indices` and the loss on them, see `Role.update`."""
+
+    sequences: Sequences
+    indices: IntArray
+    loss: Loss
+    forward: Forward | None = None
 
 
 class Role(Generic[Model]):
@@ -55,20 +66,30 @@ class Role(Generic[Model]):
             result[torch.from_numpy(batch.tokens).to(result.device)] = self.forward(batch)
         return self.shard.sum(result).cpu().numpy()
 
-    def update(self, sequences: Sequences, indices: IntArray, loss: Loss, lr: float, forward: Forward | None = None) -> float:
+    def update(
+        self,
+        sequences: Sequences,
+        indices: IntArray,
+        loss: Loss,
+        lr: float,
+        forward: Forward | None = None,
+        beside: Sequence[LossTerm] = (),
+    ) -> float:
         """One optimizer step on `indices`, shared out over the data ranks.
 
         Args:
             loss: its values add up over all micro-batches and ranks to the step's loss.
             forward: what the loss sees of the model; None: the role's own.
+            beside: further parts, whose losses are added.
 
         Returns:
             The norm of the whole gradient before clipping.
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
-        for batch in self.shard.micro_batches(sequences, indices, self.parameters):
-            loss(batch, (forward or self.forward)(batch)).backward()
+        for part in (LossTerm(sequences, indices, loss, forward), *beside):
+            for batch in self.shard.micro_batches(part.sequences, part.indices, self.parameters):
+                part.loss(batch, (part.forward or self.forward)(batch)).backward()
         self.optimizer.set_lr(lr)
         return self.optimizer.step()
 

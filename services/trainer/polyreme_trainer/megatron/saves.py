@@ -92,20 +92,20 @@ class Saves:
         roles: Sequence[Role[Any]],
         facts: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
-        critic: Export | None = None,
+        beside: Mapping[str, Export],
     ) -> Saved:
         """Writes both, and removes what is past `keep_checkpoints`. Collective.
 
         Args:
-            roles: those that are trained.
+            roles: those that the checkpoint holds.
             facts: rank 0's go into the checkpoint.
             tensors: the version by Hugging Face name, without aliases; used on rank 0.
-            critic: exported within the version's directory; used on rank 0.
+            beside: further models by the name of their directory within the version's; used on rank 0.
         """
         path = checkpoint.iteration_path(self._root, version)
 
         async def export() -> None:
-            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), critic)
+            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), beside)
 
         async def prune() -> None:
             await asyncio.to_thread(self._prune, version)

@@ -9,7 +9,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from polyreme_trainer.megatron.mcore import GPTModel, TransformerBlockSubmodules, TransformerConfig
+from polyreme_trainer.megatron.families.base import ModelFamily
+from polyreme_trainer.megatron.mcore import (
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    gather_from_sequence_parallel_region,
+)
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Rotary angles of the positions, fp32 [s, head_dim / 2]: of the layers with full attention, and of those with a sliding window."""
+
+    full: Tensor
+    sliding: Tensor
 
 
 class Linear(Protocol):
@@ -31,13 +45,20 @@ class ModelSpec:
     """One way to build and run a model.
 
     Attributes:
-        block: (config, number of layers of this stage) -> the modules of megatron-core's transformer block.
-        forward: (module, token ids [b, s], rotary angles fp32 [s, head_dim / 2]) -> final hidden states [b * s, hidden].
+        block: (config, family, number of layers of this stage) -> the modules of megatron-core's transformer block.
+        forward: (module, token ids [b, s], rotary angles) -> final hidden states [b * s, hidden].
         linear: the product of the output layer.
         options: fields of megatron-core's TransformerConfig that go with `block`.
     """
 
-    block: Callable[[TransformerConfig, int], TransformerBlockSubmodules]
-    forward: Callable[[GPTModel, Tensor, Tensor], Tensor]
+    block: Callable[[TransformerConfig, ModelFamily, int], TransformerBlockSubmodules]
+    forward: Callable[[GPTModel, Tensor, Angles], Tensor]
     linear: Linear
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def whole_sequence(module: GPTModel, hidden: Tensor) -> Tensor:
+    """Hidden states of all positions. Under sequence parallelism each tensor rank has computed an equal run of them."""
+    if not module.config.sequence_parallel:
+        return hidden
+    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)  # all ranks have the whole gradient

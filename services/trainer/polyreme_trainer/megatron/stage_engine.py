@@ -27,7 +27,7 @@ from polyreme_trainer.megatron import checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
-from polyreme_trainer.megatron.export import Export, classifier, export_hf
+from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.policy import Policy
@@ -148,7 +148,7 @@ class MegatronStageEngine:
             assert tensors is not None
             export = Export(tensors, self.files)
             if self.objective.head == "value":
-                export = classifier(export, pad_token_id=self.classifier_pad())
+                export = as_classifier(export, pad_token_id=self.classifier_pad())
             await asyncio.to_thread(export_hf, path, export)
             outcomes.append(await asyncio.to_thread(self.compare, path, ids, mine))
 

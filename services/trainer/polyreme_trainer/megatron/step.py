@@ -5,6 +5,9 @@ step, so neither the layout nor the cut into micro-batches changes them. Which s
 """
 
 import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,9 +19,10 @@ from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
+from polyreme_trainer.algorithms.mixing import ptx_loss
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
-from polyreme_trainer.megatron.roles import Forward, Loss, Role
+from polyreme_trainer.megatron.roles import Forward, Loss, LossTerm, Role, everything
 from polyreme_trainer.megatron.shard import DataShard
 
 PROBE = 16
@@ -55,6 +59,8 @@ class Iteration:
         state: the algorithm's, from the iteration before.
         lr, critic_lr: learning rates.
         trains_actor: False while only the critic warms up.
+        mixed: supervised rows of each optimizer step; empty: none.
+        ptx_coef: weight of their loss.
     """
 
     number: int
@@ -65,14 +71,41 @@ class Iteration:
     lr: float
     critic_lr: float = 0.0
     trains_actor: bool = True
+    mixed: Sequence[Sequences] = ()
+    ptx_coef: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Metrics of an iteration, by name, the same on every rank; and the algorithm's state after it."""
+    """What one iteration gives.
+
+    Attributes:
+        metrics: by name, the same on every rank.
+        state: the algorithm's, for the next iteration.
+        seconds: wall-clock seconds of each of PARTS on this rank.
+    """
 
     metrics: dict[str, float | None]
     state: AlgorithmState
+    seconds: dict[str, float]
+
+
+PARTS = ("old_log_p", "reference_model", "critic_model", "adv", "update", "update_critic")
+"""Parts of an iteration that are timed, under MindSpeed RL's names."""
+
+
+class Stopwatch:
+    """Adds up the seconds of PARTS. A part that did not run took 0."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Counts the block as `name`."""
+        began = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - began
 
 
 class Models(Protocol):
@@ -99,48 +132,60 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     pass; with more they are computed first. Sequences without gradient are not run, except that an iteration in which none has one
     runs a few first, to measure the mismatch. The optimizer steps in any case: its moments decay.
     """
-    sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models)
-    advantages = algorithm.advantages(tokens, batch.state)
+    clock = Stopwatch()
+    sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models, clock)
+    with clock.part("adv"):
+        advantages = algorithm.advantages(tokens, batch.state)
     moving = algorithm.has_gradient(tokens, advantages) if batch.trains_actor else np.zeros(len(sequences), dtype=np.bool_)
     parts = [step[moving[step]] for step in batch.steps]
     needed = np.unique(np.concatenate(parts))
     probed = needed if len(needed) else fresh_sequences(batch)[:PROBE]
     if len(parts) > 1 and tokens.old is None:
-        tokens = replace(tokens, old=models.actor.infer(sequences, probed))
+        with clock.part("old_log_p"):
+            tokens = replace(tokens, old=models.actor.infer(sequences, probed))
     if models.reference is not None and tokens.reference is None:
-        tokens = replace(tokens, reference=models.reference.infer(sequences, probed))
+        with clock.part("reference_model"):
+            tokens = replace(tokens, reference=models.reference.infer(sequences, probed))
     losses = Losses(batch, algorithm, tokens, advantages, models.shard)
     forward = models.logprobs_and_entropies if losses.with_entropy else models.actor.forward
     if not len(needed):
         probe(models.actor, forward, losses, probed)
     norms, critic_norms = [], []
-    for step, part in zip(batch.steps, parts, strict=True):
+    for number, (step, part) in enumerate(zip(batch.steps, parts, strict=True)):
         if batch.trains_actor:
-            norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward))
+            beside = [losses.of_rows(rows, batch.ptx_coef) for rows in batch.mixed[number : number + 1]]
+            with clock.part("update"):
+                norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, beside))
         if models.critic is not None:
             trained = step[sequences.trained[step] > 0]
-            critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
+            with clock.part("update_critic"):
+                critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
     measured: dict[str, float | None] = {"mismatch_kl": None, **finish(advantages.metrics), **losses.reduced()}
     measured |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "actor/lr": batch.lr if batch.trains_actor else 0.0}
     if models.critic is not None:
         measured |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": batch.critic_lr}
     measured["trained_samples"] = int((moving & has_advantage(tokens, advantages)).sum())
-    return Trained({RECORDED_AS.get(name, name): value for name, value in measured.items()}, advantages.state)
+    return Trained({RECORDED_AS.get(name, name): value for name, value in measured.items()}, advantages.state, clock.seconds)
 
 
-def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models) -> TokenBatch:
+def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, clock: Stopwatch) -> TokenBatch:
     """The batch with what the algorithm's advantages are made of: values, reference and policy, where it needs them."""
     sequences, tokens, needs = batch.sequences, batch.tokens, algorithm.needs
     every = np.flatnonzero(sequences.trained > 0)
     if needs.critic:
         assert models.critic is not None
-        tokens = replace(tokens, values=models.critic.infer(sequences, every))
+        with clock.part("critic_model"):
+            tokens = replace(tokens, values=models.critic.infer(sequences, every))
     if needs.final_values:
         assert models.critic is not None
-        tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, every[tokens.truncated[every]]))
+        with clock.part("critic_model"):
+            tokens = replace(tokens, final_values=values_after_end(models.critic, sequences, every[tokens.truncated[every]]))
     if needs.old:
         assert models.reference is not None
-        tokens = replace(tokens, old=models.actor.infer(sequences, every), reference=models.reference.infer(sequences, every))
+        with clock.part("old_log_p"):
+            tokens = replace(tokens, old=models.actor.infer(sequences, every))
+        with clock.part("reference_model"):
+            tokens = replace(tokens, reference=models.reference.infer(sequences, every))
     return tokens
 
 
@@ -189,6 +234,7 @@ class Losses:
         self._fresh = np.isin(tokens.sequence_of, fresh_sequences(batch))
         self._policy: list[Metrics] = []
         self._critic: list[Metrics] = []
+        self._supervised: list[Metrics] = []
         self._coefficients = 0.0
 
     def of_policy(self, step: IntArray) -> Loss:
@@ -214,6 +260,17 @@ class Losses:
             return value
 
         return loss
+
+    def of_rows(self, rows: Sequences, coef: float) -> LossTerm:
+        """The supervised part of an optimizer step."""
+        tokens = int(rows.trained.sum())
+
+        def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+            value, metrics = ptx_loss(logprobs, tokens, coef)
+            self._supervised.append(metrics)
+            return value
+
+        return LossTerm(rows, everything(rows), loss)
 
     def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray, entropy: Tensor | None = None) -> LossInputs:
         """What the policy's loss sees of a micro-batch."""
@@ -251,10 +308,10 @@ class Losses:
 
     def reduced(self) -> dict[str, float]:
         """Every metric over all micro-batches and data ranks. Collective."""
-        policy, critic = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic))
+        policy, critic, rows = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic, self._supervised))
         if "policy_loss" in policy:  # the coefficients of sequences that were not run count too: their loss is 0
             policy["policy_loss"] = (policy["policy_loss"][0], self._coefficients)
-        return finish(policy) | finish(critic)
+        return finish(policy) | finish(critic) | finish(rows)
 
 
 def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:

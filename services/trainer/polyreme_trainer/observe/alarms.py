@@ -1,6 +1,6 @@
 """Alarms: pure functions over the observations of the last iterations.
 
-Invariant: an alarm never stops a run. Its text says in one sentence what holds, since which iteration, and what to check.
+Invariant: an alarm never stops a run. Its text says in one sentence what was observed, since which iteration, and what to check.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,13 +24,13 @@ class Observation:
     changed_tensors: int
     """Weight tensors whose bytes differ from the previous version's."""
     empty_fraction: float
-    """Samples whose response has no token but the stop token."""
+    """Fraction of samples whose response is empty or the stop token alone."""
     repetitive_fraction: float
-    """Samples of at least `REPETITION_LENGTH` tokens that are one short cycle repeated."""
+    """Fraction of samples that end in a short cycle, as `is_repetitive` decides."""
     length_stop_fraction: float
-    """Samples cut off at the token limit."""
+    """Fraction of samples cut off at the token limit."""
     mismatch_kl: float | None
-    """None: not measured in this iteration."""
+    """In nats per token; None when it was not measured in this iteration."""
 
 
 REPETITION_LENGTH = 16
@@ -45,7 +45,7 @@ def is_repetitive(tokens: Sequence[int]) -> bool:
 
 
 def constant_reward(history: Sequence[Observation]) -> str | None:
-    """The same score for every sample of several iterations."""
+    """Every sample of several iterations has the same score."""
     recent = history[-CONSTANT_FOR:]
     if len(recent) < CONSTANT_FOR:
         return None
@@ -59,7 +59,7 @@ def constant_reward(history: Sequence[Observation]) -> str | None:
 
 
 def unchanged_weights(history: Sequence[Observation]) -> str | None:
-    """A step that should have moved the policy left every tensor as it was."""
+    """A step that should have changed the policy left every tensor as it was."""
     last = history[-1]
     if last.changed_tensors > 0 or last.trained_samples == 0 or last.learning_rate == 0:
         return None
@@ -83,13 +83,13 @@ def degenerate_output(history: Sequence[Observation]) -> str | None:
     if not found:
         return None
     return (
-        f"degenerate output: since iteration {recent[0].iteration} of all responses at least {', '.join(found)}; "
-        "look at the samples, at the stop tokens and at the learning rate"
+        f"degenerate output: since iteration {recent[0].iteration}, at least {', '.join(found)} of all responses; "
+        "check the samples, the stop tokens and the learning rate"
     )
 
 
 def growing_mismatch(history: Sequence[Observation], limit: float) -> str | None:
-    """Learner and replica drift apart on the same tokens: above `limit` for long, or many times what it was at first."""
+    """The mismatch between learner and replica on the same tokens stays above `limit`, or has grown `GROWTH`-fold."""
     measured = [o for o in history if o.mismatch_kl is not None]
     recent = [o.mismatch_kl for o in measured[-SUSTAINED_FOR:] if o.mismatch_kl is not None]
     if len(recent) < SUSTAINED_FOR:
@@ -105,7 +105,7 @@ def growing_mismatch(history: Sequence[Observation], limit: float) -> str | None
 
 
 def recent(history: Sequence[Observation]) -> list[Observation]:
-    """What the alarms can still need: the first measurements of the mismatch, and the last observations."""
+    """The observations that the alarms still need: the first measurements of the mismatch, and the last observations."""
     last = max(CONSTANT_FOR, 2 * SUSTAINED_FOR)
     if len(history) <= last:
         return list(history)
@@ -114,7 +114,7 @@ def recent(history: Sequence[Observation]) -> list[Observation]:
 
 
 def check(history: Sequence[Observation], mismatch_limit: float) -> dict[str, str]:
-    """Every alarm that holds after the last observation: its name to its text. `history` must not be empty."""
+    """The alarms after the last observation, name -> text. `history` must not be empty."""
     found = {
         "constant_reward": constant_reward(history),
         "unchanged_weights": unchanged_weights(history),

@@ -1,6 +1,6 @@
 """The trainer's HTTP port: /health, /ready and /metrics, from the run's records.
 
-Invariant: a scrape reads one snapshot, which `follow` replaces as a whole. A run does not depend on its scrapes.
+Invariant: a scrape reads one snapshot, which `follow` replaces as a whole. Scrapes cannot delay or fail a run.
 """
 
 import asyncio
@@ -31,16 +31,17 @@ _NOT_SHOWN = ("kind", "iteration", "time")
 
 @dataclass(frozen=True)
 class MetricsSnapshot:
-    """A run at one moment."""
+    """The exported values of a run at one moment."""
 
     state: RunState = RunState.STARTING
     gauges: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
+    tracker_failures: dict[str, int] = field(default_factory=dict)
 
 
 def snapshot(state: RunState, progress: Progress) -> MetricsSnapshot:
-    """Every number of the newest iteration's and rollout's records under its own name (`time/train` is `time_train_seconds`), and what
-    follows from them. The newest evaluation is `accuracy` or `score`, as its record names it."""
+    """The run's gauges: every number of the newest `iteration` and `rollout` records under its own name (`time/train` becomes
+    `time_train_seconds`), the ratios derived from them, and the newest evaluation under its name, `accuracy` or `score`."""
     gauges = {"alarms": float(progress.alarm_count)}
     if (score := progress.score()) is not None:
         gauges[progress.metric] = score
@@ -49,11 +50,11 @@ def snapshot(state: RunState, progress: Progress) -> MetricsSnapshot:
         gauges["iteration"] = float(progress.last["iteration"])
         seconds = progress.last["time/iteration"]
         gauges["learner_wait_ratio"] = progress.last[SPLIT["waiting for samples"]] / seconds if seconds else 0.0
-    return MetricsSnapshot(state, gauges, dict(progress.versions))
+    return MetricsSnapshot(state, gauges, dict(progress.versions), dict(progress.tracker_failures))
 
 
 class Exporter(Collector):
-    """Follows a run's records and serves them."""
+    """Follows a run's records and exports them."""
 
     def __init__(self, run: Run, config: RunConfig) -> None:
         self._run, self._folder, self._progress = run, config.run_dir, Progress(config.samples_per_iteration)
@@ -74,7 +75,7 @@ class Exporter(Collector):
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _read_written(self) -> str:
-        """Adds the records that are on disk, and perhaps gone from the stream. Returns the stream id of the last one."""
+        """Adds the records that are on disk; the stream may have been trimmed. Returns the stream id of the last one."""
         cursor = "0"
         for line in read_records(self._folder, self._run.run_id):
             self._progress.add(line)
@@ -82,10 +83,10 @@ class Exporter(Collector):
         return cursor
 
     def collect(self) -> Iterator[Metric]:
-        """The run's metrics, prefixed with polyreme_train_."""
+        """The run's metrics; their names begin with polyreme_train_."""
         shown = self.shown
         for name, value in shown.gauges.items():
-            yield GaugeMetricFamily(f"polyreme_train_{name}", "Of the newest iteration's record.", value)
+            yield GaugeMetricFamily(f"polyreme_train_{name}", "From the newest iteration's records.", value)
         states = GaugeMetricFamily("polyreme_train_state", "1 for the run's state.", labels=["state"])
         for state in RunState:
             states.add_metric([state.value], float(state is shown.state))
@@ -94,11 +95,17 @@ class Exporter(Collector):
         for replica, version in shown.replicas.items():
             versions.add_metric([replica], version)
         yield versions
+        failures = GaugeMetricFamily(
+            "polyreme_train_tracker_failures", "How often the tracker failed since the newest start.", labels=["tracker"]
+        )
+        for tracker, count in shown.tracker_failures.items():
+            failures.add_metric([tracker], count)
+        yield failures
 
 
 @asynccontextmanager
 async def export(run: Run, config: RunConfig, host: str, port: int | None) -> AsyncIterator[int | None]:
-    """Serves /health, /ready and /metrics until the block ends. Yields the port; None: nothing is served.
+    """Serves /health, /ready and /metrics until the block ends. Yields the bound port; without `port`, None, and serves nothing.
 
     Raises:
         ConfigError: the port is taken, or config.security cannot be used.
@@ -147,6 +154,6 @@ def _numbers(record: Record) -> dict[str, float]:
     found = {}
     for key, value in record.items():
         if key not in _NOT_SHOWN and isinstance(value, int | float) and not isinstance(value, bool):
-            unit = "_seconds" if key.startswith("time/") else ""
+            unit = "_seconds" if key.startswith(("time/", "timing/")) else ""
             found[re.sub(r"\W", "_", key) + unit] = float(value)
     return found

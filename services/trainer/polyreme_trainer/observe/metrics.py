@@ -1,68 +1,144 @@
-"""One iteration as a metric record and as an observation for the alarms: pure functions of groups and timings."""
+"""One iteration as a metric record and as an observation for the alarms: pure functions of groups, training metrics and timings.
+
+Invariant: every number of a record has its row in `registry`, which says what it means.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
-from polyreme.experience.records import GroupRecord
+from polyreme.config.run import RunConfig
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.observe.alarms import Observation, is_repetitive
 
 
 def iteration_record(
-    iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], seconds: Mapping[str, float], now: float
+    iteration: int,
+    groups: Sequence[GroupRecord],
+    trained: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    now: float,
+    config: RunConfig,
 ) -> dict[str, Any]:
     """The `iteration` record of the run's metrics.
 
     Args:
-        groups: what the iteration trained on.
+        groups: the groups that the iteration trained on. Greedy baselines count as generated tokens and samples only.
         trained: metrics of the training itself.
-        seconds: iteration, learner_wait (for a plan), train, write: wall-clock parts of this iteration on rank 0.
+        seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
+        config: of the run: its rewards and devices.
     """
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.sampled]
     scores = np.array([sample.score for sample in samples])
     lengths = np.array([len(sample.token_ids) for sample in samples])
-    behaviour = np.concatenate([sample.logprobs for sample in samples])
-    versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
-    staleness = np.array([iteration - 1 - min(written_by) for written_by in versions])
-    raw: dict[str, list[float]] = {}
-    weighted: dict[str, list[float]] = {}
-    for sample in samples:
-        for part in sample.parts:
-            raw.setdefault(part.name, []).append(part.raw)
-            weighted.setdefault(part.name, []).append(part.weighted)
-    tokens = int(lengths.sum())
+    prompts = np.array([len(group.prompt_ids) for group in groups for _ in group.sampled])
+    entropy = float(-np.concatenate([sample.logprobs for sample in samples]).mean())
+    tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
+    read = sum(len(group.prompt_ids) * len(group.samples) for group in groups)
+    timing = timings(groups, trained, seconds, config)
     return {
         "kind": "iteration",
         "iteration": iteration,
         "time": now,
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std()),
-        **{f"reward/{name}": float(np.mean(values)) for name, values in raw.items()},
-        **{f"reward_weighted/{name}": float(np.mean(values)) for name, values in weighted.items()},
-        "response/length_mean": float(lengths.mean()),
-        "response/length_max": int(lengths.max()),
+        **part_means(samples),
+        **statistics("response_length", lengths),
+        **statistics("prompt_length", prompts),
         "stop/length_fraction": float(np.mean([sample.finish_reason == FINISH_REASON_LENGTH for sample in samples])),
+        "actor/entropy": entropy,
         **trained,
-        "entropy": float(-behaviour.mean()),  # of the sampling policy: the mean of -log p over its own tokens is unbiased
-        "staleness/mean": float(staleness.mean()),
-        "staleness/max": int(staleness.max()),
-        "staleness/samples": np.bincount(staleness).tolist(),  # how many there are of staleness 0, 1, ...
-        "staleness/mixed_fraction": float(np.mean([len(set(written_by)) > 1 for written_by in versions])),
+        "entropy": entropy,
+        **staleness(iteration, samples),
         **{f"time/{name}": value for name, value in seconds.items()},
-        "time/generate": max(group.generate_seconds for group in groups),
-        "time/score": max(group.score_seconds for group in groups),
+        **timing,
+        **throughput(tokens + read, timing, trained.get("timing/update", 0.0), config),
         "tokens/generated": tokens,
         "tokens_per_second": tokens / seconds["iteration"],
-        "samples_per_second": len(samples) / seconds["iteration"],
+        "samples_per_second": sum(len(group.samples) for group in groups) / seconds["iteration"],
     }
+
+
+def statistics(name: str, values: NDArray[np.int64]) -> dict[str, float]:
+    """Mean, maximum and minimum of a series [n], n > 0."""
+    return {f"{name}/mean": float(values.mean()), f"{name}/max": int(values.max()), f"{name}/min": int(values.min())}
+
+
+def part_means(samples: Sequence[SampleRecord]) -> dict[str, float]:
+    """Mean of each reward and each part of one over the samples that have it, without and with its weight."""
+    raw: dict[str, list[float]] = {}
+    weighted: dict[str, list[float]] = {}
+    for sample in samples:
+        for part in sample.parts:
+            raw.setdefault(part.name, []).append(part.raw)
+            weighted.setdefault(part.name, []).append(part.weighted)
+    means = {name: float(np.mean(values)) for name, values in raw.items()}
+    return {
+        **{f"reward/{name}": mean for name, mean in means.items()},
+        **{f"{name}_rewards/mean": mean for name, mean in means.items() if "/" not in name},
+        **{f"reward_weighted/{name}": float(np.mean(values)) for name, values in weighted.items()},
+    }
+
+
+def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]:
+    """How far behind the trained policy the samples were."""
+    versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
+    lag = np.array([iteration - 1 - min(written_by) for written_by in versions])
+    return {
+        "staleness/mean": float(lag.mean()),
+        "staleness/max": int(lag.max()),
+        "staleness/samples": np.bincount(lag).tolist(),
+        "staleness/mixed_fraction": float(np.mean([len(set(written_by)) > 1 for written_by in versions])),
+    }
+
+
+def timings(
+    groups: Sequence[GroupRecord], trained: Mapping[str, Any], seconds: Mapping[str, float], config: RunConfig
+) -> dict[str, float]:
+    """The `timing/` metrics that the training itself does not measure, in seconds."""
+    specs = config.reward.rewards
+    generated, scored = (max(group.generate_seconds for group in groups), max(group.score_seconds for group in groups))
+    exposed = min(scored, max(0.0, seconds["learner_wait"] - generated))
+    by_rule, by_model = any(spec.model is None for spec in specs), any(spec.model is not None for spec in specs)
+    return {
+        "timing/all": seconds["iteration"],
+        "timing/rollout": generated,
+        "timing/rule_reward": scored if by_rule else 0.0,
+        "timing/reward_model": scored if by_model else 0.0,
+        "timing/resharding_to_infer": seconds["write"],
+        "timing/resharding_to_train": 0.0,
+        "timing/ref_onload": 0.0,
+        "timing/ref_offload": 0.0,
+        "timing/non_overlap_reference_model": trained.get("timing/reference_model", 0.0),
+        "timing/non_overlap_adv": trained.get("timing/adv", 0.0),
+        "timing/non_overlap_rule_reward": exposed if by_rule else 0.0,
+        "timing/non_overlap_reward_model": exposed if by_model else 0.0,
+    }
+
+
+def throughput(tokens: int, timing: Mapping[str, float], update: float, config: RunConfig) -> dict[str, float]:
+    """The `_tps` metrics, in tokens per second and device.
+
+    Args:
+        tokens: of all prompts (once per sample) and responses.
+        update: seconds of the actor's optimizer steps; 0: there was none, or it was not measured.
+    """
+    ranks, replicas = config.trainer.parallel.world_size, max(1, config.rollout.replicas) * config.rollout.tensor_parallel
+    parts = {
+        "e2e_tps": (ranks + replicas, timing["timing/all"]),
+        "update_tps": (ranks, update),
+        "vllm_tps": (replicas, timing["timing/rollout"]),
+    }
+    return {name: tokens / devices / seconds for name, (devices, seconds) in parts.items() if seconds > 0}
 
 
 def observe(iteration: int, groups: Sequence[GroupRecord], trained: Mapping[str, Any], changed_tensors: int) -> Observation:
     """The iteration as the alarms see it."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.sampled]
     scores = [sample.score for sample in samples]
     return Observation(
         iteration=iteration,

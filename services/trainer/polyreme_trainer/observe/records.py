@@ -1,9 +1,9 @@
 """Writes a run's records to its directory: metrics.jsonl, samples/, tensorboard/ and summary.json.
 
-Invariant: each record is written once. metrics.jsonl is its own cursor: each line has its run's id and the stream id that it came from,
-so a restart continues behind the run's last whole line. Of an iteration that a resumed learner repeats, the first record is kept. A
-sample file is complete before the line of its iteration is written; so are TensorBoard's events, which a restart may therefore repeat.
-Every write happens at once, so that a full disk raises OSError where it is handled. Nothing that is written is kept in memory.
+Invariant: each record is written once. metrics.jsonl is its own cursor: each line has its run's id and its stream id, so a restart
+continues after the run's last whole line. When a resumed learner repeats an iteration, the first record stays. A sample file is complete
+before the line of its iteration is written. TensorBoard's events are complete by then too, so a restart may repeat them. Every write is
+flushed at once, so that a full disk raises OSError where it is handled. Nothing that is on disk stays in memory.
 """
 
 import json
@@ -37,11 +37,11 @@ class Recorder:
     """The files of one run directory.
 
     Args:
-        config, run_id: of the run; its directory exists.
+        config, run_id: the run's configuration and id. Its directory exists.
         groups_of: reads an iteration's groups from the experience log.
 
     Attributes:
-        cursor: stream id behind which the next records are wanted.
+        cursor: stream id of the last record that was taken.
     """
 
     def __init__(self, config: RunConfig, run_id: str, groups_of: GroupsOf) -> None:
@@ -66,10 +66,10 @@ class Recorder:
         return self._progress.newest
 
     async def take(self, records: list[tuple[str, Record]], state: tuple[RunState, str]) -> None:
-        """Writes records that follow the cursor, in order, and the summary when it changes.
+        """Writes the records that follow the cursor, in order, and the summary when it changes.
 
         Args:
-            state: of the run, and its reason.
+            state: the run's state and its reason.
         """
         lines, newest = [], self._progress.newest
         for stream_id, record in records:
@@ -94,15 +94,15 @@ class Recorder:
             self.cursor = records[-1][0]
 
     def close(self) -> None:
-        """Closes every file, whatever one of them raises."""
+        """Closes every file, even when one of them raises."""
         self._files.close()
 
     async def _write_samples(self, iteration: int) -> Record:
-        """Writes an iteration's sample file. Returns what its record gets: `next_group`, the index after the highest one trained."""
+        """Writes an iteration's sample file. Returns `next_group` for its record: the index after the highest one trained."""
         try:
             groups = [decode_group(payload) for payload in await self._groups_of(iteration)]
         except PolyremeError as error:
-            logger.warning("no sample file of iteration %d: %s", iteration, error)
+            logger.warning("cannot write the sample file of iteration %d: %s", iteration, error)
             return {}
         lines = [json.dumps({"iteration": iteration, **line}) for group in groups for line in sample_lines(group)]
         write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
@@ -110,8 +110,8 @@ class Recorder:
 
 
 class Board:
-    """An event file of TensorBoard's. tensorboardX's own SummaryWriter writes in a thread: at a full disk it dies without an error, and
-    the next one that adds to its queue blocks."""
+    """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the disk is full,
+    and the next caller then blocks on its queue."""
 
     def __init__(self, folder: Path) -> None:
         from tensorboardX import RecordWriter
@@ -125,7 +125,7 @@ class Board:
         self._file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
 
     def add(self, lines: list[Record]) -> None:
-        """Writes the scalars of metrics.jsonl's lines; they are on disk when it returns."""
+        """Writes the scalars of lines of metrics.jsonl and flushes them."""
         for line in lines:
             self.add_scalars(scalars(line), line["time"])
 
@@ -140,13 +140,13 @@ class Board:
 
 
 def sample_lines(group: GroupRecord) -> Iterator[Record]:
-    """A group's samples for people and tools: text, score and where it came from."""
-    for place, sample in enumerate(group.samples):
+    """One line for each sample of a group: text, score and origin."""
+    for position, sample in enumerate(group.samples):
         numbers = {"token_rewards": sample.token_rewards, "teacher_logprobs": sample.teacher_logprobs}
         yield {
             "group": group.index,
             "attempt": group.attempt,
-            "sample": place,
+            "sample": position,
             "prompt": group.prompt,
             "response": sample.text,
             "label": group.label,
@@ -160,7 +160,7 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
 
 
 def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
-    """What TensorBoard plots of a record: (tag, value, step). Steps are iterations, and optimizer steps in a warm start."""
+    """The scalars of a record for TensorBoard: (tag, value, step). A step is an iteration, or an optimizer step of a warm start."""
     match line["kind"]:
         case "iteration":
             step = line["iteration"]
@@ -170,7 +170,8 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
                 elif key == "staleness/samples":
                     yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
         case "rollout":
-            yield "time/rollout_wait", line["time/rollout_wait"], line["iteration"]
+            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and is_number(value))
+            yield from ((key, float(value), line["iteration"]) for key, value in numbers)
         case "eval":
             yield *evaluation_of(line), line["version"]
         case "sft":
@@ -178,7 +179,7 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cuts a file of lines behind its last whole one: a crash may have torn the next."""
+    """Truncates a file after its last whole line; a crash may have left part of another."""
     with suppress(FileNotFoundError), open(path, "r+b") as file:
         end = size = file.seek(0, os.SEEK_END)
         while end:

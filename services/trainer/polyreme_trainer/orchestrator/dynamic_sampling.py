@@ -30,7 +30,7 @@ class DynamicSampling:
 
     def drops(self, record: GroupRecord) -> bool:
         """Whether a scored group is of no use, and another may take its place. Counts it."""
-        scores = np.array([sample.score for sample in record.samples if sample.loss_mask.any()])
+        scores = np.array([sample.score for sample in record.sampled])
         useless = len(self._dropped) < self._limit and not informative(scores, np.zeros(len(scores), dtype=np.int64)).any()
         (self._dropped if useless else self._kept).append(record.mean_reward)
         return useless

@@ -41,6 +41,10 @@ class GroupMaker:
         self._run_id, self._config, self._template, self._prompts = run_id, config, template, prompts
         self._pool, self._rewards, self.partial_log = pool, rewards, partial_log
 
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a group."""
+        return self._prompts[row_of(self._config.seed, index, len(self._prompts))]
+
     async def make(self, admission: Admission) -> GroupRecord:
         """Runs one attempt.
 
@@ -48,7 +52,7 @@ class GroupMaker:
             GenerateError, ScoreError: the attempt failed.
             UnavailableError: there is no replica or no reward server.
         """
-        prompt = self._prompts[row_of(self._config.seed, admission.index, len(self._prompts))]
+        prompt = self.prompt_of(admission.index)
         wanted = self._generation(admission, prompt)
         with self.partial_log.track(admission, prompt.ids, wanted.blank()) as partial:
             return await self._make(admission, prompt, wanted, partial)

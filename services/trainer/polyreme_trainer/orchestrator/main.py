@@ -23,6 +23,7 @@ from polyreme_trainer.orchestrator.evaluate import Evaluator
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
+from polyreme_trainer.orchestrator.prompt_filter import PromptFilter
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.reward_client import RewardClient, ScoreError
 from polyreme_trainer.orchestrator.schedule import EvalSchedule
@@ -112,6 +113,7 @@ class Orchestrator:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._planned = 0
         self._sampling = DynamicSampling(config.recipe.dynamic_sampling, config.groups_per_iteration)
+        self._filter = PromptFilter(config.recipe.skip_prompts, config.seed, experience, maker.prompt_of)
         self._failed = 0
         self._first = sys.maxsize  # index of the first group that was worked on
         self._verdicts: dict[str, set[int]] = {}  # groups that failed before anything was scored, by the reason
@@ -174,7 +176,7 @@ class Orchestrator:
         if planned > self._planned:
             seconds = self._pool.idle_time.take(time.monotonic())
             waited = {"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds}
-            await self._run.emit({**waited, **self._sampling.take()})
+            await self._run.emit({**waited, **self._sampling.take(), **self._filter.take()})
             self._planned = planned
 
     def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:
@@ -203,11 +205,14 @@ class Orchestrator:
         """Runs one attempt. Returns the next one when it failed, None when the group has reached its final state."""
         index, number = admission.index, admission.attempt
         try:
-            record = await self._maker.make(admission)
-            if self._sampling.drops(record):
-                await self._experience.drop(index, number, "equal scores", record.mean_reward)
+            if await self._filter.skips(admission):
                 return None
-            await self._experience.append(index, number, encode_group(record), record.oldest_version, record.mean_reward)
+            record = await self._maker.make(admission)
+            tally, score = self._filter.judge(record), record.mean_reward
+            if self._sampling.drops(record):
+                await self._experience.drop(index, number, "equal scores", score, tally)
+            else:
+                await self._experience.append(index, number, encode_group(record), record.oldest_version, score, tally)
             return None
         except (GenerateError, ScoreError, DataError) as error:
             if isinstance(error, ScoreError):

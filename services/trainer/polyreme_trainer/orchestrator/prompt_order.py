@@ -33,6 +33,11 @@ def sequence_seed(seed: int, group: int, attempt: int, sample: int, prefix_lengt
     return _digest(seed, group, attempt, sample, prefix_length) >> 1
 
 
+def retry_draw(seed: int, group: int) -> float:
+    """A number in [0, 1) that decides whether a group whose prompt could be skipped is sampled nevertheless."""
+    return _digest(seed, group) / 2.0**64
+
+
 def _digest(*values: int) -> int:
     return int(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(values)}Q", *(value & _U64 for value in values))))
 

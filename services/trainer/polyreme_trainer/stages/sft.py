@@ -1,7 +1,7 @@
 """Supervised training on the learner's ranks: cross entropy of responses, phase by phase.
 
-Invariant: which rows a step takes and its learning rate are functions of (seed, phase, step), so the warm start of a seed is always
-the same, also when it was saved between two steps and continued. No torch here: the engine runs the steps.
+Invariant: a step's rows and learning rate are functions of (seed, phase, step). A warm start is therefore the same for the same seed, also
+when it was saved between two steps and continued. This module imports no torch: the engine runs the steps.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,11 @@ from polyreme_trainer.learner.engine import TrainEngine
 from polyreme_trainer.learner.leader import Ranks, join, split
 
 FLOOR = 0.02
-"""Where the cooldown ends, as a part of the phase's rate."""
+"""The learning rate at the cooldown's end, as a fraction of the phase's rate."""
 REPORT_EVERY = 10
 
 Report = Callable[[dict[str, Any]], bool]
-"""Takes a progress record; returns, the same on every rank, whether the run drains."""
+"""Takes a progress record. Returns whether the run drains, the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Rows:
 
 
 def learning_rate(phase: SftPhase, step: int) -> float:
-    """The rate of step 0, 1, ...: linear warm-up, constant, linear cooldown that ends at `FLOOR` of it."""
+    """The learning rate of step 0, 1, ...: linear warm-up, constant, linear cooldown that ends at `FLOOR` of the phase's rate."""
     factor = 1.0
     if phase.warmup:
         factor = min(factor, (step + 1) / phase.warmup)
@@ -49,7 +50,7 @@ def learning_rate(phase: SftPhase, step: int) -> float:
 
 
 def batches(rows: int, steps: int, size: int, seed: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """Row numbers of each step, int64 [size]: pass after pass over all rows, each in an order drawn from (seed, pass)."""
+    """Yields the row numbers of each step, int64 [size]. Each pass over all rows has an order drawn from (seed, pass)."""
     waiting = np.empty(0, dtype=np.int64)
     number = 0
     for _ in range(steps):
@@ -61,9 +62,9 @@ def batches(rows: int, steps: int, size: int, seed: Sequence[int]) -> Iterator[N
 
 
 def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
-    """The phases of `trainer.sft`, each with an optimizer of its own, from where a saved warm start stopped.
+    """Runs the phases of `trainer.sft`, each with its own optimizer. A saved warm start continues where it stopped.
 
-    The state is saved after each phase but the last (whose result the caller saves), and when the run drains.
+    The state is saved when the run drains and after each phase except the last, whose result the caller saves.
 
     Returns:
         Whether all phases are complete; False when the run drains.
@@ -72,7 +73,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     saved = engine.load_warm_start() if phases else None
     first, start = (0, 0) if saved is None else (saved["phase"], saved["step"])
     for number, phase in enumerate(phases[first:], start=first):
-        rows = unpack(ranks.broadcast_from_leader(partial(pack, phase, config, files)))
+        rows = unpack(ranks.broadcast_from_leader(partial(pack, phase.data, config, files)))
         if start == 0:
             engine.begin_phase(phase)
         step = run_phase(engine, phase, rows, (config.seed, number), start, partial(_report, report, number, phase))
@@ -86,13 +87,13 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
 
 
 def run_phase(engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[int], start: int, report: Report) -> int:
-    """Optimizer steps `start` to the phase's last, each the token mean of the cross entropy of its rows' responses.
+    """Runs optimizer steps `start` to the phase's last. A step's loss is the token mean of the cross entropy of its rows' responses.
 
     Args:
-        report: gets step, loss, lr and tokens_per_second (padding left out) every few steps and after the last.
+        report: gets step, loss, lr and tokens_per_second (without padding) every `REPORT_EVERY` steps and after the last.
 
     Returns:
-        How many of the phase's steps are done; fewer than all when the run drains.
+        The number of the phase's completed steps; fewer than all when the run drains.
     """
     tokens, since = 0, time.perf_counter()
     for step, chosen in enumerate(batches(len(rows.ids), phase.steps, phase.batch_size, seed)):
@@ -110,10 +111,10 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[i
     return phase.steps
 
 
-async def pack(phase: SftPhase, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
-    """The phase's rows, tokenised, as bytes for `unpack`. Raises DataError."""
+async def pack(path: Path, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
+    """The tokenised rows of a file as bytes for `unpack`. Raises DataError."""
     template = Template(files, config.data)
-    examples = await asyncio.to_thread(load_examples, phase.data, config.data, template, config.rollout.max_model_len)
+    examples = await asyncio.to_thread(load_examples, path, config.data, template, config.rollout.max_model_len)
     return join(
         [
             np.array([len(example.ids) for example in examples], dtype=np.int64).tobytes(),

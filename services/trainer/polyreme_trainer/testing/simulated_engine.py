@@ -1,8 +1,8 @@
-"""A training engine that learns nothing, for tests and scale runs of everything around it, without torch.
+"""A training engine without torch that learns nothing. Tests and scale runs use it to exercise everything around the training.
 
-Invariant: a version's bytes are digests of all plans and payloads up to it, in order, so they prove what was trained, how often, and in
-which order, and a replay must arrive at the same bytes. Only the training is simulated: the control loop, log, arena, publisher and
-the order of their steps are those of `polyreme train`.
+Invariant: a version's bytes are digests of all plans and payloads up to it, in order. They prove what was trained, how often and in which
+order, and a replay must produce the same bytes. Only the training is simulated: control loop, log, arena and publisher are those of
+`polyreme train`.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ LAYOUT = plan_manifest([TensorSpec("weight", "U8", (64,))])
 
 @dataclass(frozen=True)
 class Weights:
-    """What `version` iterations make: SHA-256 chains over their plans, and over the groups' bytes."""
+    """The weights after `version` iterations: SHA-256 chains over their plans and over the groups' bytes."""
 
     version: int = 0
     plans: bytes = bytes(32)
@@ -45,18 +45,18 @@ class Weights:
 
 
 def after_plan(before: bytes, iteration: int, indices: Sequence[int]) -> bytes:
-    """The chain over plans, one further."""
+    """The chain over plans, extended by one plan."""
     return hashlib.sha256(before + f"{iteration}: {tuple(indices)}".encode()).digest()
 
 
 class SimulatedTrainEngine:
-    """The weights of one learner of one rank.
+    """The engine of a learner with one rank.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         run_id: names the arena.
-        train_seconds: what an iteration's training takes.
-        weight_bytes: of a version: its digests, then zeros.
+        train_seconds: duration of an iteration's training.
+        weight_bytes: size of a version, which is its digests followed by zeros.
     """
 
     def __init__(self, config: RunConfig, run_id: str, train_seconds: float, weight_bytes: int) -> None:
@@ -66,6 +66,7 @@ class SimulatedTrainEngine:
         self._layout = plan_manifest([TensorSpec("weight", "U8", (weight_bytes,))])
         self._arena = Arena.create(run_id, weight_bytes)
         self.newest_save: int | None = None
+        self.facts: Mapping[str, Any] = {}
 
     @property
     def arena(self) -> Arena:
@@ -76,6 +77,7 @@ class SimulatedTrainEngine:
         if found is None:
             return None
         self._weights, self.newest_save = found, found.version
+        self.facts = json.loads((self.hf_path(found.version) / "facts.json").read_text())
         return found.version
 
     def begin_phase(self, phase: SftPhase) -> None:
@@ -88,6 +90,9 @@ class SimulatedTrainEngine:
         return lambda: 0.0
 
     def begin_iterations(self) -> None:
+        pass
+
+    def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
         pass
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -119,6 +124,7 @@ class SimulatedTrainEngine:
             weights = self._weights
             state = {"version": version, "plans": weights.plans.hex(), "payloads": weights.payloads.hex()}
             (folder / "state.json").write_text(json.dumps(state))
+            (folder / "facts.json").write_text(json.dumps(dict(facts)))
         there = sorted(self._checkpoints.glob("iteration-*"))
         kept = there[-self._config.trainer.keep_checkpoints :]
         for old in there[: -len(kept)]:
@@ -142,7 +148,7 @@ class SimulatedTrainEngine:
 
 
 def newest(checkpoints: Path) -> Weights | None:
-    """What the newest checkpoint holds; None: there is none."""
+    """The weights in the newest checkpoint; None without a checkpoint."""
     found = sorted(checkpoints.glob("iteration-*/state.json"))
     if not found:
         return None

@@ -1,6 +1,6 @@
 """`python -m polyreme_trainer.testing.simulated_learner`: a learner of one rank with the simulated engine.
 
-Invariant: the control loop is the learner's own; only its engine is simulated.
+Invariant: the control loop is the one that `polyreme train` runs; only the engine is simulated.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ async def _read_config(redis_url: str, run_id: str) -> RunConfig:
 
 def simulated_learner(
     train_seconds: Annotated[float, typer.Option(min=0, help="Seconds that the training of an iteration takes.")] = 0.1,
-    weight_bytes: Annotated[int, typer.Option(min=LAYOUT.nbytes, help="Of a version: its digests, then zeros.")] = LAYOUT.nbytes,
+    weight_bytes: Annotated[int, typer.Option(min=LAYOUT.nbytes, help="Size of a version.")] = LAYOUT.nbytes,
 ) -> None:
-    """Learns nothing. POLYREME_REDIS and POLYREME_RUN name the run; all else is in its record."""
+    """Runs the control loop without learning. POLYREME_REDIS and POLYREME_RUN name the run; its record has everything else."""
     redis_url, run_id = os.environ["POLYREME_REDIS"], os.environ["POLYREME_RUN"]
     logging_setup.setup("learner-0")
     with exit_on_error("learner"):

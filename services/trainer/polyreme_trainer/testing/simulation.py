@@ -1,6 +1,6 @@
-"""`python -m polyreme_trainer.testing.simulation`: the trainer of a run that is there already, with the simulated learner.
+"""`python -m polyreme_trainer.testing.simulation`: the trainer of an existing run, with the simulated learner.
 
-Kept here: supervision, records and orchestrator are those of `polyreme train`; only the learner's training is simulated.
+Invariant: supervision, records and orchestrator are those of `polyreme train`; only the learner's training is simulated.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ _ATTACH_SECONDS = 10.0
 
 
 def simulation(
-    log_dir: Annotated[Path, typer.Option(help="For the children's logs.")],
+    log_dir: Annotated[Path, typer.Option(help="Directory of the children's logs.")],
     redis: Annotated[str, redis_option("URL of the run's Redis.")],
     run: Annotated[str | None, typer.Option(envvar="POLYREME_RUN", help="Run id; without it, the newest run.")] = None,
-    train_seconds: Annotated[float, typer.Option(min=0, help="What the training of an iteration takes.")] = 0.1,
-    weight_bytes: Annotated[int, typer.Option(min=64, help="Of a version.")] = 64,
+    train_seconds: Annotated[float, typer.Option(min=0, help="Seconds that the training of an iteration takes.")] = 0.1,
+    weight_bytes: Annotated[int, typer.Option(min=64, help="Size of a version.")] = 64,
 ) -> None:
-    """Trains nothing: supervises the orchestrator and the simulated learner to the run's end."""
+    """Supervises the orchestrator and the simulated learner to the run's end, without training."""
     logging_setup.setup("train")
     log_dir.mkdir(parents=True, exist_ok=True)
     with exit_on_error("train"):

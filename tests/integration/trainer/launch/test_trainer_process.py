@@ -95,7 +95,7 @@ async def test_records_that_cannot_be_written_are_told_and_written_later(
         notices = [record["text"] for _, record in await run.records("0", 0) if record["kind"] == "notice"]
         return notices[0] if notices else None
 
-    assert "records are not being written" in str(await run.until(told, within=300))
+    assert "cannot write records" in str(await run.until(told, within=300))
     in_the_way.rmdir()
     await asyncio.wait_for(task, 300)
     assert "done_learning" in in_the_way.read_text()

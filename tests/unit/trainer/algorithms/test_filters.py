@@ -1,9 +1,16 @@
-"""Dynamic sampling and pass rates."""
+"""Dynamic sampling, and which prompts are left out."""
 
 import numpy as np
 import pytest
 
-from polyreme_trainer.algorithms.filters import PassRate, SkipRule, informative, record
+from polyreme.config.presets import resolve
+from polyreme.config.recipe import SkipPrompts
+from polyreme.config.recipe_checks import check
+from polyreme.errors import ConfigError
+from polyreme.experience.pass_rates import PassRate
+from polyreme_trainer.algorithms.filters import informative, reason_to_skip
+
+RULE = SkipPrompts(min_samples=8, retry=0.25)
 
 
 def test_groups_of_equal_scores_are_not_informative() -> None:
@@ -12,32 +19,35 @@ def test_groups_of_equal_scores_are_not_informative() -> None:
     assert informative(scores, group).tolist() == [True, True, False, False, False, False, False]
 
 
-def test_pass_rates_add_up() -> None:
-    rates = record({}, 5, np.array([1.0, 0.0, 0.5]), threshold=0.5, data_pass=0)
-    assert rates == {5: PassRate(samples=3, solved=1, last_pass=0)}
-    more = record(rates, 5, np.array([1.0, 1.0]), threshold=0.5, data_pass=2)
-    assert more == {5: PassRate(samples=5, solved=3, last_pass=2)}
-    assert rates[5].samples == 3
-
-
 @pytest.mark.parametrize(
-    ("rate", "data_pass", "skipped"),
+    ("rate", "reason"),
     [
-        (PassRate(), 1, False),
-        (PassRate(7, 0, 0), 1, False),  # too few to tell
-        (PassRate(8, 0, 0), 1, True),
-        (PassRate(8, 8, 0), 1, True),
-        (PassRate(8, 4, 0), 1, False),
-        (PassRate(8, 0, 0), 2, True),
-        (PassRate(8, 0, 0), 3, False),  # asked again: the policy is another one by now
+        (PassRate(), None),
+        (PassRate(7, 0, -7), None),  # too few to tell
+        (PassRate(8, 0, -8), "never solved"),
+        (PassRate(8, 8, 8), "always solved"),
+        (PassRate(80, 8, 8), "always solved"),  # what counts is the newest
+        (PassRate(80, 40, 0), None),
+        (PassRate(80, 79, 7), None),
     ],
 )
-def test_what_is_always_or_never_solved_is_skipped_for_a_while(rate: PassRate, data_pass: int, skipped: bool) -> None:
-    assert SkipRule(samples=8, never=True, always=True, passes=2).skips(rate, data_pass) is skipped
+def test_what_was_lately_always_or_never_solved_is_skipped_but_for_some_retries(rate: PassRate, reason: str | None) -> None:
+    assert reason_to_skip(RULE, rate, draw=0.25) == reason
+    assert reason_to_skip(RULE, rate, draw=0.249) is None
 
 
 def test_either_side_may_be_kept() -> None:
-    never, always = PassRate(8, 0, 0), PassRate(8, 8, 0)
-    assert SkipRule(8, never=True, always=False, passes=9).skips(never, 1)
-    assert not SkipRule(8, never=True, always=False, passes=9).skips(always, 1)
-    assert not SkipRule(8, never=False, always=True, passes=9).skips(never, 1)
+    never, always = PassRate(8, 0, -8), PassRate(8, 8, 8)
+    only_never, only_always = (RULE.model_copy(update={side: False}) for side in ("always", "never"))
+    assert (reason_to_skip(only_never, never, 0.9), reason_to_skip(only_never, always, 0.9)) == ("never solved", None)
+    assert (reason_to_skip(only_always, never, 0.9), reason_to_skip(only_always, always, 0.9)) == (None, "always solved")
+
+
+def test_a_rule_that_skips_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        check(resolve("dapo", {"skip_prompts": {"always": False, "never": False}}), group_size=4, steps=1, critic=False)
+
+
+def test_a_pass_rate_survives_the_log() -> None:
+    rate = PassRate(12, 3, -4)
+    assert PassRate.parse(str(rate)) == rate

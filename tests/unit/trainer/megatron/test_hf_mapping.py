@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +20,12 @@ from polyreme_trainer.megatron.hf_mapping import Rank
 def architectures(draw: st.DrawFn) -> Architecture:
     groups = draw(st.sampled_from([1, 2, 3, 4]))
     heads = groups * draw(st.sampled_from([1, 2, 4]))
+    family = find_family(draw(st.sampled_from(known_families())))
     return Architecture(
-        family=find_family(draw(st.sampled_from(known_families()))),
+        family=family,
+        experts=draw(st.sampled_from([2, 4])) if family.expert else 0,
+        expert_ffn=8,
+        shared_ffn=draw(st.sampled_from([8, 24])),
         layers=draw(st.sampled_from([2, 4])),
         hidden=draw(st.sampled_from([4, 6])),
         heads=heads,
@@ -108,15 +113,15 @@ def test_tensor_shards_concatenate_to_the_single_rank_parameter(case: tuple[Arch
     shards = [load(arch, rank, tensors) for rank in ranks(tp, 1)]
     for name, expected in whole.items():
         parts = [shard[name] for shard in shards]
-        if "linear_fc1" in name:  # gate and up are interleaved by rank
+        if "layernorm" in name or "router" in name or len(whole[name]) == 1:  # norms, routers, the value head
+            joined = parts[-1]
+        elif "linear_fc1" in name:  # gate and up are interleaved by rank
             halves = [np.split(part, 2) for part in parts]
             joined = np.concatenate([half[0] for half in halves] + [half[1] for half in halves])
         elif "linear_proj" in name or "linear_fc2" in name:
             joined = np.concatenate(parts, axis=1)
         elif "linear_qkv" in name:
             joined = np.concatenate(parts)
-        elif "layernorm" in name or len(whole[name]) == 1:  # norms and the value head
-            joined = parts[-1]
         else:
             joined, expected = np.concatenate(parts)[: arch.vocab], expected[: arch.vocab]
         assert np.array_equal(joined, expected), name
@@ -179,3 +184,23 @@ def _small(**changes: object) -> Architecture:
     }
     fields |= {"head": "untied", "norm_eps": 1e-6, "max_position": 16, "rope": Rope(10000.0)}
     return Architecture(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_each_expert_rank_has_its_own_experts_and_all_else() -> None:
+    arch = replace(_small(heads=4, kv_heads=2, head_dim=2), family=find_family("mixtral"), experts=4, expert_ffn=8)
+    tensors = numbered(arch)
+    for ep_rank in (0, 1):
+        rank = Rank(ep_rank=ep_rank, ep=2)
+        params = load(arch, rank, tensors)
+        for local in (0, 1):
+            down = tensors[f"model.layers.1.block_sparse_moe.experts.{2 * ep_rank + local}.w2.weight"]
+            assert np.array_equal(params[f"decoder.layers.1.mlp.experts.local_experts.{local}.linear_fc2.weight"], down)
+        assert "decoder.layers.0.mlp.experts.local_experts.2.linear_fc1.weight" not in params
+        assert np.array_equal(
+            params["decoder.layers.0.mlp.router.weight"], tensors["model.layers.0.block_sparse_moe.gate.weight"]
+        )
+        written = {piece.hf_name for piece in hf_mapping.rank_slices(arch, rank) if piece.primary}
+        assert (EMBEDDING in written) is (ep_rank == 0)
+        assert f"model.layers.0.block_sparse_moe.experts.{2 * ep_rank}.w1.weight" in written
+    with pytest.raises(ValueError, match="experts"):
+        hf_mapping.rank_slices(arch, Rank(ep=3))

@@ -17,7 +17,7 @@ STRIDE = 7
 
 
 @pytest.fixture
-def saves(tmp_path: Path) -> Saves:
+def saves(tmp_path: Path) -> Iterator[Saves]:
     """Of a run whose iterations 4 and 6 are saved, beside the export of version 0."""
     config = run_config(tmp_path)
     for iteration in (4, 6):
@@ -31,7 +31,9 @@ def saves(tmp_path: Path) -> Saves:
     export = config.run_dir / "hf" / "iteration-000000"
     export.mkdir(parents=True)
     (export / "model.safetensors").write_bytes(bytes(range(200)))
-    return Saves(config, {}, Ranks())
+    ranks = Ranks()
+    yield Saves(config, {}, ranks)
+    ranks.close()
 
 
 def flips(file: Path, stride: int) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_S
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.learner.leader import join, split
 from polyreme_trainer.observe.metrics import iteration_record, observe
+from support.configs import run_config
 
 TRAINED = {"off_policy_kl": 1e-3, "mismatch_kl": 1e-9, "trained_samples": 2, "actor/lr": 1e-4}
 SECONDS = {"iteration": 2.0, "learner_wait": 1.0, "train": 0.5, "write": 0.1}
@@ -37,25 +39,39 @@ GROUPS = [
 ]
 
 
-def test_the_record() -> None:
-    record = iteration_record(5, GROUPS, TRAINED, SECONDS, now=100.0)
+def test_the_record(tmp_path: Path) -> None:
+    record = iteration_record(5, GROUPS, TRAINED, SECONDS, 100.0, run_config(tmp_path))
     json.dumps(record)
     assert record["reward/mean"] == 0.25
     assert (record["reward/exact"], record["reward_weighted/exact"]) == (0.25, 0.5)
-    assert (record["response/length_mean"], record["response/length_max"]) == (10.0, 20)
+    assert (record["response_length/mean"], record["response_length/max"]) == (10.0, 20)
     assert record["stop/length_fraction"] == 0.25
     assert record["entropy"] == pytest.approx(0.5)
     assert (record["staleness/mean"], record["staleness/max"], record["staleness/samples"]) == (0.25, 1, [3, 1])
     assert record["staleness/mixed_fraction"] == 0.0
     assert (record["off_policy_kl"], record["actor/lr"]) == (1e-3, 1e-4)
-    assert (record["time/generate"], record["time/score"], record["time/train"]) == (0.7, 0.1, 0.5)
+    assert (record["timing/rollout"], record["timing/rule_reward"], record["time/train"]) == (0.7, 0.1, 0.5)
     assert (record["tokens/generated"], record["tokens_per_second"], record["samples_per_second"]) == (40, 20.0, 2.0)
 
 
-def test_a_sample_is_as_stale_as_its_oldest_token() -> None:
+def test_a_sample_is_as_stale_as_its_oldest_token(tmp_path: Path) -> None:
     mixed = replace(sample(6, 1.0), spans=[(2, 0, 3), (4, 3, 6)])
-    record = iteration_record(5, [replace(GROUPS[0], samples=[mixed, sample(4, 0.0)])], TRAINED, SECONDS, now=100.0)
+    groups = [replace(GROUPS[0], samples=[mixed, sample(4, 0.0)])]
+    record = iteration_record(5, groups, TRAINED, SECONDS, 100.0, run_config(tmp_path))
     assert (record["staleness/samples"], record["staleness/max"], record["staleness/mixed_fraction"]) == ([1, 0, 1], 2, 0.5)
+
+
+def test_a_greedy_baseline_counts_as_generated_and_in_nothing_else(tmp_path: Path) -> None:
+    """ReMax's greedy sample scores better than the samples that are trained on."""
+    greedy = replace(sample(40, 1.0), loss_mask=np.zeros(40, dtype=np.uint8))
+    groups = [replace(group, samples=[*group.samples, greedy]) for group in GROUPS]
+    config = run_config(tmp_path)
+    record, without = (iteration_record(5, each, TRAINED, SECONDS, 100.0, config) for each in (groups, GROUPS))
+    assert min(record.pop(name) / without[name] for name in ("e2e_tps", "vllm_tps")) > 1
+    assert (record.pop("tokens/generated"), record.pop("tokens_per_second"), record.pop("samples_per_second")) == (120, 60.0, 3.0)
+    assert record == {name: without[name] for name in record}
+    assert observe(5, groups, TRAINED, 7) == observe(5, GROUPS, TRAINED, 7)
+    assert [group.mean_reward for group in groups] == [0.5, 0.0]
 
 
 def test_the_observation() -> None:

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox, with the standard library alone. The directory is all that a program sees of this package."""
+"""Code that runs inside the sandbox and uses only the standard library. A program sees no other part of this package."""

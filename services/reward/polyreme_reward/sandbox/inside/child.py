@@ -1,22 +1,23 @@
-"""The first code inside the sandbox, where it gets `job` and three descriptors' numbers as `sys.argv`: job, result, channel (-1: none).
+"""The first code inside the sandbox. It gets `job`, and in `sys.argv` three file descriptors: job, result, channel (-1: none).
 
-`job` is a dictionary: `kind`, `program`, `limits` (resource to bytes or seconds), `paths` (where packages are),
-`folder` (of this file), and by kind:
+`job` is a dictionary with `kind`, `program`, `limits` (bytes or seconds by resource), `paths` (directories of packages), `folder` (the
+directory of this file), and further keys by kind:
 
 - script: the program runs as a script.
-- call: `name` is called with `arguments` (JSON), and its value written to RESULT as JSON. The program finds what LeetCode's editor imports.
-- serve: the program answers on CHANNEL what `evaluator` asks.
-- check: `test` is executed against the program behind CHANNEL, and the verdict written to RESULT.
+- call: the function `name` is called with `arguments` (JSON), and its value is written to RESULT as JSON. The names that LeetCode's
+  editor imports are available.
+- serve: the program's process answers requests of `evaluator` on CHANNEL.
+- check: `test` is executed against the program behind CHANNEL, and the verdict is written to RESULT.
 
-Invariant: the first byte on RESULT is a line end, written when limits are set and before any code of the program runs. Nothing beyond it
-is trusted. Imports are few and late: they are what starting costs (so is compiling this file, which comes compiled, see `run`).
+Invariant: the first byte on RESULT is a line feed. It is written after the limits are set and before any code of the program runs. All
+later bytes are untrusted. Imports are few and late, since they dominate the start time. For the same reason this file arrives compiled.
 """
 
-import posix  # `os` without what it imports
+import posix  # `os` without its imports
 import resource
 import sys
 
-TYPE_CHECKING = False  # importing `typing` would cost more than all the rest
+TYPE_CHECKING = False  # importing `typing` would cost more than everything else
 if TYPE_CHECKING:
     from typing import Any
 
@@ -36,7 +37,7 @@ def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
         with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(job["program"])
     null = posix.open("/dev/null", posix.O_WRONLY)
-    posix.dup2(null, 2)  # where the sandbox itself said what was wrong
+    posix.dup2(null, 2)  # stderr was the sandbox's error output until here
     posix.close(null)
     posix.write(result_fd, b"\n")
     if job["kind"] == "script":
@@ -58,7 +59,7 @@ def main(job: "dict[str, Any]", result_fd: int, channel_fd: int) -> None:
 
 
 def _make_importable(folder: str) -> None:
-    """Gives this directory its package's name; the directories above it are not there."""
+    """Registers this directory under its package's name, since its parent directories do not exist here."""
     for name in ("polyreme_reward", "polyreme_reward.sandbox", "polyreme_reward.sandbox.inside"):
         package = type(sys)(name)
         package.__path__ = [folder]
@@ -66,7 +67,7 @@ def _make_importable(folder: str) -> None:
 
 
 def _execute(program: str, name: str, given: dict[str, object]) -> dict[str, object]:
-    """Runs the program as the module `name` with the names `given`. Returns its globals."""
+    """Runs the program as module `name` with the globals `given`. Returns its globals."""
     module = type(sys)(name)
     module.__dict__.update(given, __file__="program.py")
     sys.modules[name] = module
@@ -86,12 +87,12 @@ def _call(job: dict[str, str], result_fd: int) -> None:
     function = namespace.get(job["name"])
     if function is None and "Solution" in namespace:
         function = getattr(namespace["Solution"](), job["name"])  # type: ignore[operator]
-    value = function(*json.loads(job["arguments"]))  # type: ignore[operator]  # no such function: a TypeError, and the test has failed
+    value = function(*json.loads(job["arguments"]))  # type: ignore[operator]  # an unknown function is a TypeError, which fails the test
     data = json.dumps(value).encode()
     while data:
         data = data[posix.write(result_fd, data) :]
 
 
 if __name__ == "__main__":
-    _own = sys.modules["__main__"]  # kept: a script takes its name
+    _own = sys.modules["__main__"]  # keeps this module alive when a script takes its name
     main(globals()["job"], *map(int, sys.argv[2:]))

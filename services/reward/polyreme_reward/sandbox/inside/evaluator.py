@@ -1,9 +1,9 @@
-"""The trusted side of an assertion: the test's own code, in a process that the program has no way into.
+"""The trusted side of an assertion: runs the test in a process that the program cannot access.
 
-Invariant: every comparison of the test is made here, on values of exact built-in types; the program decides only what its own functions and
-objects answer. An object that is no plain value is a `Remote`: it can be called, indexed and iterated, and is equal to nothing: comparing it
-fails the test, whatever its `__eq__` would say. A name means what Python's builtins, the test itself or a module of TRUSTED say, before it
-means something in the program: a program cannot bring an `abs` or `all` of its own.
+Invariant: every comparison of the test happens here, on values of exact built-in types. The program only decides what its own functions
+and objects return. An object that is not a plain value is a `Remote`: it can be called, indexed and iterated, but comparing it fails the
+test, whatever its `__eq__` returns. A name is looked up in the test, Python's builtins and the TRUSTED modules before the program, so a
+program cannot replace `abs` or `all`.
 """
 
 import builtins
@@ -21,15 +21,15 @@ _SHORT = {"np": "numpy"}
 
 
 class UnsafeTest(BaseException):
-    """The test asks for what cannot be done safely. No `except` of a test catches it by accident."""
+    """The test requests an unsafe operation. It derives from BaseException, so that a test does not catch it by accident."""
 
 
 class Failed(BaseException):
-    """The program cannot answer any more, or answers with what is no answer."""
+    """The program no longer answers, or its answer is invalid."""
 
 
 class ProgramError(Exception):
-    """An exception that only the program has."""
+    """An exception of a type that only the program defines."""
 
 
 class _Program:
@@ -49,7 +49,7 @@ class _Program:
         return message
 
     def get(self, name: str) -> Any:
-        """What the program means by a name; what it imported under the library's own name is the library's here too."""
+        """The program's value of a name. A standard library object that it imported under its own name is taken from the library here."""
         reply = self._ask({"get": name})
         if "library" in reply:
             module, attribute = reply["library"]
@@ -62,7 +62,7 @@ class _Program:
         try:
             sent = [values.encode(arg, _number) for arg in args]
         except values.Unplain as error:
-            raise UnsafeTest(f"arguments that are plain values, or the program's own objects; found {error}") from None
+            raise UnsafeTest(f"expected arguments that are plain values or the program's objects; found {error}") from None
         reply = self._ask({"do": operation, "args": sent})
         if operation == "call":
             try:
@@ -87,7 +87,7 @@ class _Program:
             if isinstance(kind, type) and issubclass(kind, Exception):
                 try:
                     raised = kind(text)
-                except TypeError:  # it takes more than a message
+                except TypeError:  # its constructor needs more than a message
                     raised = ProgramError(f"{name}: {text}")
                 raise raised
             raise ProgramError(f"{name}: {text}")
@@ -101,7 +101,7 @@ class _Program:
 
 
 def _restore(value: Any, after: Any) -> None:
-    """Makes a mutable argument what the call made of it."""
+    """Updates a mutable argument to its state after the call."""
     if type(value) is not type(after):
         raise TypeError("another argument")
     if type(value) is list:
@@ -129,11 +129,11 @@ def _reflect(operation: str) -> Callable[..., Any]:
 
 
 def _compare(self: object, other: object) -> Any:
-    raise Failed("an object of the program is compared; only plain values are")
+    raise Failed("the test compares an object of the program; only plain values can be compared")
 
 
 class Remote:
-    """An object of the program."""
+    """A reference to an object of the program."""
 
     def __init__(self, program: _Program, number: int) -> None:
         object.__setattr__(self, "_program", program)
@@ -170,7 +170,7 @@ for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"
 
 
 class _Names(dict[str, Any]):
-    """The test's globals: a name that neither the test nor Python has is the program's."""
+    """The test's globals. A name that neither the test nor Python defines is looked up in the program."""
 
     def __init__(self, program: _Program) -> None:
         super().__init__(__builtins__=builtins, __name__="test")
@@ -187,7 +187,7 @@ class _Names(dict[str, Any]):
 
 
 def verdict(fd: int, test: str) -> str:
-    """Runs the test. Returns "pass", "fail", or "error: " and why the test cannot be run."""
+    """Runs the test. Returns "pass", "fail", or "error: " and the reason why the test cannot run."""
     try:
         program = _Program(fd)
     except Failed:
@@ -200,6 +200,6 @@ def verdict(fd: int, test: str) -> str:
         exec(code, _Names(program))
     except UnsafeTest as error:
         return f"error: {error}"
-    except BaseException:  # noqa: BLE001 whatever the test raises, it has not passed
+    except BaseException:  # noqa: BLE001 any exception fails the test
         return "fail"
     return "pass"

@@ -1,7 +1,7 @@
-"""The program's side of an assertion: it runs the program, then does what the evaluator asks of its functions and objects.
+"""The program's side of an assertion: runs the program, then performs the evaluator's requests on its functions and objects.
 
-Everything here is in the program's own process and can be forged by it. Nothing here therefore decides anything: it answers questions, and
-the expected values never come here unless the test itself hands them to the program.
+Invariant: nothing here decides a verdict, since the program shares this process and can forge everything in it. Expected values never
+arrive here unless the test itself passes them to the program.
 """
 
 import operator
@@ -41,10 +41,10 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def serve(fd: int, execute: Callable[[], Mapping[str, Any]]) -> None:
-    """Runs the program, then answers until the channel ends.
+    """Runs the program, then answers requests until the channel closes.
 
-    Out, first: {"names": globals}. In: {"get": name} or {"do": operation, "args": values}. Out: {"value": value, "args": what became of the
-    arguments}, {"library": [module, name or null]} for what came from Python's library, or {"raised": [type, message]}.
+    First sends {"names": globals}. Requests are {"get": name} and {"do": operation, "args": values}. Replies are {"value": value, "args":
+    arguments after the call}, {"library": [module, name or null]} for an object of Python's library, and {"raised": [type, message]}.
     """
     objects: list[Any] = []
     numbers: dict[int, int] = {}
@@ -53,7 +53,7 @@ def serve(fd: int, execute: Callable[[], Mapping[str, Any]]) -> None:
         number = numbers.get(id(value))
         if number is None:
             number = numbers[id(value)] = len(objects)
-            objects.append(value)  # kept: its id stays its own
+            objects.append(value)  # keeps the object alive, so that its id stays unique
         return number
 
     namespace = execute()
@@ -74,13 +74,13 @@ def serve(fd: int, execute: Callable[[], Mapping[str, Any]]) -> None:
                 args = [values.decode(arg, objects.__getitem__) for arg in message["args"]]
                 value = OPERATIONS[message["do"]](*args)
             reply = {"value": values.encode(value, reference), "args": [values.encode(arg, reference) for arg in args]}
-        except Exception as error:  # noqa: BLE001 the program's own, whatever it is
+        except Exception as error:  # noqa: BLE001 the program may raise anything
             reply = {"raised": [type(error).__name__, str(error)[:1000]]}
         values.send(fd, reply)
 
 
 def _library(value: Any) -> list[str | None] | None:
-    """The module, or the module and name, that a value of the program's globals was imported from; None: it is its own."""
+    """The module, or module and name, from which a value of the program's globals was imported. None for the program's own values."""
     if type(value) is type(operator):
         return [value.__name__, None]
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)

@@ -1,7 +1,7 @@
-"""Values and messages between a test and a program that does not deserve trust.
+"""Values and messages between a test and an untrusted program.
 
-Invariant: what `decode` gives is built of exact built-in types, whatever the other side sent; everything else is a reference by number, which
-has no equality. Messages are frames: a length of four bytes, then JSON.
+Invariant: `decode` returns exact built-in types for any input. Every other object is a numbered reference without equality. A message is
+a frame: a length of four bytes, then JSON.
 """
 
 import json
@@ -15,11 +15,11 @@ _HEADER = struct.Struct("<I")
 
 
 class Unplain(Exception):
-    """A value that cannot travel."""
+    """A value that cannot be transferred."""
 
 
 def encode(value: Any, reference: Callable[[Any], int]) -> Any:
-    """A value as JSON's types. `reference(value)` gives the number of what is no plain value, or raises Unplain."""
+    """Encodes a value in JSON types. `reference(value)` returns the number of an object that is not a plain value, or raises Unplain."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int):
@@ -43,7 +43,7 @@ def encode(value: Any, reference: Callable[[Any], int]) -> Any:
 
 
 def decode(data: Any, dereference: Callable[[Any], Any]) -> Any:
-    """The value of what `encode` gave. `dereference(number)` gives what a reference stands for. Raises ValueError, TypeError, KeyError."""
+    """Decodes the result of `encode`. `dereference(number)` returns the object of a reference. Raises ValueError, TypeError, KeyError."""
     if data is None or data is True or data is False or type(data) is str:
         return data
     if type(data) is not dict or len(data) != 1:
@@ -80,7 +80,7 @@ _KINDS: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 
 def send(fd: int, message: Any) -> None:
-    """Writes one frame."""
+    """Writes one frame. Raises Unplain beyond FRAME_BYTES bytes."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > FRAME_BYTES:
         raise Unplain(f"a value of {len(body)} bytes")
@@ -90,7 +90,7 @@ def send(fd: int, message: Any) -> None:
 
 
 def receive(fd: int) -> Any:
-    """The next message. Raises EOFError at the end and ValueError for what is no message."""
+    """The next message. Raises EOFError at the end and ValueError for an invalid message."""
     (size,) = _HEADER.unpack(_exactly(fd, _HEADER.size))
     if size > FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes")

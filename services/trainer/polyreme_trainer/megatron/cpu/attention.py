@@ -1,16 +1,15 @@
 """Attention in megatron-core's core-attention slot: rotary embedding, then torch's fused scaled-dot-product attention.
 
-A micro-batch goes through the model as packed tokens, one row each, in (sequence, position) order. Sequences are padded on the right
-to one width and attention is causal, so no real token ever sees padding and no mask is needed; what is computed at padded positions
-is used by nobody.
+A micro-batch goes through the model as packed tokens, one row each, in (sequence, position) order. What is computed at padded positions
+is not used.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from polyreme_trainer.megatron.attention import causal_attention, window_of
 from polyreme_trainer.megatron.cpu.functional import rotary
 from polyreme_trainer.megatron.mcore import MegatronModule, PackedSeqParams
 
@@ -19,14 +18,15 @@ from polyreme_trainer.megatron.mcore import MegatronModule, PackedSeqParams
 class Batch(PackedSeqParams):
     """How packed rows fall into sequences, and the rotary angles of the positions.
 
-    `size` sequences of `width` positions; `cos` and `sin` are [width, 1, head_dim / 2] in the compute dtype.
+    `size` sequences of `width` positions. `full` and `sliding` are (cos, sin) of the layers with full attention, and of those with a
+    window, each [width, 1, head_dim / 2] in the compute dtype.
     """
 
     qkv_format: str = "thd"
     size: int = 0
     width: int = 0
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    full: tuple[Tensor, ...] = ()
+    sliding: tuple[Tensor, ...] = ()
 
 
 class Attention(MegatronModule):
@@ -35,7 +35,7 @@ class Attention(MegatronModule):
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
-        self.scale = softmax_scale
+        self.scale, self.window = softmax_scale, window_of(config, layer_number)
 
     def forward(
         self,
@@ -50,17 +50,13 @@ class Attention(MegatronModule):
     ) -> Tensor:
         """query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim]; heads of a group are adjacent."""
         batch = packed_seq_params
-        assert batch.cos is not None and batch.sin is not None
-        tokens, heads, _dim = query.shape
+        cos, sin = batch.full if self.window is None else batch.sliding
         shape = (batch.size, batch.width)
-        query = rotary(query.unflatten(0, shape), batch.cos, batch.sin)
-        key = rotary(key.unflatten(0, shape), batch.cos, batch.sin)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
+        out = causal_attention(
+            rotary(query.unflatten(0, shape), cos, sin).transpose(1, 2),
+            rotary(key.unflatten(0, shape), cos, sin).transpose(1, 2),
             value.unflatten(0, shape).transpose(1, 2),
-            is_causal=True,
-            scale=self.scale,
-            enable_gqa=heads != key.shape[2],
+            self.scale,
+            self.window,
         )
-        return out.transpose(1, 2).reshape(tokens, -1)
+        return out.transpose(1, 2).reshape(len(query), -1)

@@ -19,6 +19,8 @@ class _RmsNorm(Function):
         rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_statistic(x))
         rstd = rstd.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
+        if weight.dtype != x.dtype:
+            return (x * rstd * weight).to(x.dtype)
         return (x * rstd).to(x.dtype).mul_(weight)  # rounded once, where the reference implementations round
 
     @staticmethod
@@ -34,7 +36,7 @@ class _RmsNorm(Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019)."""
+    """weight * x / sqrt(mean(x ** 2) + eps) over the last dimension (Zhang and Sennrich 2019). A wider `weight` multiplies before rounding."""
     return _RmsNorm.apply(x, weight, eps)
 
 
@@ -66,6 +68,12 @@ class _Swiglu(Function):
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020). `gate_up` is [..., 2 * ffn], gate first; the result is [..., ffn]."""
     return _Swiglu.apply(gate_up)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, by GELU's tanh approximation. `gate_up` is [..., 2 * ffn], gate first; the result is [..., ffn]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 class _Rotary(Function):

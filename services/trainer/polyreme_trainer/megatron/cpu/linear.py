@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from polyreme_trainer.megatron.mcore import ColumnParallelLinear, RowParallelLinear
+from polyreme_trainer.megatron.mcore import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, k] @ weight [m, k].T + bias [m]; transposed views are taken as they are."""
-    if not _ONEDNN:
+    if not _ONEDNN or not x.numel():  # an expert without tokens
         return torch.nn.functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -28,7 +28,7 @@ class _Linear(Function):
         rows = x.flatten(0, -2)
         ctx.save_for_backward(rows, weight)
         ctx.group, ctx.shape, ctx.with_bias = group, x.shape, bias is not None
-        return _product(rows, weight, bias).view(*x.shape[:-1], -1)
+        return _product(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -54,7 +54,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input
 class ColumnParallel(ColumnParallelLinear):
     """megatron-core's layer with `linear` as its product. Output features are split over the tensor ranks."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, **_: Any) -> Tensor:
+    def _forward_impl(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool, **_: Any
+    ) -> Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=self.tp_group)
         return linear(input, weight, bias, self.tp_group, allreduce_dgrad)
 
 

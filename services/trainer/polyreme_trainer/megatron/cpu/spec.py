@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.cpu.attention import Attention, Batch
-from polyreme_trainer.megatron.cpu.functional import rms_norm, swiglu
+from polyreme_trainer.megatron.cpu.functional import geglu, rms_norm, swiglu
 from polyreme_trainer.megatron.cpu.linear import ColumnParallel, RowParallel, linear
+from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.mcore import (
     MLP,
     AttnMaskType,
@@ -25,33 +26,39 @@ from polyreme_trainer.megatron.mcore import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from polyreme_trainer.megatron.spec import ModelSpec
+from polyreme_trainer.megatron.moe import experts
+from polyreme_trainer.megatron.norm import ends_in_norm
+from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
 
 
 class RmsNorm(torch.nn.Module):
-    """megatron-core's norm slot. Weight [hidden_size], ones at start."""
+    """megatron-core's norm slot. Weight [hidden_size]; with `layernorm_zero_centered_gamma` the factor is 1 + weight, in fp32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.eps = eps
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - ranks then sum its gradient
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, 1 + self.weight.float() if self.zero_centered else self.weight, self.eps)
 
 
-class Swiglu(torch.nn.Module):
+class GatedActivation(torch.nn.Module):
     """megatron-core's activation slot: [..., 2 * ffn] (gate, up) -> [..., ffn]."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        self.function = swiglu if config.activation_func is torch.nn.functional.silu else geglu
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        return swiglu(gate_up)
+        return self.function(gate_up)
 
 
-def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules:
+def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     head_norm = RmsNorm if config.qk_layernorm else IdentityOp
+    row = ends_in_norm(RowParallel, RmsNorm) if family.post_norms else RowParallel
+    mlp = MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=row, activation_func=GatedActivation)
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -62,18 +69,16 @@ def _block(config: TransformerConfig, layers: int) -> TransformerBlockSubmodules
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallel,
                     core_attention=Attention,
-                    linear_proj=RowParallel,
+                    linear_proj=row,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=_residual,
             pre_mlp_layernorm=RmsNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                params={"ffn_hidden_size": config.ffn_hidden_size},
-                submodules=MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=RowParallel, activation_func=Swiglu),
-            ),
+            mlp=experts(mlp)
+            if config.num_moe_experts
+            else ModuleSpec(module=MLP, params={"ffn_hidden_size": config.ffn_hidden_size}, submodules=mlp),
             mlp_bda=_residual,
         ),
     )
@@ -89,12 +94,13 @@ def _add_residual(x_with_bias: tuple[Tensor, None], residual: Tensor, dropout: f
     return x_with_bias[0] + residual
 
 
-def _forward(module: GPTModel, ids: Tensor, angles: Tensor) -> Tensor:
+def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:
     size, width = ids.shape
     rows = module.embedding(input_ids=ids.reshape(1, -1), position_ids=None)
-    cos, sin = (part.to(rows.dtype).unsqueeze(1) for part in (angles.cos(), angles.sin()))
-    batch = Batch(size=size, width=width, cos=cos, sin=sin)
-    return module.decoder(hidden_states=rows, attention_mask=None, packed_seq_params=batch).squeeze(1)
+    full = tuple(part.to(rows.dtype).unsqueeze(1) for part in (angles.full.cos(), angles.full.sin()))
+    sliding = tuple(part.to(rows.dtype).unsqueeze(1) for part in (angles.sliding.cos(), angles.sliding.sin()))
+    batch = Batch(size=size, width=width, full=full, sliding=sliding)
+    return whole_sequence(module, module.decoder(hidden_states=rows, attention_mask=None, packed_seq_params=batch)).squeeze(1)
 
 
 CPU = ModelSpec(

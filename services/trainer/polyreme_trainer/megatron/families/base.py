@@ -6,7 +6,7 @@ before anything is allocated. The shape of every tensor follows from the rows an
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from polyreme.errors import ConfigError
@@ -41,6 +41,11 @@ class MappingRow:
         tensors = {f"model.layers.{hf_layer}.{name}": dims for name, dims in self.tensors.items()}
         return MappingRow(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors)
 
+    def of_expert(self, param_expert: int, hf_expert: int) -> "MappingRow":
+        """The row with the expert's numbers: of the expert on its rank, and in the whole layer."""
+        tensors = {name.format(expert=hf_expert): dims for name, dims in self.tensors.items()}
+        return MappingRow(self.param.format(expert=param_expert), self.share, tensors)
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -49,6 +54,15 @@ class Architecture:
     Attributes:
         head: "tied" (the output layer is the embedding), "untied" (an output layer of its own) or "value" (one number per position).
         max_position: the longest sequence that the model computes as transformers does.
+        window: tokens that a query of a sliding layer sees, its own included.
+        sliding: for each layer, whether its attention has the window; empty: no layer has.
+        sliding_rope: rotary embedding of the sliding layers; None: that of all layers.
+        query_scale: scores are divided by its square root; None: by that of head_dim.
+        embedding_scale: factor of the embedded tokens.
+        experts: of each layer; 0: a dense model, whose MLP has the width `ffn`. expert_ffn: width of one.
+        top_k: experts that a token passes.
+        shared_ffn: width of the expert that every token passes; 0: there is none.
+        renormalizes: the weights of a token's experts add up to 1.
     """
 
     family: "ModelFamily"
@@ -63,6 +77,16 @@ class Architecture:
     norm_eps: float
     max_position: int
     rope: Rope
+    window: int | None = None
+    sliding: tuple[bool, ...] = ()
+    sliding_rope: Rope | None = None
+    query_scale: float | None = None
+    embedding_scale: float = 1.0
+    experts: int = 0
+    expert_ffn: int = 0
+    top_k: int = 0
+    shared_ffn: int = 0
+    renormalizes: bool = False
 
     @property
     def queries(self) -> int:
@@ -86,11 +110,20 @@ class Architecture:
             return MappingRow("output_layer.weight", "all", {VALUE_HEAD: (1, "hidden")})
         return MappingRow("output_layer.weight", "vocab", {EMBEDDING if self.head == "tied" else LM_HEAD: ("vocab", "hidden")})
 
+    def layer_rows(self, rank: int = 0, ranks: int = 1) -> Iterator[tuple[MappingRow, bool]]:
+        """The rows of one layer on one of the expert ranks, whole; and whether all of the expert ranks have the same."""
+        for row in self.family.layer:
+            yield row, True
+        here = self.experts // ranks
+        for local in range(here):
+            for row in self.family.expert:
+                yield row.of_expert(local, rank * here + local), False
+
     def rows(self) -> Iterator[MappingRow]:
         """The whole model's table, in the order of the model. A tied head has no row: it is the embedding's."""
         yield EMBEDDING_ROW
         for layer in range(self.layers):
-            yield from (row.in_layer(layer, layer) for row in self.family.layer)
+            yield from (row.in_layer(layer, layer) for row, _ in self.layer_rows())
         yield FINAL_NORM_ROW
         if self.head != "tied":
             yield self.head_row()
@@ -99,6 +132,11 @@ class Architecture:
     def parameters(self) -> int:
         """Number of weights; a tied embedding counts once."""
         return sum(math.prod(shape) for row in self.rows() for shape in self.shapes(row).values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of weights that one token passes: of the experts only as many as it is sent to."""
+        return replace(self, experts=self.top_k).parameters
 
 
 EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
@@ -125,7 +163,7 @@ DENSE_LAYER = (
 """A layer of Llama's shape: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
 
 _DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}
-_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
@@ -134,24 +172,32 @@ class ModelFamily:
 
     Attributes:
         name: the model_type.
-        layer: the rows of one layer.
+        layer: the rows of one layer, without those of its experts.
+        expert: the rows of one expert, whose number stands for `{expert}`.
         options: fields of megatron-core's TransformerConfig that this family sets; the layer's spec follows from them.
         defaults: what transformers assumes for fields that config.json lacks.
+        fixed: fields that have one value in every model that is reproduced.
+        activation: of the gate of the MLP; "gelu_tanh" is the tanh approximation of GELU.
+        post_norms: attention and MLP each end in a norm, before the residual is added.
     """
 
     name: str
     layer: tuple[MappingRow, ...] = DENSE_LAYER
+    expert: tuple[MappingRow, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    post_norms: bool = False
 
     def architecture(self, config: HfConfig) -> Architecture:
         """Reads the sizes. Raises ConfigError for a field that is missing or damaged, and for a feature that is not reproduced."""
         config = config.with_defaults({**_DEFAULTS, **self.defaults})
-        for name, value in _FIXED.items():
+        for name, value in {**_FIXED, **self.fixed}.items():
             config.only(name, value)
         config.absent("quantization_config")
         layers = config.integer("num_hidden_layers")
-        config.only("layer_types", ["full_attention"] * layers)
+        sliding = self.sliding_layers(config, layers)
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         kv_heads = config.integer("num_key_value_heads") if "num_key_value_heads" in config else heads
         head_dim = config.integer("head_dim") if "head_dim" in config else hidden // heads
@@ -178,5 +224,17 @@ class ModelFamily:
             head="tied" if config.flag("tie_word_embeddings") else "untied",
             norm_eps=config.number("rms_norm_eps"),
             max_position=max_position,
-            rope=read_rope(config, max_position),
+            rope=self.rope(config, max_position),
+            window=config.integer("sliding_window") if any(sliding) else None,
+            sliding=sliding,
         )
+
+    def sliding_layers(self, config: HfConfig, layers: int) -> tuple[bool, ...]:
+        """For each layer, whether its attention has the window `sliding_window`; empty: no layer has. Raises ConfigError."""
+        config.only("use_sliding_window", False)
+        config.only("layer_types", ["full_attention"] * layers)
+        return ()
+
+    def rope(self, config: HfConfig, max_position: int) -> Rope:
+        """The rotary embedding of the layers with full attention. Raises ConfigError."""
+        return read_rope(config, max_position)

@@ -73,6 +73,13 @@ class HfConfig:
             raise self._error(name, "a string")
         return value
 
+    def texts(self, name: str) -> list[str]:
+        """A list of strings."""
+        value = self._fields.get(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._error(name, "a list of strings")
+        return value
+
     def section(self, name: str) -> "HfConfig":
         """The object under `name`; an empty one when it is absent or null."""
         value = self._fields[name] if name in self else {}

@@ -1,6 +1,7 @@
 """Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values."""
 
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow, ModelFamily
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow
+from polyreme_trainer.megatron.families.window import QwenFamily
 
 QKV_BIAS = MappingRow(
     "self_attention.linear_qkv.bias",
@@ -12,7 +13,7 @@ QKV_BIAS = MappingRow(
     },
 )
 
-FAMILY = ModelFamily(
+FAMILY = QwenFamily(
     name="qwen2",
     layer=(*DENSE_LAYER, QKV_BIAS),
     options={"add_qkv_bias": True},

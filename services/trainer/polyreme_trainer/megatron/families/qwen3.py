@@ -1,14 +1,16 @@
 """Qwen3, dense: Llama's layer with an RMS norm on each query and key head before the rotary embedding."""
 
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow, ModelFamily
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow
+from polyreme_trainer.megatron.families.window import QwenFamily
 
-FAMILY = ModelFamily(
+HEAD_NORMS = (
+    MappingRow("self_attention.q_layernorm.weight", "all", {"self_attn.q_norm.weight": ("head_dim",)}),
+    MappingRow("self_attention.k_layernorm.weight", "all", {"self_attn.k_norm.weight": ("head_dim",)}),
+)
+
+FAMILY = QwenFamily(
     name="qwen3",
-    layer=(
-        *DENSE_LAYER,
-        MappingRow("self_attention.q_layernorm.weight", "all", {"self_attn.q_norm.weight": ("head_dim",)}),
-        MappingRow("self_attention.k_layernorm.weight", "all", {"self_attn.k_norm.weight": ("head_dim",)}),
-    ),
+    layer=(*DENSE_LAYER, *HEAD_NORMS),
     options={"qk_layernorm": True},  # also makes megatron-core sum these norms' gradients over the tensor ranks
     defaults={"num_key_value_heads": 32, "head_dim": 128},
 )

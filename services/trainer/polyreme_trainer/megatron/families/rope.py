@@ -43,7 +43,12 @@ def read_rope(config: HfConfig, max_position: int) -> Rope:
     config.only("partial_rotary_factor", 1.0)
     fields = config.section("rope_scaling" if "rope_scaling" in config else "rope_parameters")
     theta = config.number("rope_theta") if "rope_theta" in config else DEFAULT_THETA
-    fields = fields.with_defaults({"rope_theta": theta, "original_max_position_embeddings": max_position, "type": "default"})
+    return read_rope_fields(fields.with_defaults({"rope_theta": theta}), max_position)
+
+
+def read_rope_fields(fields: HfConfig, max_position: int) -> Rope:
+    """Reads the object of one rotary embedding, with its `rope_theta`. Raises ConfigError."""
+    fields = fields.with_defaults({"original_max_position_embeddings": max_position, "type": "default"})
     fields.only("partial_rotary_factor", 1.0)
     kind, theta = fields.text("rope_type" if "rope_type" in fields else "type"), fields.number("rope_theta")
     if kind in ("default", "dynamic"):

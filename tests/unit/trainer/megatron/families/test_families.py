@@ -22,6 +22,13 @@ LLAMA = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 16,
 }
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
 
 
@@ -31,12 +38,12 @@ def read(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("model_type", known_families())
 def test_every_family_reads_its_sizes(model_type: str) -> None:
-    arch = read(model_type=model_type, head_dim=2, sliding_window=None)
+    arch = read(model_type=model_type, head_dim=2, tie_word_embeddings=False, **EXPERTS)
     sizes = (arch.layers, arch.hidden, arch.heads, arch.kv_heads, arch.head_dim, arch.ffn, arch.vocab, arch.max_position)
     assert arch.family.name == model_type
     assert sizes == (2, 8, 4, 2, 2, 8, 33, 16)
     assert arch.head == "untied"
-    assert read(model_type=model_type, head_dim=2, tie_word_embeddings=True).head == "tied"
+    assert read(model_type=model_type, head_dim=2, tie_word_embeddings=True, **EXPERTS).head == "tied"
 
 
 def test_an_absent_field_has_the_value_that_transformers_assumes() -> None:
@@ -54,9 +61,16 @@ def test_an_unknown_model_type_names_the_known_ones() -> None:
         read(model_type="gpt2")
     assert all(name in caught.value.expected for name in known_families())
     assert "gpt2" in caught.value.found
-    for module in ("base", "hf_config", "os"):  # modules that are no family
+    for module in ("base", "hf_config", "moe", "window", "os"):  # modules that are no family
         with pytest.raises(ConfigError):
             read(model_type=module)
+
+
+def test_multi_head_latent_attention_is_refused_with_its_reason() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(model_type="deepseek_v3")
+    assert all(name in caught.value.expected for name in known_families())
+    assert "latent attention" in caught.value.found and "vLLM" in caught.value.found
 
 
 @pytest.mark.parametrize("name", LLAMA)

@@ -1,7 +1,10 @@
-"""Mistral: the window bounds the sequences; the published model's number of weights."""
+"""Mistral: the window of its layers; the published model's number of weights."""
 
 from typing import Any
 
+import pytest
+
+from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
@@ -31,9 +34,14 @@ def test_the_published_model_has_its_number_of_weights() -> None:
     assert read().parameters == 7_241_732_096
 
 
-def test_the_window_is_the_longest_sequence() -> None:
-    assert read().max_position == 4096
-    assert read(sliding_window=None).max_position == 32768
-    assert read(max_position_embeddings=1024).max_position == 1024
+def test_every_layer_has_the_window() -> None:
+    assert (read().window, read().sliding, read().max_position) == (4096, (True,) * 32, 32768)
+    assert (read(sliding_window=None).window, read(sliding_window=None).sliding) == (None, ())
     absent = {name: value for name, value in MISTRAL_7B.items() if name != "sliding_window"}
-    assert read_architecture(HfConfig(absent)).max_position == 4096
+    assert read_architecture(HfConfig(absent)).window == 4096
+
+
+def test_a_list_of_layers_with_windows_is_refused() -> None:
+    """transformers ignores it for this family, and vLLM does not."""
+    with pytest.raises(ConfigError, match="layer_types"):
+        read(layer_types=["full_attention"] * 32)

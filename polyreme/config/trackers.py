@@ -1,0 +1,72 @@
+"""The section `trackers`: experiment trackers that get a run's metrics beside metrics.jsonl and TensorBoard.
+
+Invariant: no credential is in this section. Each tracker's package reads its own from the environment or from its login.
+"""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from polyreme.config.section import Section
+
+KIND = "The tracker."
+PROJECT = "Project that the run belongs to."
+
+
+class TrackerSection(Section):
+    """What every tracker has.
+
+    Attributes:
+        package: the Python package that it needs, as pip calls it.
+        module: the same, as Python imports it.
+    """
+
+    package: ClassVar[str]
+    module: ClassVar[str]
+    kind: str
+    project: str = Field("polyreme", min_length=1, description=PROJECT)
+
+
+class WandbConfig(TrackerSection):
+    """Weights & Biases. The key comes from WANDB_API_KEY or `wandb login`."""
+
+    package: ClassVar[str] = "wandb"
+    module: ClassVar[str] = "wandb"
+    kind: Literal["wandb"] = Field("wandb", description=KIND)
+    entity: str | None = Field(None, description="User or team. null: the key's own.")
+    mode: Literal["online", "offline"] = Field("online", description="offline: files below the run directory, for `wandb sync`.")
+
+
+class SwanlabConfig(TrackerSection):
+    """SwanLab. The key comes from SWANLAB_API_KEY or `swanlab login`."""
+
+    package: ClassVar[str] = "swanlab"
+    module: ClassVar[str] = "swanlab"
+    kind: Literal["swanlab"] = Field("swanlab", description=KIND)
+    workspace: str | None = Field(None, description="User or organisation. null: the key's own.")
+    mode: Literal["online", "offline"] = Field(
+        "online", description="offline: files below the run directory, for `swanlab sync`."
+    )
+
+
+class MlflowConfig(TrackerSection):
+    """MLflow. A server's credentials come from its own variables, such as MLFLOW_TRACKING_TOKEN."""
+
+    package: ClassVar[str] = "mlflow-skinny"
+    module: ClassVar[str] = "mlflow"
+    kind: Literal["mlflow"] = Field("mlflow", description=KIND)
+    uri: str | None = Field(None, description="Tracking server. null: a file store below the run directory.")
+
+
+class TrackioConfig(TrackerSection):
+    """Trackio. A Space's token comes from HF_TOKEN."""
+
+    package: ClassVar[str] = "trackio"
+    module: ClassVar[str] = "trackio"
+    kind: Literal["trackio"] = Field("trackio", description=KIND)
+    space: str | None = Field(None, description="Hugging Face Space. null: a local database.")
+    directory: Path | None = Field(None, description="Of the local database. null: below the run directory.")
+
+
+TrackerConfig = Annotated[WandbConfig | SwanlabConfig | MlflowConfig | TrackioConfig, Field(discriminator="kind")]

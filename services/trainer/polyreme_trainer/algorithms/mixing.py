@@ -1,0 +1,32 @@
+"""Supervised rows mixed into the policy's optimizer steps: PPO-ptx, Ouyang et al. 2022 (arXiv 2203.02155), equation 2.
+
+Invariant: which rows an optimizer step takes follows from its number, so a resumed run goes on with the rows that come next.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from polyreme_trainer.algorithms.batch import Int64
+from polyreme_trainer.algorithms.metrics import Metrics, mean_of
+
+
+def rows_of_step(rows: int, size: int, step: int, seed: Sequence[int]) -> Int64:
+    """int64 [size], the rows of optimizer step 0, 1, ... of a run: pass after pass over all rows, each in an order drawn from (seed, pass)."""
+    positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
+    chosen = np.empty(size, dtype=np.int64)
+    for number in np.unique(positions // rows):
+        inside = positions // rows == number
+        chosen[inside] = np.random.default_rng([*seed, number]).permutation(rows)[positions[inside] % rows]
+    return chosen
+
+
+def ptx_loss(logprobs: Tensor, tokens: int, coef: float) -> tuple[Tensor, Metrics]:
+    """`coef` times the cross entropy, to be added up over micro-batches and ranks, and its metric `ptx_loss` without `coef`.
+
+    Args:
+        logprobs: [k], of a micro-batch's trained tokens.
+        tokens: trained tokens of the whole optimizer step's rows.
+    """
+    return -coef * logprobs.sum() / max(1, tokens), {"ptx_loss": mean_of(-logprobs)}

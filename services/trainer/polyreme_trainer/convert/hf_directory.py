@@ -1,0 +1,58 @@
+"""Writes a Hugging Face directory: safetensors files of bounded size with their index, config.json, and the tokenizer's files."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from polyreme_trainer.megatron.export import classifier_config, with_dtype
+
+SHARD_BYTES = 4 << 30
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth")
+
+
+def write(target: Path, tensors: Mapping[str, Tensor], config: Path, *, critic: bool, shard_bytes: int = SHARD_BYTES) -> None:
+    """Fills an empty directory.
+
+    Args:
+        tensors: read one after the other; those of one file are in memory at a time.
+        config: a directory whose small files go along, its config.json with the dtype of the weights.
+        critic: the config.json shall be that of a sequence classifier with one label.
+    """
+    names, dtype = [], ""
+    for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
+        save_file(shard, target / f"shard-{number}", metadata={"format": "pt"})
+        dtype = dtype or str(next(iter(shard.values())).dtype).removeprefix("torch.")
+        names.append(list(shard))
+    for file in sorted(config.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHTS):
+            content = file.read_bytes()
+            if file.name == "config.json":
+                content = with_dtype(classifier_config(content) if critic else content, dtype)
+            (target / file.name).write_bytes(content)
+    if len(names) == 1:
+        (target / "shard-1").rename(target / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, inside in enumerate(names, start=1):
+        file_name = f"model-{number:05d}-of-{len(names):05d}.safetensors"
+        (target / f"shard-{number}").rename(target / file_name)
+        weight_map |= dict.fromkeys(inside, file_name)
+    size = sum((target / name).stat().st_size for name in set(weight_map.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    """Runs of tensors of at most `limit` bytes, or of one tensor."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    yield shard

@@ -1,0 +1,75 @@
+"""Reading files of torch.save that others wrote, without running what is in them.
+
+Invariant: of a file only tensors, numbers, strings and containers are made. Every other object, such as Megatron's `args`, becomes an
+empty one, and nothing of its class is imported.
+"""
+
+import collections
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from polyreme.errors import ConfigError
+
+_INDEX = (
+    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
+    *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+)
+
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _INDEX},
+}
+"""What is made as it is: tensors, and the index of a torch_dist checkpoint."""
+
+
+class _Empty:
+    """Stands for an object of any other class."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, _: Any) -> None: ...
+
+    def __setitem__(self, *_: Any) -> None: ...
+
+    def append(self, _: Any) -> None: ...
+
+    def extend(self, _: Any) -> None: ...
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if found := _PLAIN.get((module, name)):
+            return found
+        if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
+            return value
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return super().find_class(module, name)
+        return _Empty
+
+
+_PICKLE: Any = SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **_: _Unpickler(file).load(), __name__="pickle")
+"""What torch.load asks of a pickle module."""
+
+
+def load(file: Path) -> Any:
+    """What torch.save wrote; tensors stay in the file until they are read. Raises ConfigError for a file that is damaged."""
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"a file of torch.save in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
+
+
+def load_index(stream: BinaryIO) -> Any:
+    """The index of a torch_dist checkpoint. Raises pickle.UnpicklingError and others for a damaged one."""
+    return _Unpickler(stream).load()

@@ -1,0 +1,134 @@
+"""Reads a Megatron checkpoint in the format `torch_dist`: .metadata, which says where the pieces of each tensor are, and *.distcp.
+
+Such a file holds whole parameters, as one rank would have them, with all layers (and experts) stacked; padding of the vocabulary aside,
+the layout of the run that wrote it leaves no trace.
+"""
+
+import io
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.convert import pickles
+from polyreme_trainer.convert.names import CRITIC_BIAS, OUTPUT_LAYER, check_shapes, local_name
+from polyreme_trainer.convert.rank_files import file_shapes, file_slices
+from polyreme_trainer.megatron import hf_mapping
+from polyreme_trainer.megatron.families.base import EMBEDDING_ROW, Architecture
+from polyreme_trainer.megatron.hf_mapping import Rank
+
+INDEX = ".metadata"
+_STACKED = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.")
+_NO_WEIGHTS = re.compile(r"^(optimizer\.|rng_state|rerun_state)|(_extra_state\d*(/|$)|rotary_pos_emb\.inv_freq$)")
+
+
+class TorchDist(Mapping[str, Tensor]):
+    """The Hugging Face tensors of a checkpoint, put together when they are read. Raises ConfigError for what does not fit."""
+
+    def __init__(self, folder: Path, arch: Architecture) -> None:
+        self._folder, self._index = folder, _load_index(folder)
+        self._shapes = hf_mapping.hf_shapes(arch)
+        self._keys = {_named(key): key for key in self._index.state_dict_metadata if not _NO_WEIGHTS.search(key)}
+        sizes = {name: tuple(self._index.state_dict_metadata[key].size) for name, key in self._keys.items()}
+        rank = Rank(vocab_multiple=sizes.get(EMBEDDING_ROW.param, (hf_mapping.VOCAB_MULTIPLE,))[0])
+        stacked = self._check(arch, rank, sizes)
+        self._pieces: dict[str, list[tuple[str, tuple[int, ...], hf_mapping.Slice]]] = {name: [] for name in self._shapes}
+        for piece in file_slices(arch, rank):
+            key, place = stacked[piece.param]
+            self._pieces[piece.hf_name].append((key, place, piece))
+
+    def _check(self, arch: Architecture, rank: Rank, sizes: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """For each parameter the name of the tensor that holds it, and its place among those stacked in it."""
+        places: dict[str, tuple[str, tuple[int, ...]]] = {}
+        expected: dict[str, tuple[int, ...]] = {}
+        for param, shape in file_shapes(arch, rank).items():
+            if param == CRITIC_BIAS and param not in sizes:
+                continue
+            key = param
+            place: tuple[int, ...] = ()
+            counts: tuple[int, ...] = ()
+            if param not in sizes and (layer := _STACKED.match(param)):
+                key = _STACKED.sub("decoder.layers.", param)
+                place, counts = (int(layer[1]),), (arch.layers,)
+                if number := _EXPERT.search(key):
+                    key = _EXPERT.sub("mlp.experts.experts.", key)
+                    place, counts = (*place, int(number[1])), (*counts, arch.experts)
+            places[param], expected[key] = (key, place), (*counts, *shape)
+        if arch.head == "value":
+            sizes.pop(OUTPUT_LAYER, None)
+        check_shapes(expected, sizes, str(self._folder))
+        return places
+
+    def __getitem__(self, name: str) -> Tensor:
+        whole: Tensor | None = None
+        for key, place, piece in self._pieces[name]:
+            value = self._read(self._keys[key], place)[piece.param_index]
+            if whole is None:
+                whole = torch.empty(self._shapes[name], dtype=value.dtype)
+            whole[piece.hf_index] = value
+        assert whole is not None
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def _read(self, key: str, place: tuple[int, ...]) -> Tensor:
+        """One of the parameters stacked in a tensor, or the tensor itself when there is no place."""
+        tensor = self._index.state_dict_metadata[key]
+        shape = tuple(tensor.size)[len(place) :]
+        whole = torch.empty(shape, dtype=tensor.properties.dtype)
+        covered = 0
+        for entry, stored in self._index.storage_data.items():
+            if entry.fqn != key:
+                continue
+            starts = tuple(entry.offset or (0,) * len(tensor.size))
+            data = self._chunk(stored, key)
+            inside = tuple(at - start for at, start in zip(place, starts, strict=False))
+            if not all(0 <= at < size for at, size in zip(inside, data.shape, strict=False)):
+                continue
+            part = data[inside]
+            offsets = starts[len(place) :]
+            whole[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))] = part
+            covered += part.numel()
+        if covered != whole.numel():
+            raise ConfigError(f"{whole.numel()} numbers of {key} in {self._folder}", str(covered), "Restore the checkpoint.")
+        return whole
+
+    def _chunk(self, stored: Any, key: str) -> Tensor:
+        file = self._folder / stored.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(stored.offset)
+                tensor = torch.load(io.BytesIO(stream.read(stored.length)), map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise ConfigError(f"a piece of {key} in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+def _named(key: str) -> str:
+    """The key of a tensor with megatron-core's local names."""
+    return local_name(key.removeprefix("model."))
+
+
+def _load_index(folder: Path) -> Any:
+    file = folder / INDEX
+    try:
+        with file.open("rb") as stream:
+            index = pickles.load_index(stream)
+        if not index.state_dict_metadata or not index.storage_data:
+            raise ValueError("no tensors")
+    except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, EOFError, OSError, KeyError) as error:
+        raise ConfigError(
+            f"the index of a torch_dist checkpoint in {file}", f"{type(error).__name__}: {error}", "Restore it."
+        ) from None
+    return index

@@ -1,0 +1,84 @@
+"""Gemma 3, text models (270M, 1B): norms before and after attention and MLP, windows in five of six layers, scaled embeddings."""
+
+from dataclasses import replace
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, MappingRow, ModelFamily
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.families.qwen3 import HEAD_NORMS
+from polyreme_trainer.megatron.families.rope import Rope, read_rope_fields
+from polyreme_trainer.megatron.families.window import FULL, SLIDING
+
+_KINDS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
+"""For each kind of layer the older field of its base, and transformers' default."""
+
+
+class _Gemma3(ModelFamily):
+    def architecture(self, config: HfConfig) -> Architecture:
+        arch = super().architecture(config)
+        config = config.with_defaults(self.defaults)
+        return replace(
+            arch,
+            sliding_rope=read_rope_fields(_rope_fields(config, SLIDING), arch.max_position),
+            query_scale=config.number("query_pre_attn_scalar"),
+            embedding_scale=arch.hidden**0.5,
+        )
+
+    def sliding_layers(self, config: HfConfig, layers: int) -> tuple[bool, ...]:
+        if "layer_types" not in config:
+            pattern = config.integer("sliding_window_pattern")
+            return tuple(layer % pattern != 0 for layer in range(1, layers + 1))
+        kinds = config.texts("layer_types")
+        if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+            raise ConfigError(
+                f"layer_types: {layers} of {', '.join(_KINDS)}, in {config.source}",
+                str(kinds)[:200],
+                "Restore the file from the model's source.",
+            )
+        return tuple(kind == SLIDING for kind in kinds)
+
+    def rope(self, config: HfConfig, max_position: int) -> Rope:
+        return read_rope_fields(_rope_fields(config, FULL), max_position)
+
+
+def _rope_fields(config: HfConfig, kind: str) -> HfConfig:
+    """The rotary embedding of one kind of layer. Both spellings are read; a `rope_scaling` is that of layers with full attention."""
+    older, theta = _KINDS[kind]
+    theta = config.number(older) if older in config else theta
+    if "rope_scaling" in config and kind == FULL:
+        return config.section("rope_scaling").with_defaults({"rope_theta": theta})
+    return config.section("rope_parameters").section(kind).with_defaults({"rope_theta": theta})
+
+
+LAYER = (
+    *(row for row in DENSE_LAYER if row.param != "pre_mlp_layernorm.weight"),
+    MappingRow("pre_mlp_layernorm.weight", "all", {"pre_feedforward_layernorm.weight": ("hidden",)}),
+    MappingRow("self_attention.linear_proj.post_layernorm.weight", "all", {"post_attention_layernorm.weight": ("hidden",)}),
+    MappingRow("mlp.linear_fc2.post_layernorm.weight", "all", {"post_feedforward_layernorm.weight": ("hidden",)}),
+    *HEAD_NORMS,
+)
+
+FAMILY = _Gemma3(
+    name="gemma3_text",
+    layer=LAYER,
+    options={"qk_layernorm": True, "layernorm_zero_centered_gamma": True},
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "vocab_size": 262208,
+    },
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    activation="gelu_tanh",
+    post_norms=True,
+)

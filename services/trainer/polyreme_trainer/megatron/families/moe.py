@@ -1,0 +1,61 @@
+"""What the mixtures of experts share: how their sizes are read, and the rows of router and experts. Pure.
+
+Invariant: every layer of such a model has experts; one with dense layers between is refused.
+"""
+
+from dataclasses import dataclass, replace
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, MappingRow, ModelFamily
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+
+ATTENTION_LAYER = tuple(row for row in DENSE_LAYER if not row.param.startswith("mlp."))
+
+
+def router(block: str) -> MappingRow:
+    """The router's row. block: Hugging Face's name of the layer's part that holds experts and router."""
+    return MappingRow("mlp.router.weight", "all", {f"{block}.gate.weight": ("experts", "hidden")})
+
+
+def expert(block: str, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
+    """The rows of one expert, by Hugging Face's names of its three matrices."""
+    param, name = "mlp.experts.local_experts.{expert}", f"{block}.experts.{{expert}}"
+    shape = ("expert_ffn", "hidden")
+    return (
+        MappingRow(f"{param}.linear_fc1.weight", "gate_up", {f"{name}.{gate}.weight": shape, f"{name}.{up}.weight": shape}),
+        MappingRow(f"{param}.linear_fc2.weight", "columns", {f"{name}.{down}.weight": ("hidden", "expert_ffn")}),
+    )
+
+
+@dataclass(frozen=True)
+class MoeFamily(ModelFamily):
+    """A family of mixtures of experts.
+
+    Attributes:
+        expert_ffn: field of config.json that holds the width of an expert.
+        shared_ffn: field of the width of the expert that every token passes; None: there is none.
+    """
+
+    expert_ffn: str = "moe_intermediate_size"
+    shared_ffn: str | None = None
+
+    def architecture(self, config: HfConfig) -> Architecture:
+        config = config.with_defaults(self.defaults)
+        config.only("mlp_only_layers", [])
+        config.only("decoder_sparse_step", 1)
+        experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts")
+        top_k = config.integer("num_experts_per_tok")
+        if top_k > experts:
+            raise ConfigError(
+                f"num_experts_per_tok of at most {experts}, in {config.source}",
+                str(top_k),
+                "Restore the file from the model's source.",
+            )
+        return replace(
+            super().architecture(config),
+            experts=experts,
+            top_k=top_k,
+            expert_ffn=config.integer(self.expert_ffn),
+            shared_ffn=0 if self.shared_ffn is None else config.integer(self.shared_ffn),
+            renormalizes=config.flag("norm_topk_prob"),
+        )

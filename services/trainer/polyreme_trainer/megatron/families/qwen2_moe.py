@@ -1,0 +1,28 @@
+"""Qwen1.5 and Qwen2, mixtures of experts: Qwen2's attention, and in every layer experts beside one that all tokens pass, with a gate."""
+
+from polyreme_trainer.megatron.families import qwen2
+from polyreme_trainer.megatron.families.base import MappingRow
+from polyreme_trainer.megatron.families.moe import ATTENTION_LAYER, MoeFamily, expert, router
+
+_SHAPE = ("shared_ffn", "hidden")
+SHARED_EXPERT = (
+    MappingRow(
+        "mlp.shared_experts.linear_fc1.weight",
+        "gate_up",
+        {"mlp.shared_expert.gate_proj.weight": _SHAPE, "mlp.shared_expert.up_proj.weight": _SHAPE},
+    ),
+    MappingRow(
+        "mlp.shared_experts.linear_fc2.weight", "columns", {"mlp.shared_expert.down_proj.weight": ("hidden", "shared_ffn")}
+    ),
+    MappingRow("mlp.shared_experts.gate_weight", "all", {"mlp.shared_expert_gate.weight": (1, "hidden")}),
+)
+
+FAMILY = MoeFamily(
+    name="qwen2_moe",
+    layer=(*ATTENTION_LAYER, qwen2.QKV_BIAS, router("mlp"), *SHARED_EXPERT),
+    expert=expert("mlp", "gate_proj", "up_proj", "down_proj"),
+    options=qwen2.FAMILY.options,
+    defaults={"num_key_value_heads": 16, "norm_topk_prob": False},
+    fixed={"qkv_bias": True},
+    shared_ffn="shared_expert_intermediate_size",
+)

@@ -1,0 +1,67 @@
+"""Models that follow the actor without an optimizer: its moving average, and a reference policy that is renewed.
+
+Invariant: what a follower holds after iteration i follows from the actor's versions up to i alone, so it is in every checkpoint.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from polyreme_trainer.megatron.export import Export
+from polyreme_trainer.megatron.model import DTYPES, ShardedModel
+from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.roles import Role
+
+
+class Followers:
+    """The followers of one actor.
+
+    Args:
+        actor: the model that they follow.
+        make_role: a frozen role of the actor's shapes, from its name and dtype.
+        renew_interval: iterations after which the reference becomes the actor; 0: there is no such reference.
+        decay: of the moving average; None: there is none.
+    """
+
+    def __init__(
+        self, actor: Policy, make_role: Callable[[str, str], Role[Policy]], renew_interval: int, decay: float | None
+    ) -> None:
+        self._actor, self._interval, self._decay = actor, renew_interval, decay
+        self.reference = make_role("reference", actor.dtype) if renew_interval else None
+        self.ema = make_role("ema", "float32") if decay is not None else None
+
+    @property
+    def roles(self) -> list[Role[Policy]]:
+        """Those that there are."""
+        return [role for role in (self.reference, self.ema) if role is not None]
+
+    def begin(self) -> None:
+        """Gives every follower the actor's weights, before the first iteration."""
+        for role in self.roles:
+            role.model.load_state_dict(self._actor.state_dict())
+
+    def follow(self, iteration: int) -> dict[str, float]:
+        """Brings the followers up to the actor's version `iteration`. Returns metrics of the iteration: what the reference was in it."""
+        metrics: dict[str, float] = {}
+        if self.ema is not None and self._decay is not None:
+            move_average(self.ema.model, self._actor, self._decay)
+        if self.reference is not None:
+            metrics["reference/version"] = (iteration - 1) // self._interval * self._interval
+            if iteration % self._interval == 0:
+                self.reference.model.load_state_dict(self._actor.state_dict())
+        return metrics
+
+    def export(self, files: Mapping[str, bytes]) -> Export | None:
+        """The moving average in the actor's dtype; None when there is none, and on tensor ranks other than the first. Collective."""
+        tensors = None if self.ema is None else self.ema.model.full_tensors()
+        if tensors is None:
+            return None
+        return Export({name: tensor.to(DTYPES[self._actor.dtype][0]) for name, tensor in tensors.items()}, files)
+
+
+@torch.no_grad()
+def move_average(average: ShardedModel, actor: ShardedModel, decay: float) -> None:
+    """`average = decay average + (1 - decay) actor`, in the average's own precision: float32, so that small steps are not lost."""
+    newest = actor.state_dict()
+    for name, param in average.state_dict().items():
+        param.lerp_(newest[name].to(param.dtype), 1 - decay)

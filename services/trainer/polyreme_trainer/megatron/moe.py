@@ -1,0 +1,63 @@
+"""The experts of a layer, in both model specs: megatron-core's MoE layer with a router that decides as transformers and vLLM do.
+
+Invariant: learner and replicas send a token to the same experts, but for the rounding of their matrix products.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.mcore import (
+    MLPSubmodules,
+    ModuleSpec,
+    MoELayer,
+    MoESubmodules,
+    SequentialMLP,
+    SharedExpertMLP,
+    TopKRouter,
+)
+
+
+class ExpertRouter(TopKRouter):
+    """The logits are a product in the dtype of the model, as in transformers and vLLM; all that follows is fp32. Without expert bias."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        return torch.nn.functional.linear(input, self.weight).float()
+
+    def _apply_expert_bias(self, *arguments: Any, **options: Any) -> None:
+        """There is none. megatron-core's own does nothing either, but compiles itself at the first step, which takes seconds."""
+
+
+def experts(mlp: MLPSubmodules) -> ModuleSpec:
+    """The slot of the MLP in a layer with experts, each of which is made of `mlp`."""
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            router=ExpertRouter,
+            experts=ModuleSpec(module=SequentialMLP, submodules=mlp),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=mlp),
+        ),
+    )
+
+
+def options(arch: Architecture, tensor_ranks: int) -> dict[str, Any]:
+    """The fields of megatron-core's TransformerConfig that describe router and experts; none for a dense model.
+
+    megatron-core trains experts over several tensor ranks only together with sequence parallelism.
+    """
+    if not arch.experts:
+        return {}
+    return {
+        "num_moe_experts": arch.experts,
+        "moe_router_topk": arch.top_k,
+        "moe_ffn_hidden_size": arch.expert_ffn,
+        "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
+        "moe_shared_expert_gate": arch.shared_ffn > 0,
+        "moe_router_pre_softmax": not arch.renormalizes,  # softmax over the chosen experts alone is softmax, then renormalization
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "sequence_parallel": tensor_ranks > 1,
+    }

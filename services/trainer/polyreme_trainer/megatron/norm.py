@@ -1,0 +1,39 @@
+"""Norms of the model on accelerators, and the row-parallel layer that ends in a norm, of both specs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron.mcore import TransformerConfig
+
+
+class TorchRmsNorm(torch.nn.Module):
+    """megatron-core's norm slot by torch's kernel. Weight [hidden_size]; with `layernorm_zero_centered_gamma` the factor is 1 + weight."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - ranks then sum its gradient
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.zero_centered:
+            return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # The sum and the product are fp32, as in the reference: 1 + weight has too few digits in bfloat16.
+        return torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def ends_in_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A row-parallel layer whose output goes through a norm, `post_layernorm`, before the residual is added."""
+
+    class Normed(linear):  # type: ignore[misc, valid-type]
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **options)
+            self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
+    return Normed

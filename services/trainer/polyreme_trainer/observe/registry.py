@@ -1,0 +1,200 @@
+"""Every metric of an `iteration` record, and of the records beside it: name, unit and formula.
+
+Invariant: a metric that training writes has exactly one row here, which the reference page prints. Names under `timing/`, `actor/`,
+`critic/`, `response_length/` and `prompt_length/`, and those that end in `_tps`, are MindSpeed RL's, with its meaning. NAME stands for
+a reward or a part of one. Metrics that a user's own loss returns have the user's names and no row.
+"""
+
+import re
+from dataclasses import dataclass
+
+STATISTICS = {"mean": "Mean", "max": "Largest", "min": "Smallest"}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number.
+
+    Attributes:
+        name: in a record; NAME stands for any text without a slash at its end.
+        unit: of its value; "1" for a ratio, a fraction or a count of nothing physical.
+        formula: how it follows from what was sampled or measured, as a sentence.
+        when: in which runs or iterations it is written; empty: in all.
+    """
+
+    name: str
+    unit: str
+    formula: str
+    when: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Whether `name` is this metric's."""
+        return re.fullmatch(re.escape(self.name).replace("NAME", ".+"), name) is not None
+
+
+def statistics(name: str, unit: str, of: str, when: str = "") -> tuple[Metric, ...]:
+    """Mean, maximum and minimum of one series."""
+    return tuple(Metric(f"{name}/{key}", unit, f"{word} {of}.", when) for key, word in STATISTICS.items())
+
+
+CRITIC = "with a critic"
+CORRECTED = "with a correction"
+
+REWARDS = (
+    Metric("reward/mean", "score", "Mean score of the samples: the weighted sum of their rewards."),
+    Metric("reward/std", "score", "Standard deviation of the samples' scores."),
+    Metric("reward/NAME", "score", "Mean of one reward or of a part of it, without its weight."),
+    Metric("reward_weighted/NAME", "score", "The same times its weight."),
+    Metric("NAME_rewards/mean", "score", "Mean of one reward without its weight; parts of a reward have none."),
+    *statistics("critic/score", "score", "score of a sample as the reward service gave it"),
+    *statistics("critic/rewards", "score", "score of a sample after shaping, with the KL penalty where it is in the reward"),
+    Metric("truncated_sample_fraction", "1", "Samples that were cut off at their longest length."),
+    Metric("masked_sample_fraction", "1", "Samples that the recipe leaves out of the loss."),
+    Metric("zero_variance_group_fraction", "1", "Groups whose samples all have the same score."),
+    Metric("trained_samples", "samples", "Samples with a gradient."),
+)
+LENGTHS = (
+    *statistics("response_length", "tokens", "number of sampled tokens of a response"),
+    *statistics("prompt_length", "tokens", "number of tokens of a prompt"),
+    Metric("stop/length_fraction", "1", "Responses that ended at their longest length."),
+)
+ACTOR = (
+    Metric("actor/pg_loss", "1", "Policy loss, aggregated as the recipe says; the mean over the optimizer steps."),
+    Metric("actor/pg_clipfrac", "1", "Trained tokens whose clipped branch is active.", "with a clipped loss"),
+    Metric("actor/ppo_kl", "nats", "Mean of log p_old - log p over the trained tokens: k1 of the policy before the iteration."),
+    Metric("actor/kl_loss", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the loss"),
+    Metric(
+        "actor/entropy",
+        "nats",
+        "Mean entropy of the policy's distribution at the trained tokens where the loss has an entropy term, else equal to `entropy`.",
+    ),
+    Metric("actor/lr", "1", "Learning rate of the iteration; 0 while only the critic is trained."),
+    Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
+    Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),
+    Metric("dual_clip_fraction", "1", "Trained tokens whose loss is cut at the dual clip.", "with a dual clip"),
+    Metric("reward_kl", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the reward"),
+    Metric("kl_coef", "1", "Coefficient of the KL penalty.", "with KL in the reward"),
+    Metric("reference/version", "1", "Version of the policy that the reference was.", "with a reference that is renewed"),
+    Metric(
+        "ptx_loss", "nats", "Mean cross entropy of the response tokens of the supervised rows that are mixed in.", "with `ptx`"
+    ),
+    *statistics("critic/advantages", "1", "advantage of a trained token"),
+)
+VALUES = (
+    *statistics("critic/returns", "score", "return of a trained token: the target of its value", CRITIC),
+    *statistics("critic/values", "score", "value of a trained token before the iteration", CRITIC),
+    Metric(
+        "critic/vf_loss", "1", "Value loss: half the squared error, the larger of clipped and free, over trained tokens.", CRITIC
+    ),
+    Metric("critic/vf_clipfrac", "1", "Trained tokens whose clipped value error is the larger one.", CRITIC),
+    Metric("critic/explained_variance", "1", "1 - Var(return - value) / Var(return) over the trained tokens.", CRITIC),
+    Metric(
+        "critic/grad_norm", "1", "Norm of the critic's gradient before it is clipped; the mean over the optimizer steps.", CRITIC
+    ),
+    Metric("critic/lr", "1", "Learning rate of the critic.", CRITIC),
+)
+CORRECTION = (
+    Metric(
+        "mismatch_kl",
+        "nats",
+        "k3 of KL(sampling || learner) over samples that the policy before the step sampled alone: what the engines differ by.",
+    ),
+    Metric("off_policy_kl", "nats", "k3 of KL(sampling policy || policy before the step) over the trained tokens."),
+    Metric("importance/weight_mean", "1", "Mean of w = p_old / p_sampling over the trained tokens."),
+    Metric("importance/weight_max", "1", "Largest w."),
+    Metric("importance/truncated_fraction", "1", "Trained tokens whose weight was cut to its cap.", "with a capped weight"),
+    Metric("correction_factor", "1", "Mean factor of the corrections.", CORRECTED),
+    Metric("dropped_token_fraction", "1", "Trained tokens whose factor is 0.", CORRECTED),
+    Metric("dropped_sequence_fraction", "1", "Samples whose every token has the factor 0.", CORRECTED),
+)
+STALENESS = (
+    Metric("staleness/mean", "iterations", "Mean staleness: the iteration - 1 - the oldest version among a sample's tokens."),
+    Metric("staleness/max", "iterations", "Largest staleness."),
+    Metric("staleness/samples", "samples", "How many samples have staleness 0, 1, ...: a list."),
+    Metric("staleness/mixed_fraction", "1", "Samples that more than one version wrote."),
+)
+LOOP = (
+    Metric("time/iteration", "s", "Wall-clock time of the iteration on the learner's rank 0, as all times."),
+    Metric("time/learner_wait", "s", "Part of it: waiting for samples."),
+    Metric("time/train", "s", "Part of it: everything from reading the samples to the last optimizer step."),
+    Metric("time/write", "s", "Part of it: writing the new version for the replicas."),
+)
+TIMING = (
+    Metric("timing/all", "s", "`time/iteration`."),
+    Metric("timing/rollout", "s", "Generation of the slowest group."),
+    Metric(
+        "timing/old_log_p",
+        "s",
+        "Log-probabilities under the policy before the iteration; 0 where the step's own pass gives them.",
+    ),
+    Metric("timing/reference_model", "s", "Log-probabilities under the reference."),
+    Metric("timing/critic_model", "s", "Values before the iteration."),
+    Metric("timing/adv", "s", "Shaping, advantages and returns."),
+    Metric("timing/update", "s", "The actor's optimizer steps."),
+    Metric("timing/update_critic", "s", "The critic's optimizer steps."),
+    Metric("timing/rule_reward", "s", "Scoring of the slowest group, where a reward other than a model is configured; else 0."),
+    Metric("timing/reward_model", "s", "Scoring of the slowest group, where a reward model is configured; else 0."),
+    Metric("timing/resharding_to_infer", "s", "`time/write`: replicas have weights of their own, which a version replaces."),
+    Metric("timing/resharding_to_train", "s", "0: the learner keeps its own weights in their training layout."),
+    Metric("timing/ref_onload", "s", "0: the reference stays where it computes."),
+    Metric("timing/ref_offload", "s", "0: the reference stays where it computes."),
+    Metric("timing/non_overlap_reference_model", "s", "`timing/reference_model`: nothing runs beside it on the learner."),
+    Metric("timing/non_overlap_adv", "s", "`timing/adv`: nothing runs beside it on the learner."),
+    Metric(
+        "timing/non_overlap_rule_reward",
+        "s",
+        "Scoring that the learner waited for: min(timing/rule_reward, max(0, time/learner_wait - timing/rollout)).",
+    ),
+    Metric("timing/non_overlap_reward_model", "s", "The same of `timing/reward_model`."),
+)
+_TOKENS = "(response_length/mean + prompt_length/mean) x samples"
+THROUGHPUT = (
+    Metric("e2e_tps", "tokens/s per device", f"{_TOKENS} / (learner ranks + devices of the configured replicas) / timing/all."),
+    Metric("update_tps", "tokens/s per device", f"{_TOKENS} / learner ranks / timing/update.", "where the actor is trained"),
+    Metric("vllm_tps", "tokens/s per device", f"{_TOKENS} / devices of the configured replicas / timing/rollout."),
+    Metric("tokens/generated", "tokens", "Sampled tokens of the iteration."),
+    Metric("tokens_per_second", "tokens/s", "tokens/generated / time/iteration."),
+    Metric("samples_per_second", "samples/s", "Samples / time/iteration."),
+)
+BESIDE = (
+    Metric("time/rollout_wait", "s", "How long replicas waited for work since the plan before, their mean.", "`rollout` records"),
+    Metric("rollout/dropped_groups", "groups", "Groups dropped since the plan before.", "`rollout` records of dynamic sampling"),
+    Metric(
+        "rollout/mean_score", "score", "Mean score of all groups, dropped ones included.", "`rollout` records of dynamic sampling"
+    ),
+    Metric(
+        "rollout/skipped_prompts",
+        "prompts",
+        "Prompts skipped since the plan before, as they were always or never solved.",
+        "`rollout` records with `skip_prompts`",
+    ),
+    Metric("rollout/pass_rate", "1", "Solved samples of the other prompts.", "`rollout` records with `skip_prompts`"),
+    Metric("accuracy", "1", "Right answers among the held-out prompts, greedy.", "`eval` records of rewards that are 0 or 1"),
+    Metric("score", "score", "Mean score of the held-out prompts, greedy.", "other `eval` records"),
+    Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
+    Metric("stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
+    Metric("reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
+)
+
+SECTIONS = {
+    "Rewards": REWARDS,
+    "Lengths": LENGTHS,
+    "Actor": ACTOR,
+    "Critic": VALUES,
+    "Correction": CORRECTION,
+    "Staleness": STALENESS,
+    "The learner's loop": LOOP,
+    "Parts of an iteration": TIMING,
+    "Throughput": THROUGHPUT,
+    "Beside the iteration": BESIDE,
+}
+"""Titles of the reference page, and the metrics under each."""
+
+METRICS = tuple(metric for section in SECTIONS.values() for metric in section)
+
+
+def find(name: str) -> Metric | None:
+    """The row of a metric: the one of its very name, else the one that NAME stands for; None when there is none."""
+    exact = next((metric for metric in METRICS if metric.name == name), None)
+    return exact or next((metric for metric in METRICS if metric.matches(name)), None)

@@ -1,0 +1,1 @@
+"""Experiment trackers: a file and a row in `protocol.TRACKERS` for each."""

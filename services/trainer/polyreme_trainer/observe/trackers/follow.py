@@ -1,0 +1,106 @@
+"""Sends a run's metrics from metrics.jsonl to one tracker.
+
+Invariant: metrics.jsonl is the queue. It has each iteration once, and the cursor beside it says up to where the tracker has taken it, so
+a tracker that is slow, away or restarted gets every record in order, and training never waits for one. A process that is killed between
+a record and its cursor sends that record again.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from polyreme.cli.run_records import write_atomically
+from polyreme.config.run import RunConfig
+from polyreme.config.trackers import TrackerSection
+from polyreme_trainer.observe.records import scalars
+from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, Tracker, open_tracker
+
+POLL_SECONDS = 0.5
+BATCH_BYTES = 1 << 20
+"""Of lines that are read before the cursor is written."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a tracker is, in RUN_DIR/trackers/KIND.json.
+
+    Attributes:
+        run: Polyreme's run id.
+        tracker_id: the tracker's id of the run; None: it was never open.
+        offset: bytes of metrics.jsonl that it has taken.
+    """
+
+    run: str
+    tracker_id: str | None = None
+    offset: int = 0
+
+
+def cursor_path(run_dir: Path, kind: str) -> Path:
+    """Where a tracker's cursor is."""
+    return run_dir / "trackers" / f"{kind}.json"
+
+
+def read_cursor(run_dir: Path, kind: str, run_id: str) -> Cursor:
+    """The tracker's cursor; a new one when the directory's is of another run."""
+    with suppress(FileNotFoundError):
+        found = Cursor(**json.loads(cursor_path(run_dir, kind).read_text()))
+        if found.run == run_id:
+            return found
+    return Cursor(run_id)
+
+
+def write_cursor(run_dir: Path, kind: str, cursor: Cursor) -> None:
+    """Replaces the tracker's cursor."""
+    write_atomically(cursor_path(run_dir, kind), json.dumps(asdict(cursor)) + "\n")
+
+
+def read_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines behind `offset`, up to BATCH_BYTES of them or one longer line, and where the next one begins."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(offset)
+        lines = [line for line in file.readlines(BATCH_BYTES) if line.endswith(b"\n")]
+        return [json.loads(line) for line in lines], offset + sum(map(len, lines))
+    return [], offset
+
+
+def points(line: dict[str, Any]) -> Iterator[Point]:
+    """What a tracker gets of a record: one point, or none."""
+    found = list(scalars(line))
+    if found:
+        axis = "sft_step" if line["kind"] == "sft" else "iteration"
+        yield Point(axis, found[0][2], line["time"], {name: value for name, value, _ in found})
+
+
+def follow(config: RunConfig, run_id: str, section: TrackerSection, stopping: Event) -> None:
+    """Sends what is new until `stopping` is set and all is sent. Raises what the tracker raises."""
+    run_dir, kind = config.run_dir, section.kind
+    folder = run_dir / "trackers" / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    cursor = read_cursor(run_dir, kind, run_id)
+    run = TrackedRun(run_id, config.name, config.model_dump(mode="json"), folder, cursor.tracker_id)
+    tracker = open_tracker(section, run)
+    cursor = Cursor(run_id, tracker.tracker_id, cursor.offset)
+    write_cursor(run_dir, kind, cursor)
+    while True:
+        last = stopping.is_set()
+        lines, offset = read_lines(run_dir / "metrics.jsonl", cursor.offset)
+        send(tracker, [line for line in lines if line.get("run") == run_id])
+        if offset > cursor.offset:
+            cursor = Cursor(run_id, tracker.tracker_id, offset)
+            write_cursor(run_dir, kind, cursor)
+        elif last:
+            tracker.close()
+            return
+        else:
+            stopping.wait(POLL_SECONDS)
+
+
+def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:
+    """Every point of the lines, in order."""
+    for line in lines:
+        for point in points(line):
+            tracker.log(point)

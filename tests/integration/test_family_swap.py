@@ -1,0 +1,83 @@
+"""Pushed weights of the families whose layers vLLM packs in their own way: its workers hold them, and it answers as transformers does."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.engine_digests import PROMPT
+from support.models import tiny_family_model
+from support.replicas import Learner, hf_weights, is_tied, model_files
+from support.worker_weights import digest, rank_weights
+
+TESTS = Path(__file__).resolve().parents[1]
+WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96}  # vLLM's kernels on CPU want multiples of 32
+
+WIDE_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 96},  # 48: the kernel pads it
+    "qwen3_moe": {"moe_intermediate_size": 64},
+}
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "gemma3_text",
+        "qwen2_moe",
+        pytest.param("mixtral", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+    ],
+)
+def test_the_workers_hold_and_use_the_pushed_tensors(model_type: str, tmp_path: Path) -> None:
+    """Two versions after each other: the second shows what a reload leaves of the first."""
+    sizes = WIDE | WIDE_EXPERTS.get(model_type, {})
+    model = tiny_family_model(model_type, tmp_path / "model", **sizes)
+    (files := tmp_path / "files").mkdir()
+    for name, data in model_files(model).items():
+        (files / name).write_bytes(data)
+    learner = Learner.of(f"test-{uuid.uuid4().hex[:12]}", model)
+    try:
+        pushed = [tiny_family_model(model_type, tmp_path / f"version-{seed}", seed, **sizes) for seed in (1, 2)]
+        stagings = []
+        for version, directory in enumerate(pushed):
+            stagings.append(tmp_path / f"{version}.pb")
+            stagings[-1].write_bytes(learner.write(version, hf_weights(directory)).SerializeToString())
+        command = [sys.executable, "-m", "support.engine_digests", str(files), "1", *map(str, stagings)]
+        environment = os.environ | {"PYTHONPATH": str(TESTS)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        answers = json.loads(done.stdout.splitlines()[-1])
+    finally:
+        learner.arena.close()
+    names = set(hf_weights(model))
+    assert len({tuple(answer["ids"]) for answer in answers}) == 2, "the versions could not be told apart"
+    for directory, answer in zip(pushed, answers, strict=True):
+        assert set(answer["names"]) == names
+        (held,) = answer["workers"]
+        expected = rank_weights(hf_weights(directory), is_tied(model), 0, 1)
+        assert {name: (tuple(shape), value) for name, (shape, value) in held.items()} == {
+            name: digest(array) for name, array in expected.items()
+        }
+        ids, logprobs = greedy(directory, len(answer["ids"]))
+        assert answer["ids"] == ids
+        assert answer["logprobs"] == pytest.approx(logprobs, abs=1e-4)
+
+
+def greedy(model: Path, tokens: int) -> tuple[list[int], list[float]]:
+    """transformers' ids after the prompt, and the log-probability of each."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids, logprobs = list(PROMPT), []
+    with torch.no_grad():
+        for _ in range(tokens):
+            row = reference(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            ids.append(int(row.argmax()))
+            logprobs.append(float(row[ids[-1]]))
+    return ids[len(PROMPT) :], logprobs

@@ -1,0 +1,37 @@
+"""What test_convert_megatron runs inside the ranks: megatron-core itself writes and reads the checkpoints that are converted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+
+from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.policy import Policy
+from support import model_checks
+
+
+def save_and_load(models: str, converted: str, written: str, tensor: str) -> None:
+    """Each model of a JSON list: `converted` holds its files of ranks, and `written` gets it as torch_dist."""
+    device = model_checks.start(tensor)
+    rank = torch.distributed.get_rank()
+    for model in map(Path, json.loads(models)):
+        policy = Policy(load_architecture(model), "float32", device, trainable=False, spec=ACCELERATOR)
+        policy.load_hf(model)
+        expected = {name: value.clone() for name, value in policy.state_dict().items()}
+        folder = Path(written) / model.name
+        if rank == 0:
+            folder.mkdir()
+        torch.distributed.barrier()
+        with device.megatron():
+            dist_checkpointing.save(policy.module.sharded_state_dict(), str(folder))
+        file = Path(converted) / model.name / "iter_0000001" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        state: dict[str, Any] = torch.load(file, weights_only=False)["model"]
+        for parameter in policy.module.parameters():
+            parameter.zero_()
+        found = policy.module.load_state_dict(state, strict=False)
+        assert not found.unexpected_keys
+        assert all("_extra_state" in name for name in found.missing_keys)
+        assert all(torch.equal(value, expected[name]) for name, value in policy.state_dict().items())

@@ -1,0 +1,23 @@
+"""A program for the ranks of test_warm_start: a warm start of made-up rows that may be asked to drain. Same lines on every rank."""
+
+from pathlib import Path
+from typing import Any
+
+from polyreme_trainer.stages import sft
+from support.learning import Rank, start
+from support.tiny_tokenizer import model_files
+
+
+def warm_up(config_json: str, reports: str, out: str) -> None:
+    """Goes on from what is saved, until it is complete or has reported `reports` times; writes weights and what was reported."""
+    config, device = start(config_json)
+    rank, steps = Rank(config, device), []
+    files = model_files() | {"config.json": Path(config.model.path, "config.json").read_bytes()}
+
+    def report(record: dict[str, Any]) -> bool:
+        steps.append((record["phase"], record["step"]))
+        return len(steps) == int(reports)
+
+    complete = sft.warm_start(rank.engine, config, files, rank.ranks, report)
+    rank.write(Path(out), {"complete": complete, "steps": steps})
+    rank.engine.close()

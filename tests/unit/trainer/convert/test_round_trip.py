@@ -1,0 +1,122 @@
+"""Every family through Megatron's files and back, in several layouts: the tensors have the bits that they had."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polyreme_trainer.convert import hf_directory
+from polyreme_trainer.convert.command import Layers, convert
+from polyreme_trainer.convert.rank_files import FILE, TRACKER
+from polyreme_trainer.megatron.families import find_family, known_families
+from support.models import tiny_family_model
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4}
+
+
+def model_of(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
+    """A tiny model whose weights have every kind of bits: not a number and minus zero too."""
+    experts = EXPERTS if find_family(family).expert else {}
+    tiny_family_model(family, path, **experts | {"num_hidden_layers": 4, "layer_types": None} | fields)
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()}
+    first = next(iter(tensors.values()))
+    first.view(-1)[:2] = torch.tensor([float("nan"), -0.0])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    return {
+        name: (tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def rank_file(directory: Path, rank: str) -> dict[str, Any]:
+    return torch.load(directory / "iter_0000001" / rank / FILE, weights_only=False)
+
+
+@pytest.mark.parametrize("family", known_families())
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tensor", "pipeline", "expert"), [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 4)])
+def test_a_model_comes_back_bit_for_bit(family: str, tied: bool, tensor: int, pipeline: int, expert: int, tmp_path: Path) -> None:
+    if expert > 1 and not find_family(family).expert:
+        expert = 1
+    model = model_of(family, tmp_path / "model", tie_word_embeddings=tied)
+    convert(model, tmp_path / "megatron", tensor=tensor, pipeline=pipeline, expert=expert, vocab_multiple=tensor)
+    assert len(list((tmp_path / "megatron").glob("iter_0000001/mp_rank_*"))) == tensor * pipeline * expert
+    convert(tmp_path / "megatron", tmp_path / "back", config=model)
+    assert bits(weights(tmp_path / "back")) == bits(weights(model))
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("family", [name for name in known_families() if not find_family(name).expert])
+def test_the_names_of_transformer_engine_come_back_too(family: str, tmp_path: Path) -> None:
+    model = model_of(family, tmp_path / "model")
+    convert(model, tmp_path / "megatron", tensor=2, layers=Layers.transformer_engine)
+    names = rank_file(tmp_path / "megatron", "mp_rank_01")["model"].keys()
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
+    assert not any("input_layernorm" in name or "pre_mlp_layernorm" in name for name in names)
+    convert(tmp_path / "megatron", tmp_path / "back", config=model)
+    assert bits(weights(tmp_path / "back")) == bits(weights(model))
+
+
+def test_the_files_are_those_of_megatron(tmp_path: Path) -> None:
+    model = model_of("qwen2", tmp_path / "model", torch.float32, tie_word_embeddings=True)
+    convert(model, tmp_path / "megatron", tensor=2, pipeline=2)
+    hf = weights(model)
+    assert (tmp_path / "megatron" / TRACKER).read_text() == "1"
+    ranks = sorted(path.name for path in (tmp_path / "megatron" / "iter_0000001").iterdir())
+    assert ranks == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
+    first, last = (rank_file(tmp_path / "megatron", f"mp_rank_01_00{stage}") for stage in (0, 1))
+    assert (first["checkpoint_version"], first["iteration"]) == (3.0, 1)
+    assert (first["args"].num_layers, first["args"].padded_vocab_size, first["args"].tensor_model_parallel_size) == (4, 256, 2)
+    down = hf["model.layers.2.mlp.down_proj.weight"]
+    layers = {int(name.split(".")[2]) for name in last["model"] if ".layers." in name}
+    assert layers == {0, 1}, "layers are numbered within their stage"
+    assert torch.equal(last["model"]["decoder.layers.0.mlp.linear_fc2.weight"], down[:, down.shape[1] // 2 :])
+    copy = rank_file(tmp_path / "megatron", "mp_rank_00_001")["model"]["output_layer.weight"]
+    assert torch.equal(copy[:45].nan_to_num(), hf["model.embed_tokens.weight"].nan_to_num())
+    assert not copy[45:].any(), "padding is zero"
+    assert "embedding.word_embeddings.weight" not in last["model"]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_critic_has_its_head_cut_over_the_tensor_ranks(tensor: int, tmp_path: Path) -> None:
+    model = model_of("qwen2", tmp_path / "model", tie_word_embeddings=False)
+    tensors = weights(model)
+    del tensors["lm_head.weight"]
+    tensors["score.weight"] = torch.randn(1, 32).to(torch.bfloat16)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    convert(model, tmp_path / "megatron", tensor=tensor, pipeline=2, orm=True)
+    files = [rank_file(tmp_path / "megatron", f"mp_rank_{rank:02d}_001")["model"] for rank in range(tensor)]
+    assert torch.equal(torch.cat([file["rm_head.weight"] for file in files], dim=1), tensors["score.weight"])
+    assert all(not file["rm_head.bias"].any() and "output_layer.weight" not in file for file in files)
+    convert(tmp_path / "megatron", tmp_path / "back", config=model, orm=True)
+    assert bits(weights(tmp_path / "back")) == bits(tensors)
+    fields = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert fields["architectures"] == ["Qwen2ForSequenceClassification"] and len(fields["id2label"]) == 1
+
+
+def test_large_models_are_written_in_several_files(tmp_path: Path) -> None:
+    model = model_of("llama", tmp_path / "model")
+    tensors = weights(model)
+    (target := tmp_path / "target").mkdir()
+    hf_directory.write(target, tensors, model, critic=False, shard_bytes=5000)
+    index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(tensors) and len(set(index.values())) > 2
+    assert all(name in load_file(target / index[name]) for name in tensors)
+    convert(target, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "back", config=target)
+    assert bits(weights(tmp_path / "back")) == bits(tensors)

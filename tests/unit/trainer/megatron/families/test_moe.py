@@ -1,0 +1,105 @@
+"""Mixtures of experts: the published models' numbers of weights, in all and for one token, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from polyreme.errors import ConfigError
+from polyreme_trainer.megatron import hf_mapping
+from polyreme_trainer.megatron.families import read_architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+
+SIZES = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN3_30B_A3B = SIZES | {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+}
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
+QWEN15_MOE_A2_7B = SIZES | {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B = SIZES | {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "router_jitter_noise": 0.0,
+    "sliding_window": None,
+    "vocab_size": 32000,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "active"),
+    [
+        (QWEN3_30B_A3B, 30_532_122_624, 3.35e9),
+        (QWEN3_235B_A22B, 235_093_634_560, 22.2e9),
+        (QWEN15_MOE_A2_7B, 14_315_784_192, 2.7e9),
+        (MIXTRAL_8X7B, 46_702_792_704, 12.9e9),
+    ],
+)
+def test_the_published_models_have_their_numbers_of_weights(config: dict[str, Any], parameters: int, active: float) -> None:
+    arch = read_architecture(HfConfig(config))
+    assert arch.parameters == parameters
+    assert arch.active_parameters == pytest.approx(active, rel=0.02)
+
+
+def test_tensors_have_the_names_of_the_published_files() -> None:
+    shapes = hf_mapping.hf_shapes(read_architecture(HfConfig(QWEN15_MOE_A2_7B)))
+    assert shapes["model.layers.23.mlp.experts.59.down_proj.weight"] == (2048, 1408)
+    assert shapes["model.layers.0.mlp.shared_expert_gate.weight"] == (1, 2048)
+    assert shapes["model.layers.0.mlp.shared_expert.up_proj.weight"] == (5632, 2048)
+    assert shapes["model.layers.0.mlp.gate.weight"] == (60, 2048)
+    shapes = hf_mapping.hf_shapes(read_architecture(HfConfig(MIXTRAL_8X7B)))
+    assert shapes["model.layers.31.block_sparse_moe.experts.7.w2.weight"] == (4096, 14336)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "named"),
+    [
+        (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        (QWEN3_30B_A3B, {"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        (QWEN3_30B_A3B, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN15_MOE_A2_7B, {"qkv_bias": False}, "qkv_bias"),
+        (QWEN15_MOE_A2_7B, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window"),
+    ],
+)
+def test_what_would_run_differently_is_refused(config: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_architecture(HfConfig(config | changes))

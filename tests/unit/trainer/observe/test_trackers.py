@@ -1,0 +1,57 @@
+"""How metrics.jsonl becomes points, and how a tracker's place in it is kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.config.run import RunConfig
+from polyreme.config.trackers import TrackerConfig
+from polyreme_trainer.observe.trackers import follow
+from polyreme_trainer.observe.trackers.follow import Cursor, points, read_cursor, read_lines, write_cursor
+from polyreme_trainer.observe.trackers.protocol import TRACKERS, Point
+from support.configs import run_config
+
+
+def test_a_record_is_one_point_with_its_axis() -> None:
+    line = {"kind": "iteration", "iteration": 3, "time": 7.0, "reward/mean": 0.5, "staleness/samples": [2, 1], "alarms": ["x"]}
+    assert list(points(line)) == [
+        Point("iteration", 3, 7.0, {"reward/mean": 0.5, "staleness/samples_0": 2.0, "staleness/samples_1": 1.0})
+    ]
+    sft = {"kind": "sft", "phase": 2, "step": 10, "loss": 0.25, "time": 1.0}
+    assert list(points(sft)) == [Point("sft_step", 10, 1.0, {"sft_2/loss": 0.25})]
+    assert list(points({"kind": "notice", "text": "", "time": 1.0})) == []
+
+
+def test_lines_are_read_whole_and_in_bounded_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_lines(path, 0) == ([], 0)
+    whole = "".join(json.dumps({"n": n}) + "\n" for n in range(10))
+    path.write_text(whole + '{"n": 1')
+    monkeypatch.setattr(follow, "BATCH_BYTES", 25)
+    found: list[Any] = []
+    offset = 0
+    for _ in range(10):
+        lines, offset = read_lines(path, offset)
+        assert len(lines) <= 4
+        found += lines
+    assert found == [{"n": n} for n in range(10)]
+    assert offset == len(whole)
+
+
+def test_a_cursor_of_another_run_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "trackers").mkdir()
+    kept = Cursor("run-1", "abc", 17)
+    write_cursor(tmp_path, "mlflow", kept)
+    assert read_cursor(tmp_path, "mlflow", "run-1") == kept
+    assert read_cursor(tmp_path, "mlflow", "run-2") == Cursor("run-2")
+    assert read_cursor(tmp_path, "wandb", "run-1") == Cursor("run-1")
+
+
+def test_every_kind_has_a_module_and_a_run_one_tracker_of_each(tmp_path: Path) -> None:
+    kinds = {section.model_fields["kind"].annotation.__args__[0] for section in TrackerConfig.__args__[0].__args__}
+    assert kinds == TRACKERS.keys()
+    tree = run_config(tmp_path).model_dump(mode="json")
+    with pytest.raises(ValueError, match="mlflow twice"):
+        RunConfig.model_validate({**tree, "trackers": [{"kind": "mlflow"}, {"kind": "mlflow", "project": "x"}]})
