@@ -1,6 +1,6 @@
-"""The configuration of a stage: supervised, reward-model or preference training, without rollout, reward and iterations.
+"""The configuration of a stage: supervised, reward-model or preference training, without rollouts, rewards and iterations.
 
-Invariant: every key is read by the stage that has it; what only one stage or one loss reads is in no other's schema.
+Invariant: a stage reads every key of its schema. A key of one stage or one loss is in no other schema.
 """
 
 from pathlib import Path
@@ -20,23 +20,23 @@ class StageTrainer(Section):
 
     parallel: ParallelConfig = ParallelConfig()
     micro_batch_tokens: int = Field(
-        8192, ge=1, description="Padded tokens of one micro-batch. A longer row is a micro-batch of its own."
+        8192, ge=1, description="Maximum padded tokens of one micro-batch. A longer row forms its own micro-batch."
     )
     optimizer: OptimizerConfig
     batch_size: int = Field(ge=1, description="Rows per optimizer step.")
-    epochs: Operational[float] = Field(1.0, gt=0, description="Passes over the data, where `steps` is not set.")
-    steps: Operational[int | None] = Field(None, ge=1, description="Optimizer steps. null: as many as `epochs` passes take.")
+    epochs: Operational[float] = Field(1.0, gt=0, description="Passes over the data when `steps` is null.")
+    steps: Operational[int | None] = Field(None, ge=1, description="Number of optimizer steps. null: set by `epochs`.")
     save_interval: Operational[int] = Field(
-        0, ge=0, description="Steps between checkpoints. 0: only the last, which is saved in any case."
+        0, ge=0, description="Steps between checkpoints. 0: only after the last step, which is always saved."
     )
     eval_interval: Operational[int] = Field(
-        0, ge=0, description="Steps between evaluations. 0: only before the first and after the last."
+        0, ge=0, description="Steps between evaluations. 0: only before the first step and after the last."
     )
-    keep_checkpoints: Operational[int] = Field(2, ge=1, description="Checkpoints that stay on disk.")
+    keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep on disk.")
     max_restarts: Operational[int] = Field(
         3,
         ge=0,
-        description="Restarts of the ranks, all together, when one dies. The count resets after five minutes of healthy uptime.",
+        description="Maximum restarts of the ranks after one of them dies. The count resets after five minutes of healthy uptime.",
     )
 
     @model_validator(mode="after")
@@ -51,17 +51,17 @@ class StageTrainer(Section):
 class ConversationData(TextConfig):
     """Prompts with answers."""
 
-    max_tokens: int = Field(1024, ge=2, description="Longest conversation, in tokens.")
-    overlong: Literal["filter", "error"] = Field("filter", description="What to do with a row beyond max_tokens.")
+    max_tokens: int = Field(1024, ge=2, description="Maximum conversation length in tokens.")
+    overlong: Literal["filter", "error"] = Field("filter", description="What to do with a row longer than max_tokens.")
 
 
 class SftData(ConversationData):
-    """Conversations. A row has a prompt and a response, or messages of several turns."""
+    """Conversations. A row has a prompt and a response, or the messages of several turns."""
 
-    response_key: str = Field("response", description="Column with the answer to learn.")
+    response_key: str = Field("response", description="Column with the answer.")
     messages_key: str = Field(
         "messages",
-        description="Column with a whole conversation; every answer in it is learned. A row has this one or the other two.",
+        description="Column with a whole conversation. Every answer in it is trained on. A row has this column, or prompt and response.",
     )
 
 
@@ -76,13 +76,15 @@ class RewardModelData(PairData):
     """Pairs of answers to one prompt."""
 
     margin_key: str | None = Field(
-        None, description="Column with the least difference that the scores of a pair should have. null: 0 for every pair."
+        None, description="Column with the margin: the difference that the scores of a pair should exceed. null: no margin."
     )
-    tie_key: str | None = Field(None, description="Column that is true where neither answer is better. null: no pair is a tie.")
+    tie_key: str | None = Field(
+        None, description="Column that is true when neither answer is better. null: only equal answers are ties."
+    )
 
 
 class PreferenceData(PairData):
-    """Pairs of answers to one prompt; for kto, answers that are good or bad."""
+    """Pairs of answers to one prompt; for kto, single answers that are good or bad."""
 
     response_key: str = Field("response", description="For kto: column with the answer.")
     label_key: str = Field("label", description="For kto: column that is true for a good answer and false for a bad one.")
@@ -102,17 +104,19 @@ class Dpo(LossSection):
     """Direct preference optimisation; with label smoothing, conservative DPO."""
 
     kind: Literal["dpo"] = Field("dpo", description="The name of this loss.")
-    beta: float = Field(0.1, gt=0, description="Strength of the pull towards the reference.")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="Probability that the labels of a pair are swapped.")
+    beta: float = Field(0.1, gt=0, description="Strength of the regularization towards the reference.")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Assumed probability that the two answers of a pair are swapped."
+    )
 
 
 class Ipo(LossSection):
     """Identity preference optimisation: a squared error instead of a log-sigmoid."""
 
     kind: Literal["ipo"] = Field("ipo", description="The name of this loss.")
-    beta: float = Field(0.1, gt=0, description="Strength of the pull towards the reference.")
+    beta: float = Field(0.1, gt=0, description="Strength of the regularization towards the reference.")
     per_token: bool = Field(
-        True, description="true: mean log-ratio per token, as most trainers have it; false: the paper's sums."
+        True, description="true: the mean log-ratio per token, as most trainers do. false: the sum, as in the paper."
     )
 
 
@@ -120,7 +124,7 @@ class Kto(LossSection):
     """Kahneman-Tversky optimisation: good and bad answers, not paired."""
 
     kind: Literal["kto"] = Field("kto", description="The name of this loss.")
-    beta: float = Field(0.1, gt=0, description="Strength of the pull towards the reference.")
+    beta: float = Field(0.1, gt=0, description="Strength of the regularization towards the reference.")
     desirable_weight: float = Field(1.0, ge=0, description="Weight of good answers.")
     undesirable_weight: float = Field(1.0, ge=0, description="Weight of bad answers.")
 
@@ -132,7 +136,7 @@ class SimPo(LossSection):
 
     kind: Literal["simpo"] = Field("simpo", description="The name of this loss.")
     beta: float = Field(2.0, gt=0, description="Scale of the difference of mean log-probabilities.")
-    gamma: float = Field(0.5, ge=0, description="Least difference of the scaled values that a pair should have.")
+    gamma: float = Field(0.5, ge=0, description="Target difference of the scaled mean log-probabilities.")
 
 
 class OrPo(LossSection):
@@ -148,11 +152,11 @@ PreferenceLoss = Annotated[Dpo | Ipo | Kto | SimPo | OrPo, Field(discriminator="
 
 
 class StageConfig(BaseConfig):
-    """A stage: rows of a file, batch after batch, through one loss."""
+    """The configuration that all stages share."""
 
     checkpoint_prefix: ClassVar[str] = "step"
 
-    stage: str = Field(description="Which stage this file configures.")
+    stage: str = Field(description="The stage that this file configures.")
     model: ModelConfig
     data: ConversationData
     trainer: StageTrainer
@@ -170,18 +174,16 @@ class StageConfig(BaseConfig):
 class SftConfig(StageConfig):
     """Supervised training: the cross entropy of answers."""
 
-    stage: Literal["sft"] = Field(description="Which stage this file configures.")
+    stage: Literal["sft"] = Field(description="The stage that this file configures.")
     data: SftData
 
 
 class RewardModelConfig(StageConfig):
     """A reward model from pairs of answers: a score at the end of a conversation."""
 
-    stage: Literal["reward-model"] = Field(description="Which stage this file configures.")
-    ties: Literal["skip", "half"] = Field(
-        "skip", description="skip: a tie is left out. half: it counts half as one pair and half as the swapped one."
-    )
-    center_coef: float = Field(0.0, ge=0, description="Weight of the squared sum of a pair's scores, which keeps them around 0.")
+    stage: Literal["reward-model"] = Field(description="The stage that this file configures.")
+    ties: Literal["skip", "half"] = Field("skip", description="skip: ties are left out. half: a tie counts half in either order.")
+    center_coef: float = Field(0.0, ge=0, description="Weight of the squared sum of a pair's scores. It keeps scores around 0.")
     data: RewardModelData
 
     @model_validator(mode="after")
@@ -196,11 +198,9 @@ class RewardModelConfig(StageConfig):
 class DpoConfig(StageConfig):
     """Preference training without a reward model."""
 
-    stage: Literal["dpo"] = Field(description="Which stage this file configures.")
+    stage: Literal["dpo"] = Field(description="The stage that this file configures.")
     loss: PreferenceLoss = Dpo()
-    reference: Path | None = Field(
-        None, description="Hugging Face directory of the reference. null: the model before its first step."
-    )
+    reference: Path | None = Field(None, description="Hugging Face directory of the reference. null: the initial model.")
     data: PreferenceData
 
     @model_validator(mode="after")
