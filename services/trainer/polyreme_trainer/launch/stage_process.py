@@ -51,8 +51,8 @@ class StageProcess:
         self._config, self._run_id, self._console = config, run_id, console
         parallel = config.trainer.parallel
         environment = {**compute_environment(parallel), "POLYREME_RUN_DIR": str(config.run_dir)}
-        self._unit = ProcessSet("learner", lambda: rank_programs(parallel, rank, environment), log_dir)
-        self._supervisor = Supervisor([self._unit], config.trainer.max_restarts, on_restart=self._say_restart)
+        self._ranks = ProcessSet("learner", lambda: rank_programs(parallel, rank, environment), log_dir)
+        self._supervisor = Supervisor([self._ranks], config.trainer.max_restarts, on_restart=self._say_restart)
         self._progress = StageProgress()
         self._read = 0
         """Bytes of metrics.jsonl."""
@@ -87,7 +87,7 @@ class StageProcess:
     async def _drain(self, work: "asyncio.Task[None]") -> None:
         self._console.print("stopping: the step under way is finished and saved; once more ends all at once")
         self._supervisor.draining = True
-        self._unit.signal(signal.SIGTERM)
+        self._ranks.signal(signal.SIGTERM)
         await asyncio.wait({work}, timeout=DRAIN_SECONDS)
         if not work.done():
             await self._supervisor.stop(_STOP_GRACE_SECONDS)
