@@ -70,7 +70,7 @@ class Trainer:
         self._trackers.start()
         try:
             await self._supervise()
-            self._end = await self._good_end()
+            self._end = await self._final_state()
             await self._run.set_state(*self._end)
         except StaleTermError:
             self._end = None
@@ -103,7 +103,7 @@ class Trainer:
         except OSError as error:
             logger.error("cannot write the run's end to summary.json: %s", error)
 
-    async def _good_end(self) -> tuple[RunState, str]:
+    async def _final_state(self) -> tuple[RunState, str]:
         """The final state and its reason when every child exited with status 0."""
         version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
         if self._stopped and version < iterations:
