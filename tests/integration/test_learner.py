@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.config.algorithm import AlgorithmConfig
@@ -157,7 +157,7 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
     torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
 
 
-def plain_rows_loss(model: torch.nn.Module, iteration: int) -> torch.Tensor:
+def plain_rows_loss(model: PreTrainedModel, iteration: int) -> torch.Tensor:
     """The mean cross entropy of the response tokens of 7 of 12 rows: those of the iteration's one step, in orders drawn pass by pass."""
     ids, masks = learning.supervised_rows(model.config.vocab_size)
     order = [row for number in range(2) for row in np.random.default_rng([0, 0x707478, number]).permutation(12)]

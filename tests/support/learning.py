@@ -50,6 +50,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
                     spans=[(max(0, iteration - 1 - (index + sample) % 2), 0, length)],
                     score=score,
                     parts=[RewardPart("exact", score, score)],
+                    teacher_logprobs=np.full(length, -1, dtype=np.float32),
                 )
             )
         prompt = random.integers(1, vocab, int(random.integers(2, 12)), dtype=np.int32)

@@ -16,6 +16,7 @@ from polyreme.config.algorithm import AlgorithmSource
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme.net import tls
 from polyreme_trainer.data.prompts import all_too_long, encode_examples, encode_prompts, read_rows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.megatron.families import load_architecture
@@ -45,6 +46,24 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     template = Template(
         read_model_files(config.model.path), config.data
     )  # raises when there is none: nothing else can be checked then
+    yield from check_template(template)
+    for path in filter(None, (config.data.train, config.data.eval)):
+        yield from _check_prompts(path, config, template)
+    for phase in config.trainer.sft:
+        yield from _check_examples(phase.data, config, template)
+    if config.teacher is not None and (security := config.teacher.security) is not None:
+        tls.client_context(security)
+        tls.token(security)
+    if config.algorithm.ptx is not None:
+        yield from _check_examples(config.algorithm.ptx.data, config, template)
+    if config.algorithm.source is not None:
+        yield from _check_functions(config.algorithm.source)
+    if config.algorithm.has_critic and config.trainer.critic.path is not None:
+        yield from _check_critic(config.trainer.critic.path, config)
+
+
+def check_template(template: Template) -> Iterator[str | PolyremeError]:
+    """Whether the tokenizer fits the embeddings, and the chat template the stop tokens."""
     if template.tokens > template.embeddings:
         yield ConfigError(
             f"a tokenizer of at most {template.embeddings} tokens, the model's embeddings (vocab_size in config.json)",
@@ -57,16 +76,6 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             f"the chat template ends an answer with {' '.join(template.unstopped)}, which stops no rollout; {end} does."
             " Add its id to eos_token_id in generation_config.json if it should"
         )
-    for path in filter(None, (config.data.train, config.data.eval)):
-        yield from _check_prompts(path, config, template)
-    for phase in config.trainer.sft:
-        yield from _check_examples(phase.data, config, template)
-    if config.algorithm.ptx is not None:
-        yield from _check_examples(config.algorithm.ptx.data, config, template)
-    if config.algorithm.source is not None:
-        yield from _check_functions(config.algorithm.source)
-    if config.algorithm.has_critic and config.trainer.critic.path is not None:
-        yield from _check_critic(config.trainer.critic.path, config)
 
 
 def _check_functions(source: AlgorithmSource) -> Iterator[PolyremeError]:
@@ -95,9 +104,9 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
 
 
 def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
-    """What the learner's models need at least, of `total` bytes of this machine. Activations, replicas and rewards come on top."""
+    """Compares the memory of the learner's models with the `total` bytes of this machine. Activations, replicas and rewards need more."""
     parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
-    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32; bfloat16 weights beside them
+    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32, plus bfloat16 weights
     actor = load_architecture(config.model.path).parameters
     models = {"actor": (actor, trained)}
     if config.algorithm.has_critic:

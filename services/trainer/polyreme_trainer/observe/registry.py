@@ -1,8 +1,8 @@
-"""Every metric of an `iteration` record, and of the records beside it: name, unit and formula.
+"""The metrics of `iteration` and related records: name, unit and formula.
 
-Invariant: a metric that training writes has exactly one row here, which the reference page prints. Names under `timing/`, `actor/`,
-`critic/`, `response_length/` and `prompt_length/`, and those that end in `_tps`, are MindSpeed RL's, with its meaning. NAME stands for
-a reward or a part of one. Metrics that a user's own loss returns have the user's names and no row.
+Invariant: every metric that training writes has exactly one row here, which the reference page prints. Names under `timing/`, `actor/`,
+`critic/`, `response_length/` and `prompt_length/`, and those that end in `_tps`, are MindSpeed RL's and have its meaning. NAME is the name
+of a reward or of a part of one. Metrics of a user's own loss have the user's names and no row.
 """
 
 import re
@@ -16,10 +16,10 @@ class Metric:
     """One number.
 
     Attributes:
-        name: in a record; NAME stands for any text without a slash at its end.
-        unit: of its value; "1" for a ratio, a fraction or a count of nothing physical.
-        formula: how it follows from what was sampled or measured, as a sentence.
-        when: in which runs or iterations it is written; empty: in all.
+        name: the name in a record; NAME stands for any text without a slash at its end.
+        unit: the unit of the value; "1" for a ratio, a fraction or another number without a unit.
+        formula: how the value is computed, as a sentence.
+        when: the runs or iterations that have it; empty for all.
     """
 
     name: str
@@ -71,6 +71,12 @@ ACTOR = (
     Metric("actor/lr", "1", "Learning rate of the iteration; 0 while only the critic is trained."),
     Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
     Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),
+    Metric(
+        "actor/teacher_kl",
+        "nats",
+        "Mean of log p - log p_teacher over the trained tokens: an estimate of the KL to the teacher.",
+        "with a teacher",
+    ),
     Metric("dual_clip_fraction", "1", "Trained tokens whose loss is cut at the dual clip.", "with a dual clip"),
     Metric("reward_kl", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the reward"),
     Metric("kl_coef", "1", "Coefficient of the KL penalty.", "with KL in the reward"),
