@@ -1,6 +1,6 @@
-"""The section `teacher`: whose log-probabilities an on-policy distillation follows.
+"""The section `teacher`: the model whose log-probabilities an on-policy distillation follows.
 
-Invariant: where the teacher is, and how it is asked, does not decide the trained weights; which model it is does.
+Invariant: the teacher's address and protocol do not affect the trained weights; only the choice of its model does.
 """
 
 from typing import Literal
@@ -12,26 +12,24 @@ from polyreme.config.security import EndpointSecurity
 
 
 class TeacherConfig(Section):
-    """A model with the policy's vocabulary, on any server with OpenAI's completions. It is asked for the log-probability of each sampled
-    token; `algorithm.teacher_coef` is the weight of what it says."""
+    """A model with the policy's vocabulary, on any server with OpenAI-compatible completions. It returns the log-probability of each sampled
+    token; `algorithm.teacher_coef` is the weight of the distillation."""
 
     url: Operational[str | list[str]] = Field(
-        description="Where its API is, such as http://host:8000/v1, or several places that share the load."
+        description="URL of its API, such as http://host:8000/v1, or several URLs that share the load."
     )
-    model: str | None = Field(None, description="Its name there. Without it, the only model that the server has.")
+    model: str | None = Field(None, description="Name of the model on the server. null: the server's only model.")
     protocol: Operational[Literal["prompt_logprobs", "echo"]] = Field(
-        "prompt_logprobs", description="How log-probabilities are asked for: vLLM's prompt_logprobs, or echo with logprobs."
+        "prompt_logprobs", description="How log-probabilities are requested: vLLM's prompt_logprobs, or echo with logprobs."
     )
-    concurrency: Operational[int] = Field(16, ge=1, description="Open requests, each for one sample.")
-    timeout: Operational[float] = Field(120.0, gt=0, description="Seconds for one request.")
+    concurrency: Operational[int] = Field(16, ge=1, description="Maximum number of open requests, one sample each.")
+    timeout: Operational[float] = Field(120.0, gt=0, description="Maximum seconds per request.")
     tries: Operational[int] = Field(
-        4, ge=1, description="Failed requests for one sample, while others are answered, before the group's attempt fails."
+        4, ge=1, description="Requests per sample, while others are answered, before the group's attempt fails."
     )
-    outage_timeout: Operational[float] = Field(
-        300.0, gt=0, description="Seconds without any answer, at the start or later, after which the run fails."
-    )
+    outage_timeout: Operational[float] = Field(300.0, gt=0, description="Seconds without any answer after which the run fails.")
     security: Operational[EndpointSecurity | None] = Field(
-        None, description="TLS and token of https places. Without it, the system's CA certificates and no token."
+        None, description="TLS and token of https URLs. null: the system's CA certificates and no token."
     )
 
     @field_validator("url")
@@ -44,5 +42,5 @@ class TeacherConfig(Section):
 
     @property
     def urls(self) -> list[str]:
-        """The places, without a slash at the end."""
+        """The URLs without trailing slashes."""
         return [each.rstrip("/") for each in ([self.url] if isinstance(self.url, str) else self.url)]

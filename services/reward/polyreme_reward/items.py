@@ -114,8 +114,8 @@ def judge(answer: object, tokens: int = 0) -> Outcome:
     """The outcome for a reward's return value.
 
     Args:
-        answer: a number; a list with one number per token, whose sum is the value; or a mapping with `score`, which is either of them, and
-            further numbers. A mapping may also have `token_rewards`, alone or beside a number as `score`.
+        answer: a number; a list with one number per token, whose sum is the value; or a mapping with `score`, which is either of these, and
+            further numbers. A mapping may also have `token_rewards`, alone or together with a number as `score`.
         tokens: number of tokens of the item. 0: the item has no tokens, so a list is invalid.
     """
     extras: dict[str, float] = {}
