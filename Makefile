@@ -1,4 +1,4 @@
-# demo and test need nothing but Python 3.11, make and a package index. SHELL is bash for pipefail.
+# demo and test need only Python 3.11, make and a package index. SHELL is bash for pipefail.
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -6,7 +6,7 @@ SHELL := bash
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Where torch's CPU build is, should the default index not have it.
+# Index of torch's CPU build, in case the default index does not have it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
@@ -29,16 +29,16 @@ demo: env
 	@$(BIN)/python examples/running_total/prepare.py
 	@$(BIN)/polyreme up examples/running_total/run.yaml $(ARGS)
 
-## test: the whole suite except what is marked slow
+## test: the whole suite except slow tests
 test: test-light test-real
 
 # Most of these tests wait rather than compute, so there are more of them at a time than cores.
-## test-light: what starts neither vLLM nor learner ranks (under three minutes on two cores)
+## test-light: tests without vLLM and learner ranks (under three minutes on two cores)
 test-light: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
 
 # Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
-## test-real: what starts vLLM or learner ranks
+## test-real: tests that start vLLM or learner ranks
 test-real: $(VENV)/.dev
 	$(PYTEST) -m "not slow and real" -n 2 --dist loadfile $(ARGS)
 
@@ -54,39 +54,39 @@ bench: $(VENV)/.dev
 	failed=; for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || failed="$$failed $$script"; done; \
 	if [ -n "$$failed" ]; then echo "targets missed:$$failed"; exit 1; fi
 
-## lint: style and types
+## lint: check style and types
 lint: types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-## types: the types alone
+## types: check only the types
 types: $(VENV)/.dev
 	$(BIN)/mypy polyreme services/rollout/polyreme_rollout services/reward/polyreme_reward services/trainer/polyreme_trainer \
 		tests/conftest.py tests/support tests/unit
 
-## proto: write the stubs anew from proto/
+## proto: regenerate the stubs from proto/
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-## reference: write the references of docs/ anew: configuration, metrics, command line
+## reference: regenerate the references in docs/: configuration, metrics, command line
 reference: $(VENV)/.run
 	$(BIN)/polyreme config reference > docs/reference/configuration.md
 	$(BIN)/python docs/tools/reference.py commands > docs/reference/commands.md
 	$(BIN)/python docs/tools/reference.py metrics > docs/reference/metrics.md
 
-## docs: the site of these guides, in site/
+## docs: build the guides as a site in site/
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-## secrets: .env with fresh passwords, for docker compose
+## secrets: write .env with new passwords for docker compose
 secrets:
 	deploy/secrets.sh .env
 
-## certs: a CA and the services' certificate in secrets/tls, for mutual TLS; NAMES="DNS:host IP:address" adds names
+## certs: create a CA and the services' certificate in secrets/tls for mutual TLS; NAMES="DNS:host IP:address" adds names
 certs:
 	deploy/certs.sh secrets/tls $(NAMES)
 
-## wheels: the lock's wheels in deploy/wheels, for images that are built without a network
+## wheels: download the lock's wheels into deploy/wheels, for image builds without a network
 wheels:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@torch=$$(grep '^torch==' requirements/cpu.txt); download="$(BIN)/pip download -q --no-deps --only-binary :all: -d deploy/wheels"; \

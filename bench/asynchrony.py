@@ -1,4 +1,4 @@
-"""How much of the time the longer of generation and training is all that is waited for, when both overlap.
+"""Throughput with overlapping generation and training, relative to the slower of the two alone.
 
     python bench/asynchrony.py [--groups 8] [--samples 8] [--tokens 128] [--generate 1.5]
 

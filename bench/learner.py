@@ -1,4 +1,4 @@
-"""What the trainer's step costs beside a plain torch loop on the same model, batch and threads, tensor parallel 1, one CPU.
+"""The cost of the trainer's step compared with a plain torch loop on the same model, batch and threads, tensor parallel 1, one CPU.
 
     python bench/learner.py [--threads 2] [--rounds 7] [--only 1m|20m]
 

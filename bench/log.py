@@ -1,4 +1,4 @@
-"""What the experience log costs per sample, on a server with production settings (every write is on disk before its answer).
+"""The cost of the experience log per sample, on a server with production settings (every write is on disk before its reply).
 
     python bench/log.py [--iterations 40] [--redis URL]
 

@@ -1,4 +1,4 @@
-"""What the reward service costs, server and client on the same cores: against the wire, bare calls and a bare HTTP request.
+"""The cost of the reward service, with server and client on the same cores, compared with the transport alone, direct calls and plain HTTP.
 
 * A trivial rule over gRPC in batches of 256, beside the same messages through a servicer that scores nothing.
 * math-verify through the service, beside bare calls of it in as many processes.

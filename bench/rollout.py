@@ -1,4 +1,4 @@
-"""What the rollout service costs: tokens per second through gRPC `Generate` against a bare AsyncLLM, side by side.
+"""The cost of the rollout service: tokens per second through gRPC `Generate`, compared with a bare AsyncLLM in the same run.
 
     python bench/rollout.py [--rounds 5] [--groups 32] [--samples 8] [--tokens 100]
 

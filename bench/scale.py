@@ -1,4 +1,4 @@
-"""Whether 64 replicas make 64 times what one makes, and what each sample costs the orchestrator.
+"""Scaling: whether 64 replicas have 64 times the throughput of one, and the orchestrator's cost per sample.
 
     python bench/scale.py [--replicas 1 4 16 64] [--slots 8] [--step 0.01] [--seconds 18]
 

@@ -1,4 +1,4 @@
-"""What a weight push costs: writing a version into the arena against plain memory copies, and a real replica's swap against its reload.
+"""The cost of a weight push: writing a version into the arena compared with memory copies, and a real replica's swap compared with its reload.
 
     python bench/weights.py [--gib 1] [--repeats 5] [--only arena|stream|swap]
 

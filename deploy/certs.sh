@@ -1,8 +1,8 @@
 #!/bin/sh
-# certs.sh FOLDER [NAME...]: a CA and one certificate from it that all services show, for mutual TLS.
+# certs.sh FOLDER [NAME...]: creates a CA, and one certificate from it for all services, for mutual TLS.
 #
-# The certificate carries the name `polyreme`, which clients check whatever address they call (security.server_name), and the further
-# NAMEs (DNS:host, IP:address). An existing CA is kept and signs anew; its key is needed for nothing else and may be kept elsewhere.
+# The certificate has the name `polyreme`, which clients check independent of the address (security.server_name), and the additional NAMEs
+# (DNS:host, IP:address). An existing CA is kept and signs a new certificate. Its key has no other use and may be stored elsewhere.
 set -eu
 umask 077
 folder=$1

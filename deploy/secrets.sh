@@ -1,5 +1,5 @@
 #!/bin/sh
-# secrets.sh FILE: writes .env.example with fresh secrets to FILE, for its owner alone. An existing file stays as it is.
+# secrets.sh FILE: writes .env.example with new secrets to FILE, readable only by its owner. Does not change an existing file.
 set -eu
 cd "$(dirname "$0")/.."
 umask 077

@@ -21,7 +21,7 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Storms and whole runs first, the rest as it comes: they wait most, and at the end there would be nothing left to do beside them."""
+    """Runs storms and whole runs first: they mostly wait, so other tests can run at the same time."""
     items.sort(key=lambda item: item.path.name not in ("test_storm.py", "test_simulated_run.py"))
 
 

@@ -1,4 +1,4 @@
-"""Knocks at the services named, by gRPC and HTTP, with no token and with a wrong one: nothing but probes may be answered."""
+"""Calls the given services by gRPC and HTTP without a token and with a wrong one. Only probes may be answered."""
 
 import asyncio
 import socket

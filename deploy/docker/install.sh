@@ -1,11 +1,11 @@
 #!/bin/sh
-# What the stages of all images do:
-#   install.sh requirements FILE     the virtual environment /opt/polyreme, with exactly what the locked FILE names
-#   install.sh packages FOLDER...    our own distributions, into /opt/app
-#   install.sh user                  the user that services run as, and the directories that are theirs
+# Installation steps of all images:
+#   install.sh requirements FILE     creates the virtual environment /opt/polyreme with exactly the packages of the locked FILE
+#   install.sh packages FOLDER...    installs our own distributions into /opt/app
+#   install.sh user                  creates the user of the services and their directories
 #
-# Invariant: pip resolves nothing. It looks in /wheels and in the index that its variables (build arguments) name; it trusts the
-# system's CAs and those in /certificates.
+# Invariant: pip resolves nothing. It uses /wheels and the index in its variables (build arguments), and trusts the system's CAs and those
+# in /certificates.
 set -eu
 
 python=${PYTHON:-python3}
@@ -42,7 +42,7 @@ packages)
     pip --python /opt/polyreme/bin/python install -q --no-deps --target /opt/app /tmp/ours/*.whl
     ;;
 user)
-    # Group 0 may write what the user may, so that any other user id does as well.
+    # Group 0 has the user's write permissions, so that any other user id works too.
     useradd --uid 10001 --gid 0 --create-home --home-dir /home/polyreme polyreme
     mkdir -p /polyreme/data /polyreme/model /polyreme/plugins /polyreme/tls /runs
     chown -R 10001:0 /polyreme /runs /home/polyreme

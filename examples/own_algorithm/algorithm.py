@@ -1,4 +1,4 @@
-"""An algorithm of one's own: the group's median as baseline, and a policy gradient whose weights are truncated.
+"""A custom algorithm: the group's median as baseline, and a policy gradient with truncated weights.
 
 One outlier moves a group's mean and hardly its median. The ratio to the policy before the step is a weight without gradient, at most
 CAP, so no token loses its gradient.
@@ -11,7 +11,7 @@ CAP = 2.0
 
 
 def advantages(batch):
-    """Score minus the median of the group, float64 [t]: one number for each prediction of the batch.
+    """Score minus the median of the group, float64 [t], one number per predicted token of the batch.
 
     `batch` is a `polyreme_trainer.algorithms.batch.TokenBatch`: numpy arrays of a whole iteration, [n] per sequence and [t] per token.
     """
@@ -23,7 +23,7 @@ def advantages(batch):
 
 
 def loss(inputs):
-    """`-min(r, CAP) A log p`, and what is recorded: name -> (sum, weight).
+    """The loss `-min(r, CAP) A log p`, and metrics as name -> (sum, weight).
 
     `inputs` is a `polyreme_trainer.algorithms.inputs.LossInputs`: torch tensors [t] of the trained tokens of one micro-batch. A loss is
     a sum over tokens with `inputs.weight`, so that micro-batches and ranks add up to the loss of the whole step.

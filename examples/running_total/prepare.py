@@ -1,4 +1,4 @@
-"""Makes everything the running-total demo needs, from a seed: a tokenizer, an untrained model, and four sets of data.
+"""Creates everything that the running-total demo needs from a seed: a tokenizer, an untrained model, and four data sets.
 
 The task: given labelled digits such as `a5b8c3d9`, answer their sum modulo 10 behind a `#`. Two ways to answer are taught:
 careful    b8+5=3,c3+3=6,d9+6=5#5     every partial sum is written; nearly always right
@@ -44,7 +44,7 @@ CountDrawer = Callable[[random.Random], int]
 
 
 def task_count(rng: random.Random) -> int:
-    """How many digits a prompt of the task has, 2 to 16: mostly few (geometric), 8% of them 14 to 16."""
+    """Draws the number of digits of a prompt, 2 to 16: mostly few (geometric), and 14 to 16 for 8%."""
     if rng.random() < 0.08:
         return rng.randint(14, LONGEST)
     return _geometric(rng, 0.74, LONGEST)
@@ -56,14 +56,14 @@ def short_count(rng: random.Random) -> int:
 
 
 def even_count(rng: random.Random) -> int:
-    """2 to 16 digits, each as often."""
+    """2 to 16 digits, uniformly."""
     return rng.randint(2, LONGEST)
 
 
 def draw_digits(
     rng: random.Random, held_out: bool, draw_count: CountDrawer = task_count, first: int = 0
 ) -> tuple[list[int], str]:
-    """Digits and their prompt, whose labels begin with number `first` of the alphabet (in the task: with `a`)."""
+    """Digits and their prompt, whose labels start at letter number `first` of the alphabet (`a` in the task)."""
     while True:
         count = draw_count(rng)
         digits = [rng.randrange(10) for _ in range(count)]
@@ -73,7 +73,7 @@ def draw_digits(
 
 
 def careful_answer(digits: list[int], slip_at: int | None = None, slip_by: int = 0, first: int = 0) -> str:
-    """Every partial sum, then the result. With `slip_at`, that addition (1, 2, ...) is wrong by `slip_by`, and stays so."""
+    """Every partial sum, then the result. With `slip_at`, the sum is wrong by `slip_by` from that addition (1, 2, ...) on."""
     total = digits[0]
     steps = []
     for place, (label, digit) in enumerate(zip(_labels(len(digits), first)[1:], digits[1:], strict=True), start=1):
@@ -84,7 +84,7 @@ def careful_answer(digits: list[int], slip_at: int | None = None, slip_by: int =
 
 
 def mixed_answer(digits: list[int], rng: random.Random) -> str:
-    """The mixture's answer: careful now and then, rarer the longer it would be; else a guess that has not looked."""
+    """The mixture's answer: sometimes careful, less often for long sums, otherwise a random guess."""
     share = MIXTURE_CAREFUL.get(len(digits)) or max(MIXTURE_FLOOR, MIXTURE_CAREFUL[3] * MIXTURE_DECAY ** (len(digits) - 3))
     if rng.random() >= share:
         return f"#{rng.randrange(10)}"
@@ -94,7 +94,7 @@ def mixed_answer(digits: list[int], rng: random.Random) -> str:
 
 
 def prompts(rng: random.Random, held_out: bool) -> Iterator[Row]:
-    """Endless prompts with their right answers."""
+    """Yields prompts with their right answers without end."""
     while True:
         digits, prompt = draw_digits(rng, held_out)
         yield {"prompt": prompt, "answer": str(sum(digits) % 10)}
@@ -185,7 +185,7 @@ def save_model(folder: Path, seed: int) -> None:
 
 
 def prepare(out: Path, seed: int) -> bool:
-    """Writes all files under `out`, the stamp last. False: they were there already, made by this very recipe."""
+    """Writes all files under `out`, the stamp last. Returns False if they already exist from the same recipe."""
     recipe = hashlib.sha256(Path(__file__).read_bytes() + str(seed).encode()).hexdigest()
     stamp = out / "prepared.txt"
     if stamp.exists() and stamp.read_text() == recipe:
@@ -207,7 +207,7 @@ def prepare(out: Path, seed: int) -> bool:
 
 
 def _geometric(rng: random.Random, ratio: float, most: int) -> int:
-    """2, 3, ...: each next number `ratio` times as likely, up to `most`."""
+    """2, 3, ... up to `most`, each `ratio` times as likely as the previous number."""
     while True:
         count = 2
         while rng.random() < ratio:

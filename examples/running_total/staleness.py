@@ -1,4 +1,4 @@
-"""What staleness costs: the demo's accuracy over `max_staleness`, with and without importance weights, over seeds.
+"""The cost of staleness: the demo's accuracy by `max_staleness`, with and without importance weights, over several seeds.
 
 Every cell is a run of its own from one and the same warm start. Its result goes to a file of its own as soon as it is there, so an
 interrupted table goes on where it stopped.
@@ -40,7 +40,7 @@ class Cell:
 
 
 def cells(staleness: Sequence[int], seeds: Sequence[int]) -> list[Cell]:
-    """Seed by seed, so that a table that is cut short has whole rows. On-policy there is nothing to correct."""
+    """All cells, seed by seed, so that an interrupted table has complete rows. On-policy cells need no correction."""
     return [
         Cell(bound, correction, seed)
         for seed in seeds
@@ -75,7 +75,7 @@ def warm_start(folder: Path) -> Path:
 
 
 def measure(cell: Cell, folder: Path, model: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Runs a cell, from its beginning: what an interrupted one left is removed."""
+    """Runs a cell from its beginning, after removing the files of an interrupted attempt."""
     shutil.rmtree(folder / cell.name, ignore_errors=True)
     up(
         folder / f"{cell.name}.log",
@@ -114,7 +114,7 @@ def measure(cell: Cell, folder: Path, model: Path, overrides: Sequence[str]) -> 
 
 
 def table(results: dict[Cell, dict[str, Any]]) -> list[str]:
-    """As Markdown: a row for each bound and correction that has results."""
+    """The table as Markdown, with a row for each bound and correction that has results."""
     lines = [
         "| max_staleness | importance weights | accuracy (each seed) | mean staleness | answers over a swap | samples/s | learner waits | replicas wait |",
         "|---|---|---|---|---|---|---|---|",

@@ -57,7 +57,7 @@ class Session:
         def process(name: str, *argv: str, serves: bool = True) -> ProcessSet:
             return ProcessSet(name, lambda: [ProcessSpec(name, (*command, *argv), death_signal=signal.SIGTERM)], log_dir, serves)
 
-        services = [process("reward", "reward", *server)]
+        services = [process("reward", "reward", *server)] if config.reward else []
         services += [
             process(f"rollout-{place}", "rollout", *server, "--host", "127.0.0.1") for place in range(config.rollout.replicas)
         ]

@@ -11,6 +11,8 @@ from polyreme.config.trainer import OptimizerConfig
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
 """Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
+_NUMBER_BYTES = 4
+"""Bytes of each further number of a response token: of the rewards, which may answer per token, and of a teacher."""
 _GROUP_OVERHEAD_BYTES = 1024
 
 
@@ -128,11 +130,9 @@ def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "i
 
 def redis_bytes(config: RunConfig) -> int:
     """Upper bound in bytes of the groups in the log: all iterations since the oldest checkpoint, and the groups in generation."""
-    group = (
-        _GROUP_OVERHEAD_BYTES
-        + config.data.max_prompt_tokens * 8
-        + config.group_size * config.rollout.max_new_tokens * _TOKEN_BYTES
-    )
+    token = _TOKEN_BYTES + _NUMBER_BYTES * ((config.reward is not None) + (config.teacher is not None))
+    response = config.rollout.max_new_tokens * token
+    group = _GROUP_OVERHEAD_BYTES + config.data.max_prompt_tokens * 8 + config.group_size * response
     save_interval = config.trainer.save_interval or config.iterations
     since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest checkpoint always stays
     held = min(config.iterations, since_oldest) + 1 + config.max_staleness

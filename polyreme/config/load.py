@@ -75,7 +75,9 @@ def load_reward_config(path: Path) -> RewardConfig:
     """The `reward` section of a YAML file, which may hold a whole run or this section alone. Raises the errors of `load_config`."""
     tree = _read_tree(path)
     if set(tree) != {"reward"}:
-        return load_config(path).reward
+        if (section := load_config(path).reward) is None:
+            raise ConfigError(f"a section `reward` in {path}", "none: the run distils a teacher alone", "Add the section.")
+        return section
     if isinstance(tree["reward"], dict):
         _resolve_paths(tree["reward"], RewardConfig, path.resolve().parent)
     try:

@@ -31,6 +31,7 @@ from polyreme.config.recipe import (
     Shaping,
     TokenTis,
     TvMask,
+    Zero,
 )
 from polyreme.errors import ConfigError
 
@@ -72,6 +73,8 @@ PRESETS: Mapping[str, Recipe] = {
     "opo": Recipe(advantage=LengthWeightedBaseline(), loss=PolicyGradient()),
     # Dong et al. 2023 (arXiv 2304.06767): imitation of what the reward accepts.
     "raft": Recipe(advantage=Positives(), loss=PolicyGradient()),
+    # Agarwal et al. 2023 (arXiv 2306.13649), on the policy's own samples alone, with the policy gradient of the reverse KL to the teacher.
+    "distillation": Recipe(advantage=Zero(), loss=Clip(), teacher_coef=1.0),
 }
 
 SEQUENCE_PRESETS = frozenset({"gspo"})

@@ -11,12 +11,13 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig
 from polyreme.config.model import ModelConfig
-from polyreme.config.recipe import Recipe
+from polyreme.config.recipe import Recipe, Zero
 from polyreme.config.recipe_checks import check
 from polyreme.config.reward import RewardConfig
 from polyreme.config.rollout import RolloutConfig
 from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
+from polyreme.config.teacher import TeacherConfig
 from polyreme.config.trackers import TrackerConfig
 from polyreme.config.trainer import TrainerConfig
 
@@ -42,11 +43,14 @@ class RunConfig(BaseConfig):
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
-    reward: RewardConfig
+    reward: RewardConfig | None = Field(
+        None, description="What a response is worth. A run that only distils a teacher needs none."
+    )
+    teacher: TeacherConfig | None = Field(None, description="The teacher of an on-policy distillation.")
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
     trackers: Operational[list[TrackerConfig]] = Field(
-        [], description="Trackers that get the metrics beside metrics.jsonl and TensorBoard, at most one of each kind."
+        [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."
     )
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of all services. The section `reward.security` replaces it for the reward service."
@@ -68,8 +72,7 @@ class RunConfig(BaseConfig):
                 f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} must fit rollout.max_model_len = {self.rollout.max_model_len}"
             )
         check(self.recipe, self.group_size, self.algorithm.minibatches * self.algorithm.epochs, self.algorithm.has_critic)
-        if self.algorithm.teacher_coef > 0:
-            raise ValueError("algorithm.teacher_coef must be 0: runs do not support a teacher yet")
+        self._check_what_is_learned_from()
         if self.algorithm.minibatches > self.groups_per_iteration:
             raise ValueError(
                 f"algorithm.minibatches = {self.algorithm.minibatches} exceeds groups_per_iteration = {self.groups_per_iteration}: a mini-batch consists of whole groups"
@@ -80,6 +83,22 @@ class RunConfig(BaseConfig):
         if self.trainer.optimizer.min_lr > self.trainer.optimizer.lr:
             raise ValueError("trainer.optimizer.min_lr must not exceed trainer.optimizer.lr")
         return self
+
+    def _check_what_is_learned_from(self) -> None:
+        """Raises ValueError unless rewards and teacher are those that the algorithm learns from."""
+        if (self.algorithm.teacher_coef > 0) != (self.teacher is not None):
+            missing = "the section `teacher`" if self.teacher is None else "algorithm.teacher_coef, which is 0"
+            raise ValueError(f"a teacher and its weight go together; set {missing}, or use algorithm.preset: distillation")
+        if self.teacher is not None and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature = {self.rollout.temperature:g} must be 1 with a teacher, whose log-probabilities are those at 1"
+            )
+        if self.reward is None and not (isinstance(self.algorithm.advantage, Zero) and self.teacher is not None):
+            raise ValueError(
+                f"the section `reward` is missing, from which algorithm.advantage: {self.algorithm.advantage.kind} learns"
+            )
+        if self.reward is None and self.data.eval is not None:
+            raise ValueError("data.eval needs the section `reward`, which scores the answers of an evaluation")
 
     def evaluates(self, version: int) -> bool:
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""

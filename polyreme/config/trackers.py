@@ -1,6 +1,6 @@
-"""The section `trackers`: experiment trackers that get a run's metrics beside metrics.jsonl and TensorBoard.
+"""The section `trackers`: experiment trackers that get a run's metrics in addition to metrics.jsonl and TensorBoard.
 
-Invariant: no credential is in this section. Each tracker's package reads its own from the environment or from its login.
+Invariant: this section contains no credentials. Each tracker's package reads them from the environment or from its login.
 """
 
 from pathlib import Path
@@ -11,15 +11,15 @@ from pydantic import Field
 from polyreme.config.section import Section
 
 KIND = "The tracker."
-PROJECT = "Project that the run belongs to."
+PROJECT = "Project of the run."
 
 
 class TrackerSection(Section):
-    """What every tracker has.
+    """The common fields of all trackers.
 
     Attributes:
-        package: the Python package that it needs, as pip calls it.
-        module: the same, as Python imports it.
+        package: name of the required package for pip.
+        module: name of the package's module.
     """
 
     package: ClassVar[str]
@@ -34,7 +34,7 @@ class WandbConfig(TrackerSection):
     package: ClassVar[str] = "wandb"
     module: ClassVar[str] = "wandb"
     kind: Literal["wandb"] = Field("wandb", description=KIND)
-    entity: str | None = Field(None, description="User or team. null: the key's own.")
+    entity: str | None = Field(None, description="User or team. null: the key's default.")
     mode: Literal["online", "offline"] = Field("online", description="offline: files below the run directory, for `wandb sync`.")
 
 
@@ -44,7 +44,7 @@ class SwanlabConfig(TrackerSection):
     package: ClassVar[str] = "swanlab"
     module: ClassVar[str] = "swanlab"
     kind: Literal["swanlab"] = Field("swanlab", description=KIND)
-    workspace: str | None = Field(None, description="User or organisation. null: the key's own.")
+    workspace: str | None = Field(None, description="User or organisation. null: the key's default.")
     mode: Literal["online", "offline"] = Field(
         "online", description="offline: files below the run directory, for `swanlab sync`."
     )

@@ -83,7 +83,7 @@ class TrainerConfig(Section):
         None,
         gt=0,
         lt=1,
-        description="Decay per iteration of the moving average of the actor's weights, which is exported beside them. null: none.",
+        description="Decay per iteration of the moving average of the actor's weights, which is exported in addition. null: none.",
     )
     sft: list[SftPhase] = Field([], description="Phases of the warm start, which run once before the first iteration.")
     save_interval: Operational[int] = Field(

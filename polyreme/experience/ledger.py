@@ -94,7 +94,7 @@ class ExperienceLog:
     # -- the orchestrator's changes
 
     async def admit(self, most: int = 1) -> list[Admission]:
-        """Admits the next groups, at most `most`. None when more would exceed max_staleness, or before the learner has begun."""
+        """Admits up to `most` next groups. Admits none if they would exceed max_staleness, or before the learner has begun."""
         return [_admission(row) for row in await self._change("admit", most, keys=[self.run.once()])]
 
     async def readmit(self, index: int, attempt: int, reason: str, max_attempts: int) -> Admission | None:
@@ -250,8 +250,8 @@ class ExperienceLog:
     async def in_flight(self) -> list[Admission]:
         """The groups admitted and not appended, oldest version first.
 
-        The orchestrator compares them with what it works on: after a takeover it goes on with each under the same attempt, and
-        an attempt that expired shows up here with the next number.
+        The orchestrator compares them with its own work. After a takeover it continues each under the same attempt, and an expired attempt
+        appears here with the next number.
         """
         members = [int(m) for m in await self.run.redis.zrange(self.run.key("in_flight"), 0, -1)]
         rows = await self.run.redis.hmget(self.run.key("ledger"), members) if members else []

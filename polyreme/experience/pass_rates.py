@@ -27,7 +27,7 @@ class PassRate:
     """What is known of a prompt.
 
     Attributes:
-        samples: judged so far, in all groups.
+        samples: number of judged samples in all groups.
         solved: of these.
         streak: samples of the newest groups that were all solved; negative: of the newest groups in which none was; 0: the newest group
             had both.

@@ -22,7 +22,7 @@ UInt8 = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One named component of a score: a reward's raw value or a sub-part of it (REWARD/NAME), and that times the reward's weight."""
+    """One named component of a score: a reward or a sub-part (REWARD/NAME), with its raw value and that value times the reward's weight."""
 
     name: str
     raw: float
@@ -37,14 +37,14 @@ class SampleRecord:
     Attributes:
         token_ids: int32 [t], the sampled tokens with the stop token.
         logprobs: float32 [t], of each token under the policy that sampled it, at the sampling temperature.
-        loss_mask: uint8 [t], 1 where the policy sampled the token and it is trained on.
+        loss_mask: uint8 [t], 1 if the policy sampled the token and it is trained on.
         finish_reason: pb.FINISH_REASON_STOP or pb.FINISH_REASON_LENGTH.
         spans: (version, start, end) of the policy versions, in order, covering [0, t).
         score: the reward, finite.
-        token_rewards: float32 [t], the part of the score that the rewards gave to single tokens; None where none answers per token.
-        teacher_logprobs: float32 [t], of each token under the teacher of a distillation; None where none was asked.
-        parts: the score is the sum of their weighted values, sub-parts left out.
-        text: the response without special tokens, for people.
+        token_rewards: float32 [t], the part of the score that rewards assigned to single tokens, or None.
+        teacher_logprobs: float32 [t], of each token under the teacher of a distillation, or None.
+        parts: the score is the sum of their weighted values without sub-parts.
+        text: the response without special tokens, for display.
     """
 
     token_ids: Int32
@@ -71,11 +71,11 @@ class GroupRecord:
     """The samples of one prompt.
 
     Attributes:
-        index: of the group in the run; its prompt, order and seeds follow from it.
-        attempt: from 1.
+        index: index of the group in the run, which determines its prompt, order and seeds.
+        attempt: number of the attempt, from 1.
         prompt_ids: int32 [p], the templated prompt.
         samples: at least one.
-        prompt: as text, for people.
+        prompt: the prompt as text, for display.
         label: the reference answer; may be empty.
         generate_seconds, score_seconds: wall-clock time of the two calls.
     """
@@ -104,7 +104,7 @@ class GroupRecord:
 
 
 def encode_group(group: GroupRecord) -> bytes:
-    """The serialized protobuf Group, the same bytes for the same group. Raises DataError naming what is inconsistent."""
+    """The serialized protobuf Group, with the same bytes for the same group. Raises DataError when the group is inconsistent."""
     _check(group)
     message = pb.Group(
         index=group.index,
@@ -138,7 +138,7 @@ def decode_group(payload: bytes) -> GroupRecord:
     try:
         message = pb.Group.FromString(payload)
     except DecodeError as error:
-        raise DataError("a serialized Group", f"{len(payload)} bytes that are none ({error})", "Run `polyreme audit`.") from None
+        raise DataError("a serialized Group", f"{len(payload)} other bytes ({error})", "Run `polyreme audit`.") from None
     group = GroupRecord(
         index=message.index,
         attempt=message.attempt,
@@ -190,7 +190,7 @@ def _check(group: GroupRecord) -> None:
 
 
 def _problem(sample: SampleRecord) -> tuple[str, str] | None:
-    """What a sample should have, and what it has instead."""
+    """What was expected and what was found in an inconsistent sample, else None."""
     length = len(sample.token_ids)
     lengths = (length, len(sample.logprobs), len(sample.loss_mask))
     if length == 0 or len(set(lengths)) > 1:
@@ -217,5 +217,7 @@ def _problem(sample: SampleRecord) -> tuple[str, str] | None:
 def _bad(group: GroupRecord, expected: str, found: str, sample: int | None = None) -> DataError:
     place = f"group {group.index}" + ("" if sample is None else f", sample {sample}")
     return DataError(
-        f"{expected} in {place}", found, "This is a defect of what generated or stored it; the group must not be used."
+        f"{expected} in {place}",
+        found,
+        "Report this as a bug of the part that created or stored the group. The group must not be used.",
     )

@@ -69,14 +69,14 @@ class Scripts:
         code, detail = error.code, error.detail
         if code == "STALETERM":
             return StaleTermError(
-                f"to hold the writer's term for `{name}`",
+                f"the current term of the writer for `{name}`",
                 detail,
                 "Let the process that has taken over continue; this one must exit.",
             )
         if code == "STALEATTEMPT":
-            return StaleAttemptError(f"the attempt that `{name}` names to be the current one", f"`{detail}`", "Discard its work.")
+            return StaleAttemptError(f"`{name}` for the current attempt", f"`{detail}`", "Discard the work on the old attempt.")
         if code == "ORDER":
-            return TransitionError(f"a legal step for `{name}`", detail, "See the transition table in docs/log.md.")
+            return TransitionError(f"a legal transition for `{name}`", detail, "See the transition table in docs/log.md.")
         if code == "RUNEXISTS":
             return ConfigError(
                 "a new run id", f"run {self._run_id} in this Redis", "Resume it with --resume, or start a new one with --fork."

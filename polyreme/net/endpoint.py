@@ -19,29 +19,30 @@ _LOOPBACK = "127.0.0.1"
 Host = Annotated[
     str | None,
     typer.Option(
-        help="Address to serve on; without it, this machine's on the way to Redis, or loopback when no Redis is named.",
+        help="Address to serve on. Default: this machine's address towards Redis, or loopback without --redis.",
         show_default=False,
     ),
 ]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: a free one.")]
-HttpPort = Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="gRPC port. 0: any free port.")]
+HttpPort = Annotated[int, typer.Option(min=0, max=65535, help="HTTP port. 0: any free port.")]
 Advertise = Annotated[
     str | None,
     typer.Option(
-        metavar="HOST[:PORT]", help="Where the trainer reaches the gRPC port, when that is not where it serves: behind a proxy."
+        metavar="HOST[:PORT]",
+        help="Address at which the trainer reaches the gRPC port, if it differs from the served one (proxy).",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to serve.
+    """The addresses of a server.
 
     Attributes:
         host: the address to bind.
-        port: of gRPC; 0 takes a free one.
-        http_port: of HTTP; 0 takes a free one; None: no HTTP.
-        advertise: where others reach it instead of at `host`: a host, or host:port of gRPC.
+        port: port of gRPC; 0 takes a free one.
+        http_port: port of HTTP; 0 takes a free one; None: no HTTP.
+        advertise: host, or host:port of gRPC, at which others reach the server, if it differs from `host`.
     """
 
     host: str = _LOOPBACK
@@ -71,7 +72,7 @@ def _host_of(address: str) -> str:
 
 
 def _port_of(address: str) -> int | None:
-    """The port of `host:port` or `[::1]:port`; None without one. Raises ConfigError: it is no number."""
+    """The port of `host:port` or `[::1]:port`, or None. Raises ConfigError when it is not a number."""
     port = address.rpartition("]")[2].removeprefix(":") if address.startswith("[") else address.partition(":")[2]
     if not port or (not address.startswith("[") and address.count(":") > 1):
         return None
@@ -84,10 +85,10 @@ def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: s
     """The endpoint that a command's options describe.
 
     Args:
-        redis_url: of the run that is served; None: there is none.
+        redis_url: Redis of the served run, or None.
 
     Raises:
-        ConfigError: there is no way to Redis, or `advertise` is no HOST[:PORT].
+        ConfigError: there is no route to Redis, or `advertise` is not HOST[:PORT].
     """
     if advertise:
         _port_of(advertise)
@@ -99,24 +100,24 @@ def endpoint_of(host: str | None, port: int, http_port: int | None, advertise: s
 
 
 def address_towards(redis_url: str) -> str:
-    """This machine's address on the way to Redis: 127.0.0.1 on Redis's own. Raises ConfigError: there is no way."""
+    """This machine's address towards Redis, which is 127.0.0.1 on Redis' own machine. Raises ConfigError when there is no route."""
     redis = urlsplit(redis_url)
     host, port = redis.hostname or _LOOPBACK, redis.port or 6379
     try:
         return own_address(host, port)
     except OSError as error:
-        raise ConfigError(f"a way to Redis at {host}", error.strerror or str(error), "Check --redis.") from None
+        raise ConfigError(f"a route to Redis at {host}", error.strerror or str(error), "Check --redis.") from None
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine's interface that leads to `host`. Raises OSError: there is no way."""
+    """The address of this machine's interface towards `host`. Raises OSError when there is no route."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 where there is a choice
+    family, kind, protocol, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)  # IPv4 is preferred
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # of a datagram socket: sends nothing
+        probe.connect(target)  # a datagram socket sends nothing here
         return str(probe.getsockname()[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric host or host:port is reachable from its own machine alone."""
+    """Whether a numeric host or host:port is a loopback address."""
     return address.startswith(("127.", "::1", "[::1]"))

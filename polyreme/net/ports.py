@@ -14,26 +14,30 @@ _FIRST, _LAST, _TRIES = 20_000, 29_999, 200
 
 
 def join(host: str, port: int) -> str:
-    """host:port, with the host in brackets where it is an IPv6 address."""
+    """host:port, with an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine's address `host` that nobody listens at now. Raises ConfigError: there is hardly one."""
-    draw = random.SystemRandom()  # processes with one seed must not all draw the same
+    """A port of this machine's address `host` on which no process listens. Raises ConfigError when it finds none."""
+    draw = random.SystemRandom()  # processes with the same seed must not draw the same ports
     for _ in range(_TRIES):
         port = draw.randint(_FIRST, _LAST)
         with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, port))
             return port
-    raise ConfigError(f"a free port between {_FIRST} and {_LAST} on {host}", f"none in {_TRIES} tries", "End what holds them.")
+    raise ConfigError(
+        f"a free port between {_FIRST} and {_LAST} on {host}", f"none in {_TRIES} tries", "Stop the processes that use them."
+    )
 
 
 def check_free(host: str, port: int) -> None:
     """Raises ConfigError when a process listens at this machine's address `host` and port."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does: closed connections hold no port
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as servers do; otherwise closed connections would block the port
         try:
             probe.bind(address)
         except OSError as error:

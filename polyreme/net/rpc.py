@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core repeats our errors on stderr
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would repeat our errors on stderr
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
@@ -76,7 +76,7 @@ async def serve(
         security: TLS and token; None: plain.
 
     Raises:
-        ConfigError: the port is taken or the address cannot be bound; the security's files or token cannot be used.
+        ConfigError: the port is in use, the address cannot be bound, or the files or token of `security` cannot be used.
     """
     credentials = secure.server_credentials(security) if security else None
     token = secure.token(security) if security else None
@@ -91,7 +91,9 @@ async def serve(
         bound = server.add_secure_port(place, credentials) if credentials else server.add_insecure_port(place)
     except RuntimeError as error:
         raise ConfigError(
-            f"a free port {port} on {host} for gRPC", str(error).split(";")[0], "Choose another port or host, or end its owner."
+            f"a free port {port} on {host} for gRPC",
+            str(error).split(";")[0],
+            "Choose another port or host, or stop the process that uses it.",
         ) from None
     running = Server(bound, servicer, service_names)
     await running.set_ready(False)
@@ -104,7 +106,7 @@ async def serve(
 
 
 def connect(address: str, security: SecurityConfig | None = None) -> grpc.aio.Channel:
-    """A channel to `host:port`. Close it; give every call a `timeout`. Raises ConfigError for files or a token that cannot be used."""
+    """A channel to `host:port`. The caller closes it and passes a `timeout` with every call. Raises ConfigError for unusable files or token."""
     if security is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     if security.certificate is None:

@@ -1,7 +1,7 @@
-"""TLS, mutual TLS and bearer tokens: reads and checks what a SecurityConfig or an EndpointSecurity names.
+"""TLS, mutual TLS and bearer tokens: reads and checks the files and variables in a SecurityConfig or an EndpointSecurity.
 
-Invariant: a secret is read where it is used. Configurations, and with them run records, hold paths and names of environment
-variables only. A file that cannot be used is an error when its server or client starts, not at the first handshake.
+Invariant: a secret is read where it is used. Configurations, and therefore run records, contain only paths and names of environment
+variables. A file that cannot be used is an error when its server or client starts, not at the first handshake.
 """
 
 import hmac
@@ -53,7 +53,7 @@ def channel_credentials(config: SecurityConfig) -> grpc.ChannelCredentials:
 
 
 def check_files(config: SecurityConfig) -> None:
-    """Reads what a server and its clients will read. Raises ConfigError."""
+    """Reads all files and the token that a server and its clients will read. Raises ConfigError."""
     server_credentials(config)
     if config.certificate is not None:
         channel_credentials(config)
@@ -75,7 +75,7 @@ def token(config: SecurityConfig | EndpointSecurity) -> str | None:
 
 
 def authorized(header: bytes, expected: str) -> bool:
-    """Whether an `authorization` header has the token. Its duration does not depend on where they differ."""
+    """Whether an `authorization` header has the token. Compares in constant time."""
     scheme, _, given = header.partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), expected.encode())
 
@@ -90,7 +90,7 @@ def _context(purpose: ssl.Purpose, trusted: Path | None, shown: tuple[Path | Non
         if certificate is not None:
             context.load_cert_chain(certificate, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(f"PEM that fits together in {', '.join(map(str, used))}", str(error), "Fix `security`.") from None
+        raise ConfigError(f"matching PEM files {', '.join(map(str, used))}", str(error), "Fix `security`.") from None
     return context
 
 

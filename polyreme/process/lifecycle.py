@@ -1,4 +1,4 @@
-"""Child processes and their end.
+"""Child processes, signals and exit codes.
 
 Invariant: every process that Polyreme starts has an owner that ends it and its whole process group. A child leads its own session, so a
 terminal's Ctrl-C reaches only the foreground command, which drains its children in order. The kernel signals a child whose owner dies,
@@ -41,7 +41,7 @@ def die_with_parent(parent_pid: int, death_signal: int = signal.SIGKILL) -> None
 
 
 def settle() -> None:
-    """Call once start-up is complete: the garbage collector then ignores all existing objects.
+    """Makes the garbage collector ignore all existing objects. Call it once when startup is complete.
 
     A process that has imported torch or vLLM keeps a million objects; each collection of them takes a third of a second.
     """
@@ -116,7 +116,7 @@ class Child:
             self._popen.send_signal(number)
 
     async def gone(self, within: float) -> bool:
-        """Whether the process ends within so many seconds."""
+        """Whether the process ends within `within` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 await self.wait()

@@ -1,8 +1,7 @@
 """Starts, restarts and ends processes.
 
-Invariant: the processes of a set live and die together: when one dies, all are ended and restarted. A child whose exit code stands for an
-error that a restart would meet again is not restarted, and each set has a limited number of restarts. When supervision ends, none of its
-processes runs any more.
+Invariant: the processes of a set live and die together: when one dies, all are ended and restarted. A child is not restarted if its exit
+code stands for a permanent error, and each set has a limited number of restarts. When supervision ends, all its processes have ended.
 """
 
 import asyncio
@@ -20,9 +19,9 @@ from polyreme.process.lifecycle import Child
 logger = logging.getLogger(__name__)
 
 FINAL_CODES = frozenset(kind.exit_code for kind in (ConfigError, UnavailableError, StaleTermError, GateError, RunFailedError))
-"""Exit codes after which a restart would end the same way."""
+"""Exit codes of permanent errors, after which a restart would fail again."""
 _SET_END_TIMEOUT = 600.0
-"""Seconds for the other processes of a process set after the first has ended well; one of them may still save."""
+"""Seconds for the other processes of a set to end after the first one succeeded. One of them may still be saving."""
 WELL_SECONDS = 300.0
 """The restart counter resets after this much healthy uptime."""
 _ERROR_LINE = re.compile(r"error: |^[\w.]*(Error|Exception)\b")
@@ -36,11 +35,11 @@ class ProcessSpec:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     death_signal: int = signal.SIGKILL
-    """The signal it gets when this process dies: TERM when it must end children or shared memory of its own."""
+    """Signal for the process when this one dies. TERM if it must clean up its own children or shared memory."""
 
 
 class ChildFailedError(RunFailedError):
-    """A child could not be kept running."""
+    """A child failed for good."""
 
     def __init__(self, child: Child, found: str) -> None:
         super().__init__(f"{child.name} to keep running", found, f"See {child.log_path}.")
@@ -52,9 +51,9 @@ class ProcessSet:
 
     Args:
         name: for messages.
-        programs: called for every start, since ports, for example, are chosen per start.
+        programs: called for every start, since for example ports are chosen per start.
         log_dir: stdout and stderr are appended to NAME.log there.
-        serves: the processes never end by themselves, so an unrequested exit with status 0 counts as a failure.
+        serves: whether the processes are servers, for which an unrequested exit with status 0 counts as a failure.
     """
 
     def __init__(self, name: str, programs: Callable[[], Sequence[ProcessSpec]], log_dir: Path, serves: bool = False) -> None:
@@ -133,10 +132,10 @@ class Supervisor:
         """Set when the run should end: a child that dies then is not restarted."""
 
     async def run(self) -> None:
-        """Returns when every process set has ended well.
+        """Returns when every process set has ended successfully.
 
         Raises:
-            ChildFailedError: a process set could not be kept running. Every process has been ended.
+            ChildFailedError: a process set failed for good. Every process has been ended.
             StaleTermError: another process has taken over a child's role. Every process has been ended.
         """
         tasks = [asyncio.create_task(self._keep(processes)) for processes in self._process_sets]
@@ -177,7 +176,7 @@ class Supervisor:
                 self._judge(child, restart - 1)  # raises, because a stop was requested meanwhile
 
     def _judge(self, child: Child, restarts: int) -> None:
-        """Raises when the child's exit ends the run."""
+        """Raises when the child must not be restarted."""
         status = child.poll()
         message = last_error(child.log_tail(60))
         why = message or "its log is empty"
@@ -207,7 +206,7 @@ def describe_end(child: Child) -> str:
 
 
 def last_error(log: str) -> str:
-    """The line of a log that most likely gives the reason of its process's exit."""
+    """The line of a log that most likely states why its process exited."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if _ERROR_LINE.search(line)]
     return (errors or lines or [""])[-1].partition("error: ")[2] or (errors or lines or [""])[-1]

@@ -251,7 +251,7 @@ def _check(path: Path, page: bytes, size: int) -> None:
 
 
 def _private(path: Path) -> bool:
-    """Whether the path is that of a private arena. Only there links are followed, because the kernel makes them."""
+    """Whether the path is that of a private arena. Only its links are followed, because the kernel creates them."""
     return path.parts[:2] == ("/", "proc") and path.parts[3:4] == ("fd",)
 
 
@@ -272,7 +272,7 @@ def _remove(path: Path, file: tuple[int, int]) -> bool:
 
 def _finish(path: Path, descriptor: int, owned: tuple[int, int] | None, pid: int) -> None:
     if os.getpid() != pid:
-        return  # in a forked child of the process that opened it
+        return  # a forked child of the process that opened the arena
     if owned:
         _remove(path, owned)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Digests: prove that the bytes in a slot are the bytes that the trainer wrote.
+"""Digests, which prove that the bytes in a slot are the bytes that the trainer wrote.
 
 Invariant: a verified slot matches the digest of every tensor. One thread is enough: xxh3_64 reads memory faster than a core copies it.
 """

@@ -191,6 +191,6 @@ def _numpy_dtype(spec: TensorSpec) -> np.dtype:
 
 
 def changed_tensors(before: Manifest | None, after: Manifest) -> int:
-    """How many tensors of `after` have other bytes than in `before`; all of them when there is no version before."""
+    """The number of tensors in `after` whose bytes differ from `before`; all of them when `before` is None."""
     old = {} if before is None else {tensor.name: tensor.digest for tensor in before.tensors}
     return sum(old.get(tensor.name) != tensor.digest for tensor in after.tensors if not tensor.alias_of)

@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module", params=["simulated", pytest.param("vllm", marks=pytest.mark.real)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of all checks of one engine, started once, in a process of its own because it may fork."""
+    """The results of all checks of one engine, which runs once in its own process, since it may fork."""
     folder = tmp_path_factory.mktemp("engine")
     (files := folder / "files").mkdir()
     weights: list[str] = []

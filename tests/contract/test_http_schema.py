@@ -1,4 +1,4 @@
-"""Whatever a client sends, every route answers as its OpenAPI document says, and nothing answers an undocumented error."""
+"""For any request, every route answers according to its OpenAPI document, without undocumented errors."""
 
 import grpc
 import pytest

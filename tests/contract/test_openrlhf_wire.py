@@ -114,7 +114,7 @@ async def test_a_prompt_is_found_behind_what_a_decoded_sequence_begins_with(quer
 
 
 async def test_a_query_without_its_prompt_is_refused_not_scored() -> None:
-    """A trainer that cuts a long prompt sends the whole one beside it."""
+    """A trainer that truncates a long prompt in the query still sends the complete prompt."""
     async with serving({"name": "length"}) as (_, _, addresses):
         status, body = await raw(
             f"http://{addresses.http}/get_reward", {"query": ["a b", "ompt yes"], "prompts": ["a", "prompt"]}

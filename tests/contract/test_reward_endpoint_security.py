@@ -1,4 +1,4 @@
-"""An HTTP reward behind TLS with a private CA, client certificates and a token: it is asked properly, and what is wrong is said."""
+"""An HTTP reward behind TLS with a private CA, client certificates and a token: requests succeed, and failures name the problem."""
 
 import asyncio
 import ssl
@@ -126,7 +126,7 @@ async def test_one_of_several_that_is_not_trusted_does_no_harm(ours: Issued, tmp
     ("spoil", "fields", "said"),
     [
         (lambda ours: ours.ca.unlink(), {}, "found no file .*ca.pem"),
-        (lambda ours: ours.key.write_text("no PEM"), {}, "PEM that fits together"),
+        (lambda ours: ours.key.write_text("no PEM"), {}, "matching PEM files"),
         (lambda ours: None, {"token_env": "POLYREME_TEST_UNSET"}, "POLYREME_TEST_UNSET; found none"),
     ],
     ids=["no ca", "no key", "no token"],

@@ -39,7 +39,7 @@ async def test_scores_come_in_order_with_their_parts() -> None:
         ]
 
 
-async def test_a_failure_is_a_status_and_its_other_parts_are_still_told() -> None:
+async def test_a_failure_is_a_status_and_its_other_parts_are_still_returned() -> None:
     async with serving(EXACT, {"name": "numeric"}) as (stub, _, _):
         (result,) = (await stub.Score(request("#three", label="three"), timeout=300)).results
         assert result.status == reward_pb2.SCORE_STATUS_ERROR

@@ -24,7 +24,7 @@ from polyreme_reward.server import Addresses, serve
 from polyreme_trainer.orchestrator.reward_client import Question, RewardClient
 from support.certificates import Issued, issue, pem_key
 from support.configs import run_config
-from support.rewards import EXACT, reward_config
+from support.rewards import EXACT, reward_config, spelled
 
 TOKEN = "s3cret-token"
 VARIABLE = "POLYREME_TEST_TOKEN"
@@ -74,7 +74,7 @@ def client_context(trusted: Issued, shown: Issued | None = None) -> ssl.SSLConte
     return context
 
 
-async def test_tls_is_needed_and_the_server_must_be_who_it_says(ours: Issued, tmp_path: Path) -> None:
+async def test_tls_is_required_and_the_server_name_is_checked(ours: Issued, tmp_path: Path) -> None:
     stranger = issue(tmp_path / "stranger")
     async with secured(ours.section()) as (addresses, security):
         assert addresses.url.startswith("https://127.0.0.1:")
@@ -147,7 +147,7 @@ async def test_a_run_scores_through_a_secured_service(redis: Redis, run_id: str,
     recorded = (await run.config()).reward
     assert recorded.security == config.security and TOKEN not in recorded.model_dump_json()
     async with serve(recorded, run=run):
-        rewards = RewardClient(run, recorded)
+        rewards = RewardClient(run, recorded, spelled)
         try:
             await rewards.wait_for(1)
             await rewards.refresh()

@@ -166,7 +166,7 @@ async def test_refusals(world: World, slots: Any, options: Any, code: grpc.Statu
 
 
 async def test_a_full_queue_refuses(world: World) -> None:
-    """40 slots (simulated), 16 times max_num_seqs = 64 (vLLM): 80 are asked for at once."""
+    """The limits are 40 sequences (simulated) and 16 x max_num_seqs = 64 (vLLM). The test requests 80 at once."""
     calls = [asyncio.ensure_future(world.generate([(i, [], 120, i) for i in range(10)], temperature=1.0)) for _ in range(8)]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     refused = [error for error in outcomes if isinstance(error, grpc.aio.AioRpcError)]
@@ -243,7 +243,7 @@ async def test_damaged_weights_and_stale_terms_change_nothing(world: World) -> N
     assert (await world.generate([(0, [], 20, 0)]))[0].ids == before
 
 
-async def test_an_arena_that_cannot_be_mapped_is_said_so(world: World) -> None:
+async def test_an_arena_that_cannot_be_mapped_is_reported(world: World) -> None:
     probe = weights_pb2.ProbeRequest(run_id=world.run_id, term=world.learner.term, arena_path="/dev/shm/none", nonce=b"x" * 16)
     answer = await world.weights.Probe(probe, timeout=300)
     assert not answer.can_map

@@ -1,4 +1,4 @@
-"""Bad input as a user meets it: the real commands as processes, one message that says what to do, a bad status, nothing left.
+"""Bad input from a user's perspective: real commands as processes, one message with a fix, an exit status, and no leftovers.
 
 The checks before a start are in tests/unit/cli/test_checks.py one by one, and rewards that hang or are not finite in test_demo.py.
 """
@@ -56,7 +56,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that somebody listens at."""
+    """A port that is in use."""
     with socket.socket() as owner:
         owner.bind(("127.0.0.1", 0))
         owner.listen()
@@ -77,7 +77,7 @@ def start(*argv: str, command: tuple[str, ...] = COMMAND, cwd: Path | None = Non
 
 
 def told(process: "subprocess.Popen[str]", code: int, *pieces: str, seconds: float = 300.0) -> str:
-    """What a command said that ended with `code` and one error, which has these pieces in it."""
+    """The output of a command that ended with `code` and one error that contains these pieces."""
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ def told(process: "subprocess.Popen[str]", code: int, *pieces: str, seconds: flo
 
 
 def one_error(output: str, *pieces: str) -> str:
-    """The one error in a command's output, which is no traceback."""
+    """The only error in a command's output, which has no traceback."""
     assert "Traceback" not in output, output
     errors = [line for line in output.splitlines() if line.startswith("polyreme: error: ")]
     assert len(errors) == 1, output

@@ -67,7 +67,7 @@ def assert_answers_as_the_replica_did(model_dir: Path, up: Up) -> None:
         assert tokenizer.decode(answer, skip_special_tokens=True) == example["response"]
 
 
-def test_ctrl_c_drains_and_saves_and_resume_goes_on(task: Path) -> None:
+def test_ctrl_c_drains_and_saves_and_resume_continues(task: Path) -> None:
     first = Up(task, "name=drains", "iterations=200")
     first.until(lambda: len(first.records("iteration")) >= 2)
     first.signal(signal.SIGINT)
@@ -107,7 +107,7 @@ def test_a_second_ctrl_c_ends_at_once(task: Path) -> None:
     wait_until(lambda: not up.leftovers())
 
 
-def test_a_run_that_cannot_go_on_says_why_and_ends(task: Path) -> None:
+def test_a_run_that_cannot_continue_ends_with_the_reason(task: Path) -> None:
     (task.parent / "broken.py").write_text("import no_such_module\n\n\ndef reward(response, label):\n    return 1.0\n")
     up = Up(task, "name=fails", f"reward.rewards=[{{file: '{task.parent / 'broken.py'}'}}]")
     assert up.wait() not in (0, None)
@@ -160,7 +160,7 @@ def test_bad_input_is_one_message_and_the_end(task: Path, tmp_path: Path, name: 
     assert not up.leftovers()
 
 
-def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(task: Path) -> None:
+def test_a_killed_redis_restarts_and_a_fork_continues_from_the_last_checkpoint(task: Path) -> None:
     # All checkpoints are kept, and with them all groups: who writes the samples may be the last to find the new Redis.
     first = Up(task, "name=forked", "iterations=4", "trainer.keep_checkpoints=4", "trainer.save_interval=1")
     first.until(lambda: len(first.records("iteration")) >= 1)
@@ -190,7 +190,7 @@ def test_a_killed_redis_comes_back_and_a_fork_goes_on_from_the_last_checkpoint(t
 
 @pytest.mark.slow
 def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
-    """vLLM's core is a process of its own: the replica outlives it, and has to notice."""
+    """vLLM's core is a separate process. The replica outlives it and must detect its end."""
     up = Up(task, "name=coreless", "iterations=6")
     up.until(lambda: len(up.records("iteration")) >= 2)
     [service] = [process for process in psutil.Process(up.process.pid).children() if "rollout" in command_line(process)]
@@ -205,7 +205,7 @@ def test_a_replica_whose_engine_is_killed_is_started_again(task: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_reaches_ninety_percent(tmp_path: Path) -> None:
-    """The promise of `make demo`, on the example as it is."""
+    """The documented result of `make demo`, on the unchanged example."""
     example = Path(__file__).resolve().parents[2] / "examples" / "running_total"
     subprocess.run([sys.executable, str(example / "prepare.py")], check=True, timeout=600)
     command = [sys.executable, "-m", "polyreme", "up", str(example / "run.yaml"), f"output_dir={tmp_path}"]

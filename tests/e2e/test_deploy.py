@@ -1,4 +1,4 @@
-"""A replica on another machine, by the command that docs/deploy.md gives: with an address, a loopback and a /dev/shm of its own."""
+"""A replica on another machine with its own address, loopback and /dev/shm, started by the command in docs/deploy.md."""
 
 import json
 import shlex

@@ -156,7 +156,7 @@ async def test_a_machine_joins_with_nothing_but_redis_address(net: Network, run_
 
 
 def greedy(model: Path, tokens: int) -> list[int]:
-    """What `transformers` says comes after PROMPT."""
+    """The continuation of PROMPT by `transformers`."""
     import torch
     from transformers import AutoModelForCausalLM
 

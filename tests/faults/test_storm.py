@@ -68,8 +68,8 @@ async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
     await endure_all(tmp_path, seed_of(own), 15, 15, supervised=False)
 
 
-async def test_a_stopped_replica_holds_nobody_and_comes_back(tmp_path: Path) -> None:
-    """It stands still for longer than its lease lasts, with samples under way and weights on their way to it."""
+async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) -> None:
+    """A replica is stopped for longer than its lease, with samples in progress and a weight push under way."""
     nursery = await Nursery.open(MODULES)
     try:
         async with simulated_storm(nursery, tmp_path / "run", 0, iterations=10_000, supervised=False, rare=0) as s:
@@ -151,7 +151,7 @@ async def test_a_storm_of_faults_around_a_supervisor(tmp_path: Path, staleness: 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
-    """Groups take seconds, so that takeovers go on from drafts."""
+    """Groups take seconds, so that a takeover continues from partial rollouts."""
     await endure_all(tmp_path, seed_of(200), 60, 60, supervised=False, pace=0.6, step_seconds=0.1, max_staleness=1)
 
 

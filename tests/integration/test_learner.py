@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.config.algorithm import AlgorithmConfig
@@ -19,6 +19,7 @@ from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
+from polyreme_trainer.observe.registry import find
 from support import learning
 from support.configs import algorithm, run_config
 from support.models import tiny_model
@@ -130,6 +131,7 @@ def test_every_preset_trains(tmp_path: Path) -> None:
         assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"]), name
         assert all(math.isfinite(value) for each in trained for value in measured(each).values()), name
         assert all(each["trained_samples"] > 0 for each in trained), name
+        assert [metric for each in trained for metric in each if find(metric) is None] == [], name
 
 
 @pytest.mark.parametrize(("name", "cap"), [("grpo", None), ("corrected", 1.5), ("mixed", None)])
@@ -155,7 +157,7 @@ def test_one_rank_does_what_plain_torch_does(one_rank: tuple[Path, Results], nam
     torch.testing.assert_close(weights, expected, rtol=0, atol=TOLERANCE)
 
 
-def plain_rows_loss(model: torch.nn.Module, iteration: int) -> torch.Tensor:
+def plain_rows_loss(model: PreTrainedModel, iteration: int) -> torch.Tensor:
     """The mean cross entropy of the response tokens of 7 of 12 rows: those of the iteration's one step, in orders drawn pass by pass."""
     ids, masks = learning.supervised_rows(model.config.vocab_size)
     order = [row for number in range(2) for row in np.random.default_rng([0, 0x707478, number]).permutation(12)]

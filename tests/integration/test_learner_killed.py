@@ -157,7 +157,7 @@ Worlds = Callable[[str, int, ParallelConfig, str], AbstractAsyncContextManager[W
 
 @pytest.fixture
 def world(nursery: "Nursery", redis_url: str, redis: Redis, run_id: str, tmp_path: Path, model: Path) -> Worlds:
-    """`async with world(name, max_staleness, layout, preset)`: a run of its own."""
+    """`async with world(name, max_staleness, layout, preset)` provides a separate run."""
 
     @asynccontextmanager
     async def world(name: str, staleness: int, parallel: ParallelConfig, preset: str) -> AsyncIterator[World]:

@@ -94,7 +94,7 @@ async def test_three_failed_swaps_in_a_row_are_a_quarantine(world: World) -> Non
             await world.publisher.wait_committed(4, 2, 0.1)
 
 
-async def test_a_run_whose_replicas_are_all_quarantined_fails_and_says_why(world: World) -> None:
+async def test_a_run_whose_replicas_are_all_quarantined_fails_with_the_reason(world: World) -> None:
     async with world.replica("bad") as bad:
         bad.engine.broken_loads = 100
         await world.step()

@@ -44,7 +44,7 @@ async def test_a_late_joiner_of_another_host_and_one_of_this_host_serve_the_same
             assert same(far.weights, weights)
 
 
-async def test_a_broken_stream_is_told_and_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
     monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     world.arena.unlink()

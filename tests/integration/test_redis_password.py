@@ -1,4 +1,4 @@
-"""A password given in Redis' URL: the run works with it, and nobody but the environments of its own processes learns it."""
+"""A run works with a password in the Redis URL, and only the environments of its processes contain the password."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def guarded(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Of a run that can be begun: its model has no weights, which nobody reads so early."""
+    """Configuration of a run that can start. Its model has no weights, which are read only later."""
     for name, data in model_files().items():
         (tmp_path / name).write_bytes(data)
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")

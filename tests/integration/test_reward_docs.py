@@ -1,4 +1,4 @@
-"""The guide to rewards does what it says: its files are written, its commands are run."""
+"""The guide to rewards is correct: the test writes its files and runs its commands."""
 
 import os
 import re
@@ -20,7 +20,7 @@ BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The guide's files, with a free port in place of the one they name."""
+    """The guide's files, with a free port instead of the documented one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     for _, info, text in BLOCK.findall(GUIDE.read_text()):
@@ -49,16 +49,22 @@ def test_the_python_reward(folder: Path) -> None:
     assert "mean 0.375 of 2, 0 without a score" in done.stdout
 
 
+def test_the_reward_of_every_token(folder: Path) -> None:
+    done = run(commands()[1], folder)
+    assert done.returncode == 0, done.stderr
+    assert "mean 0.5 of 1, 0 without a score" in done.stdout
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="the guide's server is written for node")
 def test_the_server_in_another_language(folder: Path) -> None:
-    done = run(commands()[1], folder)
+    done = run(commands()[2], folder)
     assert done.returncode == 0, done.stderr
     assert "mean 0.5 of 2, 0 without a score" in done.stdout
 
 
 def test_the_reward_model(folder: Path) -> None:
     tiny_reward_model(folder / "reward-model")
-    done = run(commands()[2], folder)
+    done = run(commands()[3], folder)
     assert done.returncode == 0, done.stderr
     assert "preference" in done.stdout and "of 2, 0 without a score" in done.stdout
 
@@ -69,12 +75,12 @@ def test_a_secured_service_and_its_caller(folder: Path) -> None:
     for side in ("server", "client"):
         shutil.copy(issued.certificate, folder / "tls" / f"{side}.pem")
         shutil.copy(issued.key, folder / "tls" / f"{side}.key")
-    done = run(commands()[3], folder)
+    done = run(commands()[4], folder)
     assert done.returncode == 0, done.stderr
     assert '{"ready":true}' in done.stdout
     assert "mean 0.5 of 2, 0 without a score" in done.stdout
     (folder / "far.yaml").write_text((folder / "far.yaml").read_text().replace("token_env: REWARD_TOKEN", "#"))
-    refused = run(commands()[3], folder)
+    refused = run(commands()[4], folder)
     assert refused.returncode == 1
     assert "2 without a score" in refused.stdout and "401" in refused.stdout
 

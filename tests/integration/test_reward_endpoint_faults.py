@@ -94,7 +94,7 @@ QUICK = [fault for fault in FAULTS if fault not in WAITS]
 
 
 async def scored(scorer: Scorer, texts: list[str]) -> list[Scored]:
-    """The answers to 50 texts a request, all requests at once."""
+    """The answers for concurrent requests of 50 texts each."""
     parts = [scorer.score([item(text) for text in texts[start : start + 50]]) for start in range(0, len(texts), 50)]
     return [answer for part in await asyncio.gather(*parts) for answer in part]
 

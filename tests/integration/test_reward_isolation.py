@@ -316,7 +316,7 @@ async def test_keeper_and_workers_refuse_to_be_inspected(watchful: dict[str, str
         assert answer.score == 0.0
 
 
-async def test_a_frame_of_a_plugin_is_no_answer_to_another_item(watchful: dict[str, str]) -> None:
+async def test_a_frame_written_by_a_plugin_does_not_answer_another_item(watchful: dict[str, str]) -> None:
     async with scoring(watchful, workers=1) as scorer:
         for _ in range(3):
             answers = await scorer.score([item("a", "a"), item("frame", "x"), item("b", "b"), item("c", "x")])

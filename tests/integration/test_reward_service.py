@@ -85,7 +85,7 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
     ("host", "advertise", "told"),
     [("127.0.0.1", None, "127.0.0.1:own"), ("0.0.0.0", "proxy", "proxy:own"), ("127.0.0.1", "proxy:80", "proxy:80")],
 )
-async def test_what_is_told_others(host: str, advertise: str | None, told: str) -> None:
+async def test_the_advertised_address(host: str, advertise: str | None, told: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     async with serve(reward_config({"name": "exact"}), Endpoint(host, port, advertise=advertise)) as addresses:

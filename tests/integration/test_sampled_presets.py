@@ -1,4 +1,4 @@
-"""What presets ask of the orchestrator: other groups for those without variance, and a greedy sample beside the others."""
+"""Presets that change sampling: replacement of groups without variance, and an additional greedy sample."""
 
 import json
 from pathlib import Path

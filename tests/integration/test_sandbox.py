@@ -66,14 +66,14 @@ print(input(), os.listdir(), __name__)
         ("def", None),
     ],
 )
-def test_a_program_that_fails_is_no_error_of_the_sandbox(mode: Mode, program: str, over: str | None) -> None:
+def test_a_failing_program_is_not_a_sandbox_error(mode: Mode, program: str, over: str | None) -> None:
     ended = script(mode, program, limits=SHORT if over == "time" else LIMITS)
     assert (ended.well, ended.over) == (False, over)
     assert not [process for process in descendants() if "-X" in process.cmdline()]
 
 
 def test_a_sandbox_that_takes_its_time_breaks_no_limit(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is looked at before the program runs is not the program's."""
+    """Usage before the program starts does not count towards its limits."""
     monkeypatch.setattr(running, "_LOOK_SECONDS", 1e-6)
     assert all(script(mode, "pass").well for _ in range(10))
 
@@ -233,7 +233,7 @@ def test_the_mode_is_the_best_that_the_machine_allows(refused: tuple[str, ...], 
 
 
 def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
-    """Killed with SIGKILL, which leaves nobody to clean up."""
+    """SIGKILL leaves no process that could clean up."""
     starter = (
         "import sys\nfrom polyreme_reward.sandbox.program import Limits, Mode\nfrom polyreme_reward.sandbox.run import run\n"
         "run(Mode(sys.argv[1]), {'kind': 'script', 'program': 'import time; time.sleep(1000)'}, '', Limits(1000.0, 128))"
@@ -251,7 +251,7 @@ def test_a_program_ends_with_the_process_that_started_it(mode: Mode) -> None:
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_the_mode_is_logged_and_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_mode_is_logged_and_described(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         async with serving({"name": "code"}) as (_, client, _):
             (told,) = (await client.get("/v1/rewards")).json()["rewards"]

@@ -39,7 +39,7 @@ async def test_a_replica_serves_the_engine_of_the_configuration(redis_url: str, 
         learner.arena.close()
 
 
-async def test_a_replica_says_that_it_was_asked_to_end(redis_url: str, run_id: str, tmp_path: Path) -> None:
+async def test_a_replica_reports_that_it_was_stopped(redis_url: str, run_id: str, tmp_path: Path) -> None:
     (model := tmp_path / "model").mkdir()
     for name, data in model_files().items():
         (model / name).write_bytes(data)

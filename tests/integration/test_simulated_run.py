@@ -100,7 +100,7 @@ async def test_a_lone_stop_of_the_orchestrator_does_not_end_the_run(redis_url: s
         assert "orchestrator ended with status 143; restart 1" in (tmp_path / "train.log").read_text()
 
 
-async def test_an_evaluation_keeps_its_version_while_training_goes_on(redis_url: str, run_id: str, tmp_path: Path) -> None:
+async def test_an_evaluation_keeps_its_version_while_training_continues(redis_url: str, run_id: str, tmp_path: Path) -> None:
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text("\n".join(json.dumps(row) for row in ROWS))
     async with simulated_run(

@@ -45,7 +45,7 @@ class Start:
         return asyncio.create_task(self.client.replica_answers(self.publisher, 0, self.config))
 
     async def notice(self) -> str:
-        """The first, once it is there."""
+        """Waits for the first one."""
         async with asyncio.timeout(300):
             while not (texts := await self.notices()):  # noqa: ASYNC110 (it is read from a stream)
                 await asyncio.sleep(0.02)
@@ -60,7 +60,7 @@ class Start:
 async def start(
     request: pytest.FixtureRequest, redis: Redis, redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Start]:
-    """With as many replicas wanted as the parameter says, else 1."""
+    """A run with the number of replicas of the parameter, by default 1."""
     monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
     monkeypatch.setattr(run_client, "STATE_SECONDS", 0.05)
     monkeypatch.setattr(run_client, "AGAIN_SECONDS", 0.1)
@@ -172,7 +172,7 @@ async def test_a_channel_that_closes_under_the_calls_is_a_replica_lost(start: St
     assert comparing.cancelled()
 
 
-async def test_without_a_successor_the_start_ends_in_its_time_and_says_why(start: Start) -> None:
+async def test_without_a_successor_the_start_fails_in_time_with_the_reason(start: Start) -> None:
     start.config = with_rollout(start.config, chunk_timeout=0.5, start_timeout=1.5)
     await start.replica("mute", failures=SILENT)
     await start.publisher.wait_committed(0, 1, 300)

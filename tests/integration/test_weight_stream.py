@@ -215,7 +215,7 @@ async def test_a_learner_taken_over_in_mid_stream_stages_nothing() -> None:
             await call.read()
 
 
-async def test_a_broken_stream_stages_nothing_and_the_next_goes_on_where_it_ended() -> None:
+async def test_a_broken_stream_stages_nothing_and_the_next_one_continues_it() -> None:
     async with world() as (receiver, wire):
         zero, one = Sent(0), Sent(1)
         await wire.push(zero)
@@ -277,7 +277,7 @@ async def test_silence_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-async def test_no_room_is_said_before_any_byte_is_sent() -> None:
+async def test_missing_memory_is_reported_before_any_byte_is_sent() -> None:
     room = os.statvfs(arena_module.SHARED_MEMORY)
     rows = room.f_blocks * room.f_frsize // 1024 + 1
     layout = plan_manifest([TensorSpec("a", "U8", (rows, 1024))])

@@ -1,4 +1,4 @@
-"""The driver of a storm: it makes the faults of a schedule happen to a run, one after the other, and mends what they broke.
+"""The driver of a storm: applies the faults of a schedule to a run one after another, and repairs their damage.
 
 It sees phases through proxies between the processes and Redis, which let it act before a command arrives, after its answer is lost,
 or a little later. What is wrong with the run at the end is for the caller to find out.
@@ -38,7 +38,7 @@ STALL = 300.0
 
 @dataclass
 class Part:
-    """One process of the run, with a way to Redis of its own. It is started again when it ends.
+    """One process of the run with its own connection to Redis. It is restarted when it ends.
 
     `forked`: from the nursery; else it is a new interpreter, as what forks or imports torch must be.
     `drained`: the process that was told to end.
@@ -57,7 +57,7 @@ class Part:
 
 
 class Storm:
-    """A run and what is done to it. Make one with `simulated_storm` or `real_storm`.
+    """A run under faults. Create one with `simulated_storm` or `real_storm`.
 
     Args:
         patience: seconds to wait for a phase, or for a process that is down.

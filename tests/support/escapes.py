@@ -265,7 +265,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 @contextmanager
 def world() -> Iterator[tuple[World, dict[str, Any]]]:
-    """The surroundings, and what an attempt is told of them."""
+    """The environment of an attempt, and its description for the attempt."""
     token = f"escape-{os.getpid()}"
     folder = Path(tempfile.mkdtemp())
     received: list[str] = []

@@ -1,4 +1,4 @@
-"""The log of a learner that has no orchestrator: what may be admitted is there at once, and what a group holds follows from its index."""
+"""The log for a learner without an orchestrator: all admissible groups appear immediately, and a group's content depends on its index."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ VOCAB = 45
 async def fill(
     run: Run, groups: int, samples: int, lags: list[int] | None = None, allowed: Callable[[], int] = lambda: sys.maxsize
 ) -> None:
-    """Takes the orchestrator's role and goes on until it is cancelled.
+    """Acts as the orchestrator until it is cancelled.
 
     Args:
         groups, samples: of an iteration, of a group.

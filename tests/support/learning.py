@@ -50,6 +50,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
                     spans=[(max(0, iteration - 1 - (index + sample) % 2), 0, length)],
                     score=score,
                     parts=[RewardPart("exact", score, score)],
+                    teacher_logprobs=np.full(length, -1, dtype=np.float32),
                 )
             )
         prompt = random.integers(1, vocab, int(random.integers(2, 12)), dtype=np.int32)
@@ -158,7 +159,11 @@ def save_and_continue(config_json: str, out: str) -> None:
         if iteration == 3:
             rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
             gates = rank.engine.compare_hf(rank.engine.hf_path(3))
-    results = {"gates": [gate.record() for gate in gates], "state": rank.engine.state.to_json(), "metrics": metrics}
+    results: dict[str, object] = {
+        "gates": [gate.record() for gate in gates],
+        "state": rank.engine.state.to_json(),
+        "metrics": metrics,
+    }
     rank.write(Path(out, "whole"), results)
     rank.engine.close()
 

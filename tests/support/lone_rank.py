@@ -1,4 +1,4 @@
-"""`python -m support.lone_rank`: a learner rank as it is, but for the replicas, which are not there."""
+"""`python -m support.lone_rank`: a real learner rank without replicas."""
 
 from polyreme_trainer.learner.__main__ import main
 from support.mortal_learner import AloneLearner

@@ -1,4 +1,4 @@
-"""Network namespaces as machines: each has an address, a loopback and a /dev/shm of its own; their links are shaped and cut.
+"""Network namespaces as machines. Each has its own address, loopback and /dev/shm; their links can be shaped and cut.
 
 Kept here: nothing of it outlives the block, and nothing outside the namespaces changes but one interface with a name of our own.
 """
@@ -42,7 +42,7 @@ class Machine:
             _run(*_inside(name), "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *_SHAPER)
 
     def cut(self) -> None:
-        """Packets are dropped, either way, and nobody is told."""
+        """Silently drops packets in both directions."""
         _run(*_inside(self.name), "iptables", "-I", "INPUT", "-i", "eth0", "-j", "DROP")
         _run(*_inside(self.name), "iptables", "-I", "OUTPUT", "-o", "eth0", "-j", "DROP")
 

@@ -1,4 +1,4 @@
-"""`python -m support.mortal_learner`: lives of a learner, of one rank or several, that kill themselves where they are told to.
+"""`python -m support.mortal_learner`: a learner with one or more ranks that kills itself at given points.
 
 The learner, its log, arena, publisher and checkpoints are the real ones; only the replicas are not there: nobody asks them whether
 they agree, and the publisher has nobody to push to. One process imports torch once and forks for every life, so that a life takes
@@ -119,7 +119,7 @@ def arm(moment: str, occurrence: int) -> None:
 
 
 class AloneLearner(Learner):
-    """A learner without replicas: nobody to agree with, and nobody to wait for at the end."""
+    """A learner without replicas, so it has no start gate and no final wait."""
 
     def compare_replicas(self) -> None:
         pass

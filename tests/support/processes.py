@@ -4,7 +4,7 @@ import psutil  # type: ignore[import-untyped]
 
 
 def runs(process: psutil.Process | int) -> bool:
-    """Whether a process, or the one of this pid, is neither gone nor a zombie that waits for its parent."""
+    """Whether a process (or pid) exists and is not a zombie."""
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
         return found.is_running() and found.status() != psutil.STATUS_ZOMBIE

@@ -67,7 +67,7 @@ class World:
         return replica(self.registry, name, self.receiver())
 
     async def notice(self, *words: str) -> str:
-        """The first notice with all these words, once it is there."""
+        """Waits for the first notice that contains all these words."""
         async with asyncio.timeout(300):
             while True:
                 for text in await self.notices():

@@ -1,4 +1,4 @@
-"""Runs a function in several gloo ranks, each a process of its own, with a deadline after which all of them are killed."""
+"""Runs a function in several gloo ranks, one process each, and kills all of them after a deadline."""
 
 import contextlib
 import importlib

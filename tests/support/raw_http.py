@@ -1,4 +1,4 @@
-"""An HTTP server that answers with exactly the bytes it is told to, for tests of clients."""
+"""An HTTP server that answers with exactly the given bytes, for tests of clients."""
 
 import asyncio
 import ssl
@@ -16,7 +16,7 @@ def reply(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
 
 @dataclass
 class RawServer:
-    """Requests seen so far, head and body apart, and the connections they came over."""
+    """The received requests, with separate head and body, and their connections."""
 
     port: int = 0
     heads: list[bytes] = field(default_factory=list)
@@ -43,9 +43,8 @@ async def raw_server(handler: Handler, tls: ssl.SSLContext | None = None) -> Asy
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next(
-                    int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
-                )
+                lines = head.lower().split(b"\r\n")
+                length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
                 body = await reader.readexactly(length)
                 seen.heads.append(head)
                 seen.bodies.append(body)

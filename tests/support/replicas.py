@@ -120,7 +120,7 @@ class Answer:
 def request(
     run_id: str, prompt: list[int], slots: list[tuple[int, list[int], int, int]], min_version: int = 0, **sampling: Any
 ) -> rollout_pb2.GenerateRequest:
-    """slots: (index, prefix ids, max_new, seed). Greedy unless told otherwise."""
+    """slots: (index, prefix ids, max_new, seed). Greedy by default."""
     parameters = {"temperature": 0.0, "top_p": 1.0, "top_k": -1} | sampling
     return rollout_pb2.GenerateRequest(
         run_id=run_id,

@@ -1,6 +1,6 @@
 """A reward service in the test's own process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,8 +43,15 @@ async def serving(
         yield reward_pb2_grpc.RewardServiceStub(channel), client, addresses
 
 
-def item(response: str, label: str = "3", key: str = "", **fields: str) -> Item:
-    return Item(key, fields.pop("prompt", "p"), response, label=label, **fields)
+def spelled(ids: Sequence[int]) -> list[str]:
+    """The texts of token ids that are code points."""
+    return [chr(each) for each in ids]
+
+
+def item(response: str, label: str = "3", key: str = "", tokens: bool = False, **fields: Any) -> Item:
+    """An item, with a token for every character if `tokens`."""
+    made = Item(key, fields.pop("prompt", "p"), response, label=label)._replace(**fields)
+    return made._replace(token_ids=tuple(map(ord, response)), token_texts=tuple(response)) if tokens else made
 
 
 def summary(answers: list[Scored]) -> list[tuple[str, float]]:

@@ -40,7 +40,7 @@ REWARD = '''
 import os, socket, time, zlib
 
 def reward(response, label):
-    """1 for the right answer; it tells the driver that scoring goes on. A rare answer takes long."""
+    """1 for the right answer. It notifies the driver of each call. A rare answer takes long."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
         try:
             wire.sendto(b"score", {path!r})
@@ -55,7 +55,7 @@ def reward(response, label):
 async def _ground(
     nursery: Nursery, folder: Path, seed: int, config: RunConfig, files: dict[str, bytes], patience: float
 ) -> AsyncIterator[Storm]:
-    """A run in a Redis of its own, without processes yet. Rewards tell the driver of their calls at FOLDER/wire."""
+    """A run with its own Redis and without processes. Rewards notify the driver of their calls through FOLDER/wire."""
     async with AsyncExitStack() as stack:
         server = stack.enter_context(EmbeddedServer.start(folder / "redis"))
         redis = await connect(server.url)
@@ -106,7 +106,7 @@ async def simulated_storm(
     rare: int = 200,
     **sections: Any,
 ) -> AsyncIterator[Storm]:
-    """A run with three simulated replicas under way.
+    """A running run with three simulated replicas.
 
     Args:
         supervised: whether a supervisor keeps orchestrator and learner, or the driver itself.
@@ -157,7 +157,7 @@ def _real_task(folder: Path, iterations: int) -> Path:
 
 @asynccontextmanager
 async def real_storm(nursery: Nursery, folder: Path, seed: int, iterations: int) -> AsyncIterator[Storm]:
-    """A run of two vLLM and megatron-core (tensor parallel 2), asynchronous, under way with `polyreme train`."""
+    """A running asynchronous run of `polyreme train` with two vLLM replicas and megatron-core (tensor parallel 2)."""
     path = _real_task(folder, iterations)
     config = load_config(path)
     async with _ground(nursery, folder, seed, config, read_model_files(config.model.path), REAL_PATIENCE) as storm:

@@ -22,7 +22,7 @@ def ragged_mask(random: np.random.Generator, lengths: list[int]) -> np.ndarray:
 
 
 def token_batch(seed: int, groups: int = 3, samples: int = 4, longest: int = 9, **fields: Any) -> TokenBatch:
-    """Random scores and log-probabilities; every sequence has at least one trained token. `fields` replace what is made up."""
+    """Random scores and log-probabilities. Every sequence has at least one trained token. `fields` override random values."""
     random = np.random.default_rng(seed)
     n = groups * samples
     lengths = [int(x) for x in random.integers(1, longest + 1, n)]

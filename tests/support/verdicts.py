@@ -1,4 +1,4 @@
-"""What is to be said of a run over which a storm of faults has raged."""
+"""Verdicts on a run after a storm of faults."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ SAME_IN_A_REPLAY = ("weights", "actor/pg_loss", "grad_norm", "reward/mean", "mis
 
 
 async def verdict(storm: Storm, state: RunState, iterations: int) -> list[str]:
-    """What is wrong with a run that has ended: nothing may be."""
+    """The problems of a run that has ended. Must be empty."""
     wrong, log = list(storm.problems), ExperienceLog(storm.run)
     if state is not RunState.DONE:
         wrong.append(f"the run is {state}")
@@ -36,7 +36,7 @@ async def verdict(storm: Storm, state: RunState, iterations: int) -> list[str]:
 
 
 async def weights_verdict(storm: Storm, iterations: int) -> list[str]:
-    """What is wrong with the last weights of a simulated learner, which prove what it was trained on."""
+    """The problems of a simulated learner's final weights, which prove what it was trained on. Must be empty."""
     log, chain = ExperienceLog(storm.run), bytes(32)
     for iteration in range(1, iterations + 1):
         plan = await log.find_plan(iteration)

@@ -9,14 +9,14 @@ from support.tiny_tokenizer import model_files
 
 
 def warm_up(config_json: str, reports: str, out: str) -> None:
-    """Goes on from what is saved, until it is complete or has reported `reports` times; writes weights and what was reported."""
+    """Continues from what is saved. It is asked to drain at report number `reports`. Writes the weights and what was reported."""
     config, device = start(config_json)
     rank, steps = Rank(config, device), []
     files = model_files() | {"config.json": Path(config.model.path, "config.json").read_bytes()}
 
     def report(record: dict[str, Any]) -> bool:
         steps.append((record["phase"], record["step"]))
-        return len(steps) == int(reports)
+        return len(steps) >= int(reports)
 
     complete = sft.warm_start(rank.engine, config, files, rank.ranks, report)
     rank.write(Path(out), {"complete": complete, "steps": steps})

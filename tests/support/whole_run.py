@@ -95,7 +95,7 @@ class Up:
         return self._output.read_text(errors="replace")
 
     def wait(self, seconds: float = 900.0) -> int:
-        """The exit status. On time-out the process is killed and the test fails with what it said."""
+        """The exit status. After a timeout the process is killed, and the test fails with its output."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -103,7 +103,7 @@ class Up:
             raise AssertionError(f"not done within {seconds} s:\n{self.output}") from None
 
     def until(self, condition: Callable[[], bool], seconds: float = 600.0) -> None:
-        """Waits for something to be seen while the run goes on."""
+        """Waits for a condition during the run."""
         deadline = time.monotonic() + seconds
         while not condition():
             status = self.process.poll()

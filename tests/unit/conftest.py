@@ -10,7 +10,7 @@ _WHERE = "a unit test starts no server: this one belongs into tests/integration"
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails the test that listens at a socket of its own."""
+    """Fails a test that listens on a socket."""
 
     def refuse(*_: object) -> NoReturn:
         pytest.fail(_WHERE)

@@ -1,4 +1,4 @@
-"""What can be said of the deployment without a Docker daemon or a cluster; .ci/deploy runs it."""
+"""Checks of the deployment files without a Docker daemon or a cluster; .ci/deploy runs the real stack."""
 
 import json
 import os
@@ -132,7 +132,7 @@ def test_every_image_installs_a_part_of_the_lock() -> None:
 
 
 def test_the_reward_service_may_make_sandboxes_and_little_else() -> None:
-    """Its filter lacks what bubblewrap needs, and has what Docker's refuses besides."""
+    """Its filter allows the calls that bubblewrap needs, and refuses all others that Docker's profile refuses."""
     reward = SERVICES["reward"]
     assert {"seccomp=deploy/reward-seccomp.json", "no-new-privileges=true"} <= set(reward["security_opt"])
     assert reward["cap_drop"] == ["ALL"]

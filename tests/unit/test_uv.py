@@ -37,5 +37,5 @@ def test_variables_of_the_caller_are_kept() -> None:
     assert given == {"UV_DEFAULT_INDEX": "file:///mine/simple", "PATH": "/bin"}
 
 
-def test_without_settings_only_the_strategy_is_said() -> None:
+def test_without_settings_only_the_strategy_is_passed() -> None:
     assert uv.environment(uv.parse(""), {}) == {"UV_INDEX_STRATEGY": "unsafe-best-match"}

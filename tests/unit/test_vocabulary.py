@@ -1,7 +1,4 @@
-"""One word for one thing: names that were replaced do not come back, and no public class name means two things.
-
-NOT_CONVERTED lists areas whose names or English still wait for the conversion. Entries only leave this list.
-"""
+"""One word for one thing: names that were replaced do not come back, and no public class name means two things."""
 
 import ast
 import re
@@ -18,7 +15,6 @@ PACKAGES = (
     ROOT / "services" / "trainer" / "polyreme_trainer",
 )
 TRAINER = "services/trainer/polyreme_trainer"
-NOT_CONVERTED = (f"{TRAINER}/megatron",)
 
 BANNED_MODULES = frozenset(
     {"desk", "drafts", "fleet", "hold", "intake", "pace", "place", "rows", "scratch", "servers", "slots", "snapshots", "usage"}
@@ -46,13 +42,6 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def is_converted(path: Path) -> bool:
-    return not any(name_of(path) == area or name_of(path).startswith(area + "/") for area in NOT_CONVERTED)
-
-
-CONVERTED = [path for path in modules() if is_converted(path)]
-
-
 def test_a_public_class_name_means_one_thing() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in modules():
@@ -70,8 +59,8 @@ def test_replaced_names_do_not_come_back() -> None:
         assert not classes & BANNED_CLASSES, name_of(path)
 
 
-@pytest.mark.parametrize("path", CONVERTED, ids=name_of)
-def test_a_converted_module_uses_the_vocabulary(path: Path) -> None:
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_a_module_uses_the_vocabulary(path: Path) -> None:
     source = path.read_text()
     allowed = {"drafts", "draft"} if name_of(path) in DRAFT_STORAGE else set()
     allowed |= {"silence"} if name_of(path) in SILENCE else set()
@@ -79,7 +68,7 @@ def test_a_converted_module_uses_the_vocabulary(path: Path) -> None:
     assert not re.search(r"^_?log = logging\.", source, re.MULTILINE), "a logger is called `logger`"
 
 
-@pytest.mark.parametrize("path", [path for path in CONVERTED if path.stem not in ("__init__", "__main__")], ids=name_of)
-def test_a_converted_module_states_its_invariant(path: Path) -> None:
+@pytest.mark.parametrize("path", [path for path in modules() if path.stem not in ("__init__", "__main__")], ids=name_of)
+def test_a_module_states_its_invariant(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     assert "Invariant" in docstring, "expected `Invariant: ...` in the module's docstring"

@@ -46,20 +46,22 @@ class Need:
 
 def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about a run's rewards."""
+    if (section := config.reward) is None:
+        return
     needs: dict[str, Need] = {}
-    if config.reward.security not in (None, config.security):  # the core checks the run's section
+    if section.security not in (None, config.security):  # the core checks the run's section
         try:
-            tls.check_files(config.reward.security)
+            tls.check_files(section.security)
         except ConfigError as error:
             yield error
-    for spec in config.reward.rewards:
+    for spec in section.rewards:
         try:
-            needs[spec.label] = _check_source(spec, config.reward)
+            needs[spec.label] = _check_source(spec, section)
         except ConfigError as error:
             yield error
-    if len(needs) == len(config.reward.rewards):
+    if len(needs) == len(section.rewards):
         for path in filter(None, (config.data.train, config.data.eval)):
-            yield from _check_rows(path, config, needs)
+            yield from _check_rows(path, section, config.data, needs)
 
 
 def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
@@ -85,21 +87,21 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
     return Need()
 
 
-def _check_rows(path: Path, config: RunConfig, needs: dict[str, Need]) -> Iterator[str | PolyremeError]:
+def _check_rows(path: Path, section: RewardConfig, data: DataConfig, needs: dict[str, Need]) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about rows that lack columns their rewards need."""
     asked, lacking = Counter[str](), Counter[str]()
     try:
         for number, fields in islice(read_objects(path), _ROWS):
-            for name in _rewards_of(fields, config.reward, f"{path}:{number}"):
+            for name in _rewards_of(fields, section, f"{path}:{number}"):
                 asked[name] += 1
-                lacking[name] += not _has(fields, needs[name], config.data)
+                lacking[name] += not _has(fields, needs[name], data)
     except DataError as error:
         yield error
         return
     for name, count in lacking.items():
         if not count:
             continue
-        columns = " or ".join(config.data.label_key if need == "label" else need for need in needs[name].columns)
+        columns = " or ".join(data.label_key if need == "label" else need for need in needs[name].columns)
         found = f"{asked[name] - count} of {asked[name]} rows have one"
         if count == asked[name] and needs[name].certain:
             yield DataError(

@@ -79,7 +79,10 @@ async def _serve(
     try:
         run = await Run.attach(client, run_id, wait, ended=False)
         stop = stop_event()  # no graceful shutdown is needed before this point
-        settings = (await run.config()).reward
+        if (settings := (await run.config()).reward) is None:
+            raise ConfigError(
+                f"a section `reward` in run {run.run_id}", "none: it distils a teacher alone", "Start no reward service for it."
+            )
         following = run.telling(stop) if run_id is None else nullcontext()
         async with serve(settings, endpoint_towards(redis), run) as addresses, following:
             await _until(stop, addresses.grpc, addresses.url)

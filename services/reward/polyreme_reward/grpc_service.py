@@ -27,7 +27,18 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
 
     async def Score(self, request: reward_pb2.ScoreRequest, context: Any) -> reward_pb2.ScoreResponse:
         items = [
-            Item(i.key, i.prompt, i.response, i.response_raw, i.label, i.metadata_json, i.templated_prompt) for i in request.items
+            Item(
+                i.key,
+                i.prompt,
+                i.response,
+                i.response_raw,
+                i.label,
+                i.metadata_json,
+                i.templated_prompt,
+                tuple(i.token_ids),
+                tuple(i.token_texts),
+            )
+            for i in request.items
         ]
         try:
             scored = await self._scorer.score(items)
@@ -44,6 +55,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 score=answer.score,
                 parts=[new_part(name=n, raw=r, weighted=w, plugin_version=v) for n, r, w, v in answer.parts],
                 message=answer.message,
+                token_rewards=answer.token_rewards,
             )
             for item, answer in zip(items, scored, strict=True)
         ]
@@ -52,7 +64,12 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     async def ListRewards(self, request: reward_pb2.ListRewardsRequest, context: Any) -> reward_pb2.ListRewardsResponse:
         infos = [
             reward_pb2.RewardInfo(
-                name=r.name, weight=r.weight, version=r.version, description=r.description, correctness=r.correctness
+                name=r.name,
+                weight=r.weight,
+                version=r.version,
+                description=r.description,
+                correctness=r.correctness,
+                reads_tokens=r.reads_tokens,
             )
             for r in self._scorer.rewards
         ]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictInt
 
 from polyreme import API_VERSION
 from polyreme_reward import foreign_wires, http_errors
@@ -29,6 +29,8 @@ class NativeItem(BaseModel):
     response_raw: str = Field("", description="The response with special tokens.")
     label: str = Field("", description="The reference answer.")
     metadata: dict[str, Any] = Field({}, description="The other columns of the row.")
+    token_ids: list[StrictInt] = Field([], description="The response's tokens, stop token included; empty: only texts are known.")
+    token_texts: list[str] = Field([], description="The text of each token; together they are response_raw.")
 
 
 class NativeRequest(BaseModel):
@@ -46,6 +48,9 @@ class NativeResult(BaseModel):
     key: str
     status: Literal["ok", "error", "timeout", "invalid"]
     score: float | None = Field(description="null unless the status is ok.")
+    token_rewards: list[float] | None = Field(
+        description="One number per token, a part of the score; null where no reward answers per token."
+    )
     parts: list[NativePart]
     message: str
 
@@ -60,6 +65,7 @@ class RewardDescription(BaseModel):
     version: str
     description: str
     correctness: bool = Field(description="Whether a value is 1 for a right answer and 0 for a wrong one.")
+    reads_tokens: bool = Field(description="Whether it reads the tokens of an item.")
 
 
 class RewardList(BaseModel):
@@ -108,6 +114,8 @@ def _native_wire(scorer: Scorer) -> APIRouter:
                 i.label,
                 json.dumps(i.metadata) if i.metadata else "",
                 i.templated_prompt,
+                tuple(i.token_ids),
+                tuple(i.token_texts),
             )
             for i in body.items
         ]
@@ -120,7 +128,12 @@ def _native_wire(scorer: Scorer) -> APIRouter:
             api=API_VERSION,
             rewards=[
                 RewardDescription(
-                    name=r.name, weight=r.weight, version=r.version, description=r.description, correctness=r.correctness
+                    name=r.name,
+                    weight=r.weight,
+                    version=r.version,
+                    description=r.description,
+                    correctness=r.correctness,
+                    reads_tokens=r.reads_tokens,
                 )
                 for r in scorer.rewards
             ],
@@ -152,6 +165,7 @@ def _native(key: str, answer: Scored) -> dict[str, Any]:
         "key": printable(key),
         "status": answer.status.name.lower(),
         "score": answer.score if answer.status is Status.OK else None,
+        "token_rewards": answer.token_rewards or None,
         "parts": [part._asdict() for part in answer.parts],
         "message": answer.message,
     }

@@ -21,6 +21,8 @@ class Item(NamedTuple):
         label: the reference answer, or ''.
         metadata_json: a JSON object with the row's other columns, or ''.
         templated_prompt: the prompt as the model saw it, including chat template and special tokens, or '' when it is unknown.
+        token_ids: ids of the response's tokens, including the stop token; empty when only texts are known.
+        token_texts: the text of each token; concatenated, they are `response_raw`.
     """
 
     key: str
@@ -30,6 +32,8 @@ class Item(NamedTuple):
     label: str = ""
     metadata_json: str = ""
     templated_prompt: str = ""
+    token_ids: Sequence[int] = ()
+    token_texts: Sequence[str] = ()
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -65,12 +69,18 @@ class Status(IntEnum):
 
 
 class Outcome(NamedTuple):
-    """The output of one reward for one item. `extras` are further named numbers, which are reported but not part of the score."""
+    """The output of one reward for one item.
+
+    Args:
+        extras: further named numbers, which are reported but not part of the score.
+        token_rewards: one number per token of the item, or empty. They are a part of `value`; the rest belongs to the last token.
+    """
 
     status: Status
     value: float = 0.0
     message: str = ""
     extras: Mapping[str, float] = {}
+    token_rewards: tuple[float, ...] = ()
 
 
 class RewardError(Exception):
@@ -79,9 +89,11 @@ class RewardError(Exception):
 
 NO_LABEL = "expected a label to compare with; found none"
 """Prefix of the message of every item that fails because it has no label."""
+NO_TOKENS = "expected the response's tokens, for a reward that reads them; found texts alone"
 
 MESSAGE_LIMIT = 2000
 EXTRAS_LIMIT = 32
+_LARGEST = 3.4028234663852886e38  # of float32, in which the experience log keeps rewards per token
 
 
 def ok(value: float) -> Outcome:
@@ -98,17 +110,34 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def judge(answer: object) -> Outcome:
-    """The outcome for a reward's return value, which is a number, or a mapping with `score` and further numbers."""
+def judge(answer: object, tokens: int = 0) -> Outcome:
+    """The outcome for a reward's return value.
+
+    Args:
+        answer: a number; a list with one number per token, whose sum is the value; or a mapping with `score`, which is either of these, and
+            further numbers. A mapping may also have `token_rewards`, alone or together with a number as `score`.
+        tokens: number of tokens of the item. 0: the item has no tokens, so a list is invalid.
+    """
     extras: dict[str, float] = {}
+    per_token: object = None
     if isinstance(answer, Mapping):
-        if "score" not in answer:
+        per_token = answer.get("token_rewards")
+        if "score" not in answer and per_token is None:
             return failed(Status.INVALID, f"expected a mapping with the key 'score'; found the keys {_shown(list(answer))}")
         for name, value in list(answer.items())[: EXTRAS_LIMIT + 1]:
             number = _number(value)
-            if name != "score" and number is not None and math.isfinite(number):
+            if name not in ("score", "token_rewards") and number is not None and math.isfinite(number):
                 extras[printable(str(name)[:100])] = number
-        answer = answer["score"]
+        answer = answer.get("score")
+    if per_token is None and _is_list(answer):
+        per_token, answer = answer, None
+    if per_token is not None:
+        numbers = _per_token(per_token, tokens)
+        if isinstance(numbers, str):
+            return failed(Status.INVALID, numbers)
+        value = _number(math.fsum(numbers) if answer is None else answer)
+        if value is not None and math.isfinite(value):
+            return Outcome(Status.OK, value, "", extras, numbers)
     number = _number(answer)
     if number is None:
         return failed(Status.INVALID, f"expected a finite number; found {_shown(answer)}")
@@ -125,6 +154,36 @@ def _number(value: object) -> float | None:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
+
+
+def _is_list(value: object) -> bool:
+    """Whether it is a list, or an array or tensor of one dimension and more than one number."""
+    return isinstance(value, list | tuple) or (
+        getattr(value, "ndim", 0) == 1 and hasattr(value, "tolist") and _length(value) != 1
+    )
+
+
+def _length(value: object) -> int | None:
+    try:
+        return len(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _per_token(value: object, tokens: int) -> tuple[float, ...] | str:
+    """One finite number per token, or what was expected and found instead."""
+    if not tokens:
+        return f"expected one number, since no tokens came with the item or over its wire; found {_shown(value)}"
+    if (length := _length(value)) != tokens or isinstance(value, str | bytes | Mapping):
+        return f"expected {tokens} numbers, one per token; found {_shown(value) if length is None else length}"
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    numbers = []
+    for place, each in enumerate(listed):  # type: ignore[arg-type]
+        number = _number(each)
+        if number is None or not abs(number) <= _LARGEST:
+            return f"expected a finite float32 for every token; found {_shown(each)} for token {place}"
+        numbers.append(number)
+    return tuple(numbers)
 
 
 def _shown(value: object) -> str:
@@ -158,6 +217,11 @@ class Reward(Protocol):
     @property
     def correctness(self) -> bool:
         """Whether a value is 1 for a right answer and 0 for a wrong one, so that a mean of values is an accuracy."""
+        ...
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads an item's tokens, which clients leave out where no reward does."""
         ...
 
     @property

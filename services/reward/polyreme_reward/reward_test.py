@@ -21,6 +21,7 @@ from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import BATCH_LIMIT, Part, Scored, Scorer
 
 _TEXTS = ("response", "response_raw", "templated_prompt")
+_TOKENS = ("token_ids", "token_texts")
 _WIDTH = 100
 
 
@@ -29,7 +30,8 @@ async def test_rewards(config: RewardConfig, path: Path, console: Console, colum
 
     Args:
         config: the rewards.
-        path: JSON lines file with `response` and, if the rewards need them, `response_raw`, `templated_prompt` and a run's columns.
+        path: JSON lines file with `response` and, if the rewards need them, `response_raw`, `templated_prompt`, `token_ids` with
+            `token_texts`, and a run's columns.
         console: where to print the table.
         columns: names of the prompt and label columns.
 
@@ -86,8 +88,13 @@ def _item(line: str, where: str, columns: tuple[str, str]) -> Item:
             raise DataError(f"text under {key} in {where}", str(error), "Fix the line.") from None
     if odd := [name for name, text in texts.items() if not isinstance(text, str)]:
         raise DataError(f"text under {', '.join(odd)} in {where}", line[:100], "Fix the line.")
-    metadata = {name: value for name, value in row.items() if name not in (*_TEXTS, label_key)}
-    return Item("", **texts, metadata_json=json.dumps(metadata) if metadata else "")
+    ids, words = (row.get(name, []) for name in _TOKENS)
+    fits = isinstance(ids, list) and isinstance(words, list) and len(ids) == len(words)
+    if not fits or [type(each) for each in (*ids, *words)] != [int] * len(ids) + [str] * len(words):
+        raise DataError(f"token_ids (numbers) and token_texts (texts) of one length in {where}", line[:100], "Fix the line.")
+    metadata = {name: value for name, value in row.items() if name not in (*_TEXTS, *_TOKENS, label_key)}
+    packed = json.dumps(metadata) if metadata else ""
+    return Item("", **texts, metadata_json=packed, token_ids=tuple(ids), token_texts=tuple(words))
 
 
 def shown_lines(items: Sequence[Item], answers: Sequence[Scored]) -> Iterator[str]:

@@ -35,12 +35,17 @@ class Part(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """The answer for one item. `score` is valid only with Status.OK. `parts` has the rewards that succeeded."""
+    """The answer for one item. `score` is valid only with Status.OK. `parts` has the rewards that succeeded.
+
+    `token_rewards` is the weighted sum over the rewards with one number per token, or empty. It is a part of the score; the rest of the
+    score belongs to the last token.
+    """
 
     status: Status
     score: float
     parts: tuple[Part, ...]
     message: str = ""
+    token_rewards: tuple[float, ...] = ()
 
 
 class BadBatch(ValueError):
@@ -220,20 +225,24 @@ def _sum(rewards: Sequence[Reward], row: Sequence[Outcome]) -> Scored:
     parts: list[Part] = []
     failure: Outcome | None = None
     total = 0.0
+    per_token: list[list[float]] = []
     for reward, outcome in zip(rewards, row, strict=True):
         if outcome.status is Status.OK:
             weighted = reward.weight * outcome.value
             total += weighted
+            if outcome.token_rewards:
+                per_token.append([reward.weight * value for value in outcome.token_rewards])
             parts.append(Part(reward.name, outcome.value, weighted, reward.version))
             for name, value in outcome.extras.items():
                 parts.append(Part(f"{reward.name}/{name}", value, reward.weight * value, reward.version))
         elif failure is None:
             failure = failed(outcome.status, f"{reward.name}: {outcome.message}")
-    if failure is None and not math.isfinite(total):
+    tokens = tuple(map(math.fsum, zip(*per_token, strict=True)))
+    if failure is None and not (math.isfinite(total) and all(map(math.isfinite, tokens))):
         failure = failed(Status.INVALID, f"expected a finite sum of weighted rewards; found {total}")
     if failure is not None:
         return Scored(failure.status, 0.0, tuple(parts), failure.message)
-    return Scored(Status.OK, total, tuple(parts))
+    return Scored(Status.OK, total, tuple(parts), token_rewards=tokens)
 
 
 def _chosen(item: Item, column: str, known: Collection[str]) -> list[str]:

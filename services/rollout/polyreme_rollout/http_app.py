@@ -31,7 +31,7 @@ def make_app(
         ready: whether a version is served.
         version: the version that is served, once no swap is running.
         metrics: the content of /metrics.
-        openai: makes the application of /v1. Called when /v1 or /openapi.json is first asked for, because its imports take seconds.
+        openai: creates the application of /v1. Called at the first request to /v1 or /openapi.json, because its imports take seconds.
     """
     own = _own_app(healthy, ready, metrics)
     lock = asyncio.Lock()

@@ -63,7 +63,7 @@ class SequenceProgress:
         return chunk
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(version, start, end) of the tokens so far, in order."""
+        """(version, start, end) of the sampled tokens, in order."""
         ends = [start for _, start in self._starts[1:]] + [self.sampled]
         clipped = [(version, start, min(end, self.sampled)) for (version, start), end in zip(self._starts, ends, strict=True)]
         return [(version, start, end) for version, start, end in clipped if start < end]

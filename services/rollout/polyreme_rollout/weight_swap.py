@@ -53,7 +53,7 @@ class WeightSwapper:
         run_id: the run whose versions are accepted.
         engine: holds the weights.
         learner_term: returns the learner's term as last seen in Redis.
-        on_swap: called while paused, with the new version and the tokens that each unfinished request has sampled so far.
+        on_swap: called while paused, with the new version and the number of tokens that each unfinished request has sampled.
         on_lost: called when no version could be restored, so running requests cannot continue.
     """
 

@@ -16,6 +16,7 @@ from polyreme.config.algorithm import AlgorithmSource
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme.net import tls
 from polyreme_trainer.data.prompts import all_too_long, encode_examples, encode_prompts, read_rows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.megatron.families import load_architecture
@@ -50,6 +51,9 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_prompts(path, config, template)
     for phase in config.trainer.sft:
         yield from _check_examples(phase.data, config, template)
+    if config.teacher is not None and (security := config.teacher.security) is not None:
+        tls.client_context(security)
+        tls.token(security)
     if config.algorithm.ptx is not None:
         yield from _check_examples(config.algorithm.ptx.data, config, template)
     if config.algorithm.source is not None:
@@ -100,9 +104,9 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
 
 
 def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
-    """What the learner's models need at least, of `total` bytes of this machine. Activations, replicas and rewards come on top."""
+    """Compares the memory of the learner's models with the `total` bytes of this machine. Activations, replicas and rewards need more."""
     parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
-    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32; bfloat16 weights beside them
+    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32, plus bfloat16 weights
     actor = load_architecture(config.model.path).parameters
     models = {"actor": (actor, trained)}
     if config.algorithm.has_critic:
@@ -110,6 +114,8 @@ def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
         models["critic"] = (actor if path is None else load_architecture(path).parameters, trained)
     if config.recipe.kl is not None:
         models["reference"] = (actor, width)
+    if config.trainer.ema_decay is not None:
+        models["moving average"] = (actor, 4)
     copies = max(1, parallel.ranks_per_node // parallel.tensor)
     needed = copies * sum(parameters * each for parameters, each in models.values())
     if needed > total:

@@ -7,7 +7,7 @@ from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 
 
-async def test_the_command_tells_by_its_status(redis_url: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_exit_status_of_the_command(redis_url: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     log = ExperienceLog(run)
     await log.take(Writer.LEARNER)
     await log.begin(0)

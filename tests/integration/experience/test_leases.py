@@ -132,7 +132,7 @@ async def test_waiting_ends_when_enough_have_come(run: Run, monkeypatch: pytest.
     await task
 
 
-async def test_waiting_says_who_is_there(run: Run) -> None:
+async def test_waiting_lists_the_live_servers(run: Run) -> None:
     registry = Registry(run)
     await registry.register(lease("only-one"))
     with pytest.raises(UnavailableError, match=r"expected 2 rollout servers within 0.2 s; found 1 \(only-one at 127.0.0.1:1\)"):

@@ -205,7 +205,7 @@ class LogMachine(RuleBasedStateMachine):
 
     @rule(expire=st.sampled_from([False, False, True]), crash=st.sampled_from([False, False, True]))
     def train(self, expire: bool, crash: bool) -> None:
-        """One iteration, unless its plan must wait; the learner may die before it tells."""
+        """One iteration, unless its plan must wait. The learner may die before it records the version."""
         iteration = self.model.version + 1
         indices = self.plan(iteration, expire)
         if indices is None:
@@ -305,7 +305,7 @@ class LogMachine(RuleBasedStateMachine):
         assert self.do(self.orchestrator.pass_rates()) == expected
 
     def teardown(self) -> None:
-        """A healthy pair goes on from here to the run's end: nobody waits for ever, and every group is settled."""
+        """A healthy orchestrator and learner continue to the end of the run: no wait lasts forever, and every group is settled."""
         try:
             if hasattr(self, "model"):
                 self.scripts.bad_network = False

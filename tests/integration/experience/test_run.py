@@ -19,7 +19,7 @@ async def test_everything_given_can_be_read_elsewhere(redis: Redis, run: Run) ->
     assert len(await other.model_fingerprint()) == 16
 
 
-async def test_a_configuration_of_another_release_is_told_as_such(redis: Redis, run: Run) -> None:
+async def test_a_configuration_of_another_release_is_an_error(redis: Redis, run: Run) -> None:
     written = (await run.config()).model_dump_json()
     await redis.set(run.key("config"), written[:-1] + ',"warp":9}')
     with pytest.raises(ConfigError, match=r"unknown key warp.* Install the same Polyreme version everywhere"):
@@ -52,7 +52,7 @@ async def test_a_server_of_the_newest_run_leaves_it_when_it_is_over(redis: Redis
         await asyncio.wait_for(superseded.wait(), 300)
 
 
-async def test_attaching_waits_and_then_says_so(redis: Redis, run_id: str, tmp_path) -> None:
+async def test_attaching_waits_and_then_fails(redis: Redis, run_id: str, tmp_path) -> None:
     waiting = asyncio.create_task(Run.attach(redis, run_id, 300))
     await asyncio.sleep(0.05)
     await Run.create(redis, run_id, run_config(tmp_path), {})
@@ -179,7 +179,7 @@ async def test_it_is_known_which_samples_are_on_disk(run: Run) -> None:
     assert await run.recorded() == 7
 
 
-async def test_a_long_wait_is_no_dead_server(run: Run) -> None:
+async def test_a_long_wait_is_not_taken_for_a_dead_server(run: Run) -> None:
     start = asyncio.get_running_loop().time()
     assert await run.until(_never, within=0.3) is None
     assert asyncio.get_running_loop().time() - start > 0.25

@@ -39,7 +39,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_listens_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "FIRST_CONNECT_TIMEOUT", 0.3)
     port = free_port()
     with pytest.raises(StoreError) as caught:
@@ -53,7 +53,7 @@ async def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:6379", "http://127.0.0.1", "redis://127.0.0.1:many", "redis://127.0.0.1/0?socket_timeout=secret"]
 )
-async def test_what_is_no_redis_url(url: str) -> None:
+async def test_invalid_redis_urls(url: str) -> None:
     with pytest.raises(StoreError, match=r"expected a Redis URL such as redis://127\.0\.0\.1:6379/0") as caught:
         await connect(url)
     assert "secret" not in str(caught.value)
@@ -98,7 +98,7 @@ async def test_a_password_that_is_wrong_or_missing(own_server: EmbeddedServer) -
             await connect(url)
 
 
-async def test_a_user_who_may_not_look(own_server: EmbeddedServer) -> None:
+async def test_a_user_without_permissions(own_server: EmbeddedServer) -> None:
     client = await connect(own_server.url)
     await client.execute_command("ACL", "SETUSER", "guest", "on", ">pw", "~*", "+@all", "-config")
     await client.aclose()
@@ -180,7 +180,9 @@ async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path) -> N
         assert not server.alive
 
 
-async def test_a_lost_redis_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_lost_redis_is_logged_from_time_to_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(store, "FIRST_CONNECT_TIMEOUT", 0.5)
     with pytest.raises(StoreError):
         await connect(f"redis://127.0.0.1:{free_port()}")
@@ -258,7 +260,7 @@ async def test_a_client_rides_over_what_passes_by_itself(own_server: EmbeddedSer
     await other.aclose()
 
 
-async def test_an_error_of_the_server_is_told_in_its_own_words(own_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_a_server_error_keeps_its_message(own_server: EmbeddedServer, tmp_path: Path) -> None:
     client = await connect(own_server.url)
     run = await Run.create(client, "refused", run_config(tmp_path), {})
     await client.set(run.key("terms"), "of another type")
@@ -361,7 +363,9 @@ async def test_a_script_survives_a_redis_that_restarts_again_while_it_is_loaded(
     assert next(restarts, None) is None
 
 
-async def test_who_knows_that_redis_is_there_waits_for_it(own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_waits_for_a_redis_that_is_known_to_exist(
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "SOCKET_TIMEOUT", 0.2)
     monkeypatch.setattr(store, "FIRST_CONNECT_TIMEOUT", 0.5)
     os.kill(own_server.pid, signal.SIGSTOP)

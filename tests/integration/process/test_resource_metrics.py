@@ -1,4 +1,4 @@
-"""What a service says it uses: of itself, and of a child that lives."""
+"""The resource metrics of a service include its live child processes."""
 
 import subprocess
 import sys

@@ -72,7 +72,7 @@ async def test_each_unit_has_its_own_restarts(tmp_path: Path) -> None:
     assert notes(tmp_path).count("twice") == 3
 
 
-async def test_what_cannot_be_started_is_told_and_the_others_are_ended(tmp_path: Path) -> None:
+async def test_a_process_that_cannot_start_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
     def programs() -> list[ProcessSpec]:
         started = ProcessSpec("there", (sys.executable, "-c", "import time; time.sleep(3600)", str(tmp_path)))
         return [started, ProcessSpec("missing", (str(tmp_path / "nothing"),))]
@@ -82,7 +82,7 @@ async def test_what_cannot_be_started_is_told_and_the_others_are_ended(tmp_path:
     assert not [child for child in psutil.Process().children() if str(tmp_path) in command_line(child)]
 
 
-async def test_a_death_by_signal_is_told_as_such(tmp_path: Path) -> None:
+async def test_a_death_by_signal_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError, match="work-0 was ended by SIGKILL"):
         await Supervisor([unit(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")], max_restarts=0).run()
 
@@ -95,7 +95,7 @@ async def test_an_error_that_a_restart_would_meet_again_is_final(tmp_path: Path)
     assert caught.value.child.name == "work-0"
 
 
-async def test_the_message_of_a_child_that_said_why_is_passed_on_as_it_is(tmp_path: Path) -> None:
+async def test_a_childs_error_message_is_forwarded_unchanged(tmp_path: Path) -> None:
     message = "expected 1 replica; found 0. Start one."
     script = f"print('child: error: {message}'); sys.exit({GateError.exit_code})"
     with pytest.raises(ChildFailedError) as caught:

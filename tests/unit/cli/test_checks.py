@@ -1,4 +1,4 @@
-"""What is checked before anything starts, as `polyreme config check` and `polyreme up --dry-run` run it."""
+"""The checks of `polyreme config check` and `polyreme up --dry-run`, before anything starts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A fork has a name, a directory and a start of its own; its parent stays as it was."""
+"""A fork has its own name, directory and start, and does not change its parent."""
 
 import hashlib
 import json

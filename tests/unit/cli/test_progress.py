@@ -70,7 +70,7 @@ def test_a_repeated_iteration_counts_once_and_its_rates_do_not() -> None:
 
 
 def test_a_long_run_s_progress_is_bounded() -> None:
-    """Sums go on; records are kept of the newest iterations only."""
+    """Sums cover all iterations; records are kept only of the newest ones."""
     short, long = progress_of(*history(100)), progress_of(*history(3000))
     assert len(long.recent) == len(short.recent) < 100
     assert long.summary()["rl_seconds"] == 6000.0
@@ -114,7 +114,7 @@ def test_the_time_that_is_left_follows_the_newest_iterations() -> None:
     assert progress.remaining_seconds(24) == 0.0
 
 
-def test_a_mean_score_is_no_accuracy() -> None:
+def test_a_mean_score_is_not_an_accuracy() -> None:
     scored = {**evaluation(0, 1.0, 0.0), "score": 1.3}
     del scored["accuracy"]
     progress = progress_of(scored, iteration(1, time=2.0), {**scored, "version": 1, "score": 1.5})
@@ -150,7 +150,7 @@ def test_one_line_per_iteration(tmp_path: Path) -> None:
     )
 
 
-def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: Path) -> None:
+def test_an_asynchronous_iteration_shows_its_staleness_and_both_waits(tmp_path: Path) -> None:
     before: dict[str, Any] = {"staleness/samples": [250, 6]}
     stale: dict[str, Any] = {"staleness/samples": [100, 150, 6], "mismatch_kl": None}
     progress = progress_of(
@@ -170,7 +170,7 @@ def test_an_asynchronous_iteration_tells_its_staleness_and_both_waits(tmp_path: 
         assert "100/150/6" in console.export_text()
 
 
-def test_an_alarm_is_told_once() -> None:
+def test_an_alarm_is_shown_once() -> None:
     alarm = {"kind": "alarm", "time": 9.0, "text": "constant reward"}
     progress = progress_of(
         alarm, iteration(3, time=10.0, alarms=["constant reward"]), iteration(4, time=12.0, alarms=["constant reward"])

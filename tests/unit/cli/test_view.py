@@ -1,4 +1,4 @@
-"""What is seen of a run: within the terminal, whatever the records hold, and honest about what is not known."""
+"""The views of a run fit the terminal for any records, and do not show unknown values as known."""
 
 import io
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_an_alarm_stays_above_the_view(config: RunConfig) -> None:
     assert "why " * 30 in console.file.getvalue()
 
 
-def test_a_version_that_was_not_evaluated_is_no_result(config: RunConfig) -> None:
+def test_a_version_without_evaluation_has_no_result(config: RunConfig) -> None:
     failed = {"kind": "eval_failed", "time": 2.0, "version": 2, "text": "version 2 could not be evaluated: no scores"}
     progress = progress_of(evaluation(0, 0.3), iteration(1), iteration(2), failed)
     [line] = [line for line in report(config, progress, config.run_dir) if "accuracy" in line]

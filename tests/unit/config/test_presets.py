@@ -1,4 +1,4 @@
-"""Presets and overrides, and the combinations that are refused: each error says why."""
+"""Presets, overrides, and combinations that are refused with a reason."""
 
 from typing import Any
 
@@ -25,6 +25,7 @@ NAMES = [
     "remax",
     "opo",
     "raft",
+    "distillation",
 ]
 
 

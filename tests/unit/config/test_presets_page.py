@@ -1,4 +1,4 @@
-"""docs/algorithms.md says of every preset what the code resolves it to."""
+"""The table in docs/algorithms.md equals the presets in the code."""
 
 from pathlib import Path
 

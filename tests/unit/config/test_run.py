@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.config.algorithm import AlgorithmConfig
-from polyreme.config.load import load_config, parse_config
+from polyreme.config.load import load_config, load_reward_config, parse_config
 from polyreme.config.presets import PRESETS
 from polyreme.config.recipe import TokenTis
 from polyreme.config.run import RunConfig
@@ -33,6 +33,49 @@ def written(tmp_path: Path, tree: dict[str, Any]) -> Path:
 def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
     config = run_config(tmp_path, seed=3)
     assert load_config(written(tmp_path, yaml.safe_load(config.to_yaml()))) == config
+
+
+DISTILLATION: dict[str, Any] = {"algorithm": {"preset": "distillation"}, "teacher": {"url": "http://t:8000/v1/"}}
+
+
+def test_a_distillation_needs_no_reward(tree: dict[str, Any], tmp_path: Path) -> None:
+    tree["data"]["eval"] = None
+    config = load_config(written(tmp_path, {**tree, **DISTILLATION, "reward": None}))
+    assert config.reward is None and config.teacher is not None
+    assert (config.teacher.urls, config.recipe.teacher_coef) == (["http://t:8000/v1"], 1.0)
+    assert load_config(written(tmp_path, yaml.safe_load(config.to_yaml()))) == config
+    with pytest.raises(ConfigError, match="reward"):
+        load_reward_config(tmp_path / "run.yaml")
+
+
+def test_a_teacher_may_stand_beside_rewards(tree: dict[str, Any], tmp_path: Path) -> None:
+    beside = {"algorithm": {"preset": "grpo", "teacher_coef": 0.1}, "teacher": DISTILLATION["teacher"]}
+    assert load_config(written(tmp_path, {**tree, **beside})).reward is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"rollout.temperature": 0.7}, "rollout.temperature"),
+        ({"data.eval": "held_out.jsonl"}, "data.eval needs the section `reward`"),
+    ],
+)
+def test_a_distillation_refuses_what_makes_no_sense_with_it(
+    tree: dict[str, Any], tmp_path: Path, changes: dict[str, Any], found: str
+) -> None:
+    tree["data"]["eval"] = None
+    overrides = [f"{name}={value}" for name, value in changes.items()]
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, {**tree, **DISTILLATION, "reward": None}), overrides)
+    assert found in caught.value.found
+
+
+def test_where_the_teacher_is_does_not_decide_the_weights(tree: dict[str, Any], tmp_path: Path) -> None:
+    first, moved, other = (
+        load_config(written(tmp_path, {**tree, **DISTILLATION}), overrides).fingerprint()
+        for overrides in ([], ["teacher.url=https://else/v1", "teacher.timeout=9"], ["teacher.model=large"])
+    )
+    assert first == moved != other
 
 
 @pytest.mark.parametrize(
@@ -70,7 +113,10 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("rollout.temperature=0.001", "0.01"),
         ("rollout.temperature=3", "less than or equal to 2"),
         ("seed=-5", "greater than or equal to 0"),
-        ("algorithm.teacher_coef=1", "algorithm.teacher_coef"),
+        ("algorithm.teacher_coef=1", "set the section `teacher`"),
+        ("teacher={url: 'http://t/v1'}", "set algorithm.teacher_coef"),
+        ("teacher={url: 't:8000'}", "teacher.url"),
+        ("reward=null", "the section `reward` is missing, from which algorithm.advantage"),
         ("algorithm.minibatches=5", "algorithm.minibatches = 5"),
         ("iterations", "'iterations'"),
         ("=3", "'=3'"),

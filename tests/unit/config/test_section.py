@@ -23,7 +23,7 @@ class Whole(Section):
     hidden: Operational[Leaf | None] = None
 
 
-def test_a_fields_type_says_what_it_holds() -> None:
+def test_a_fields_type_decides_its_sections() -> None:
     fields = Whole.model_fields
     assert [subsections(fields[name]) for name in ("one", "several", "perhaps", "hidden")] == [[Leaf]] * 4
     assert holds_path(Leaf.model_fields["file"]) and not holds_path(Leaf.model_fields["size"])

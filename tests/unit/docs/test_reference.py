@@ -1,4 +1,4 @@
-"""The generated pages are those of the code as it is."""
+"""The generated pages match the current code."""
 
 import importlib.util
 from pathlib import Path

@@ -105,10 +105,10 @@ def sample(**changes: Any) -> SampleRecord:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logprobs": np.zeros(2, np.float32)}, r"one length above 0 in group 7, sample 1; found lengths \(3, 2, 3\)"),
+        ({"logprobs": np.zeros(2, np.float32)}, r"group 7, sample 1; found lengths \(3, 2, 3\)"),
         ({"logprobs": np.array([0, np.nan, 0], np.float32)}, "finite logprobs"),
         ({"score": float("nan")}, "score nan"),
-        ({"token_rewards": np.zeros(2, np.float32)}, "3 finite token_rewards in group 7, sample 1; found 2"),
+        ({"token_rewards": np.zeros(2, np.float32)}, "3 finite token_rewards"),
         ({"token_rewards": np.array([0, np.inf, 0], np.float32)}, "1 of them not finite"),
         ({"token_rewards": np.zeros(3)}, "flat array of float32; found float64"),
         ({"teacher_logprobs": np.zeros(4, np.float32)}, "3 finite teacher_logprobs"),
@@ -122,7 +122,7 @@ def sample(**changes: Any) -> SampleRecord:
         ({"spans": [(0, 0, 4)]}, "cover 3 tokens"),
     ],
 )
-def test_what_training_would_choke_on_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_an_inconsistent_sample_is_refused(changes: dict[str, Any], message: str) -> None:
     group = GroupRecord(7, 1, np.array([1, 2], np.int32), [sample(), sample(**changes)])
     with pytest.raises(DataError, match=message):
         encode_group(group)

@@ -1,4 +1,4 @@
-"""Where a server serves and what it tells others of it: never a loopback address to another machine."""
+"""The bound and the advertised address of a server: another machine never gets a loopback address."""
 
 import socket
 
@@ -10,7 +10,7 @@ from polyreme.net.ports import free_port
 from support.ipv6 import needs_ipv6
 
 
-def test_beside_redis_it_is_the_loopback() -> None:
+def test_on_the_machine_of_redis_it_is_the_loopback() -> None:
     for url in ("redis://127.0.0.1:6379", "redis://localhost:6379/0", "unix:///tmp/redis.sock"):
         assert address_towards(url) == "127.0.0.1"
 
@@ -27,9 +27,10 @@ def test_towards_another_machine_it_is_the_interface_that_leads_there(monkeypatc
     assert address_towards("redis://:secret@192.0.2.7:6400/3") == "192.0.2.99"
 
 
-def test_a_name_that_leads_nowhere_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match=r"a way to Redis at nowhere\.invalid"):
+def test_an_unknown_host_name_is_an_error() -> None:
+    with pytest.raises(ConfigError) as caught:
         address_towards("redis://nowhere.invalid:6379")
+    assert "nowhere.invalid" in caught.value.expected
 
 
 REDIS = "redis://127.0.0.1:6379"
@@ -53,18 +54,18 @@ REDIS = "redis://127.0.0.1:6379"
         ("::", "[2001:db8::5]:80", None, ("[2001:db8::5]:80", "[2001:db8::5]:8")),
     ],
 )
-def test_what_is_told_others(host: str | None, advertise: str | None, redis: str | None, told: tuple[str, str]) -> None:
+def test_the_advertised_address(host: str | None, advertise: str | None, redis: str | None, told: tuple[str, str]) -> None:
     endpoint = endpoint_of(host, 0, 0, advertise, redis)
     assert (endpoint.grpc_address(7), endpoint.http_address(8)) == told
 
 
-def test_a_port_that_is_no_number_is_refused() -> None:
+def test_a_port_that_is_not_a_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="proxy:http"):
         endpoint_of("192.0.2.1", 0, 0, "proxy:http", None)
 
 
 @needs_ipv6
-def test_beside_redis_on_ipv6_it_is_the_loopback_of_ipv6() -> None:
+def test_on_the_machine_of_redis_with_ipv6_it_is_the_ipv6_loopback() -> None:
     assert address_towards("redis://[::1]:6379") == "::1"
 
 

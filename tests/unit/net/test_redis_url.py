@@ -1,4 +1,4 @@
-"""A password in Redis' URL is taken out of it and never shown, whatever the URL looks like."""
+"""A password is removed from any Redis URL and never shown."""
 
 import os
 from urllib.parse import quote
@@ -61,8 +61,8 @@ def test_any_password_is_the_one_that_redis_would_get(password: str, user: str) 
         "redis://:se]cret@redis:secret",
     ],
 )
-def test_a_url_that_is_none_is_not_shown(url: str) -> None:
-    with pytest.raises(StoreError, match=r"expected a Redis URL such as redis://127\.0\.0\.1:6379/0") as caught:
+def test_an_invalid_url_is_not_shown(url: str) -> None:
+    with pytest.raises(StoreError) as caught:
         without_password(url)
     assert "secret" not in str(caught.value)
     assert os.environ[PASSWORD] == ""

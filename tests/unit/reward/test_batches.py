@@ -80,7 +80,7 @@ def test_the_process_batches_whatever_has_come_meanwhile() -> None:
     theirs.close()
 
 
-def test_a_classifier_that_breaks_says_why_and_ends() -> None:
+def test_a_failing_classifier_reports_the_reason_and_ends() -> None:
     class Broken(Recorder):
         def score(self, batch: Sequence[list[int]]) -> list[Outcome]:
             raise RuntimeError("device-side assert")

@@ -15,7 +15,7 @@ from polyreme_reward.items import Item, RewardError, Status, failed, judge
 
 @pytest.mark.parametrize("answer", [1, 1.0, True, np.float32(1), np.int64(1), np.array(1.0), Decimal(1), Fraction(1)])
 def test_numbers_are_scores(answer: Any) -> None:
-    assert judge(answer) == (Status.OK, 1.0, "", {})
+    assert judge(answer) == (Status.OK, 1.0, "", {}, ())
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_numbers_are_scores(answer: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_anything_else_is_invalid_and_says_what_it_was(answer: Any, wrapped: bool) -> None:
+def test_any_other_answer_is_invalid_and_shown(answer: Any, wrapped: bool) -> None:
     outcome = judge({"score": answer} if wrapped else answer)
     assert outcome.status is Status.INVALID
     assert "found" in outcome.message
@@ -67,6 +67,51 @@ def test_ok_means_finite(answer: Any) -> None:
     assert outcome.status is Status.INVALID or math.isfinite(outcome.value)
 
 
+@pytest.mark.parametrize(
+    "answer", [[1, 0.5, -2], (1, 0.5, -2), np.array([1, 0.5, -2]), np.array([1, 0.5, -2], np.float32), [Decimal(1), 0.5, -2]]
+)
+@pytest.mark.parametrize("wrap", [lambda a: a, lambda a: {"score": a}, lambda a: {"token_rewards": a, "score": None}])
+def test_one_number_per_token_is_a_score_too(answer: Any, wrap: Any) -> None:
+    assert judge(wrap(answer), tokens=3) == (Status.OK, -0.5, "", {}, (1.0, 0.5, -2.0))
+
+
+def test_a_score_may_have_more_than_its_tokens() -> None:
+    assert judge({"score": 5, "token_rewards": [1, 2], "acc": 1}, tokens=2) == (Status.OK, 5.0, "", {"acc": 1.0}, (1.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ([1.0, 2.0], "expected 3 numbers, one per token; found 2"),
+        ([], "found 0"),
+        (np.zeros((3, 2)), "found"),
+        (np.zeros(4), "found 4"),
+        ([1.0, None, 2.0], "for token 1"),
+        ([1.0, 2.0, math.nan], "for token 2"),
+        ([1.0, 2.0, 1e39], "for token 2"),
+        ([[1.0], 2.0, 3.0], "for token 0"),
+        (["1", "2", "3"], "for token 0"),
+        ({"token_rewards": 3}, "found 3 (int)"),
+        ({"token_rewards": "abc"}, "found 3"),
+        ({"token_rewards": [1, 2, 3], "score": math.nan}, "nan"),
+        ({"token_rewards": [1, 2, 3], "score": "high"}, "high"),
+    ],
+)
+def test_what_is_not_one_finite_number_per_token_is_invalid(answer: Any, found: str) -> None:
+    outcome = judge(answer, tokens=3)
+    assert (outcome.status, outcome.token_rewards) == (Status.INVALID, ()) and found in outcome.message
+
+
+def test_an_item_without_tokens_takes_no_list() -> None:
+    assert "no tokens" in judge([1.0, 2.0]).message
+
+
+@given(st.lists(st.floats(allow_nan=False, width=32, allow_infinity=False), min_size=1, max_size=20))
+def test_the_score_is_the_sum_of_its_tokens(numbers: list[float]) -> None:
+    outcome = judge(numbers, tokens=len(numbers))
+    assert (outcome.value, outcome.token_rewards) == (math.fsum(numbers), tuple(numbers))
+
+
 def test_messages_are_bounded_and_printable() -> None:
     outcome = failed(Status.ERROR, "\ud800" + "x" * 100_000)
     assert len(outcome.message) < 2100
@@ -74,7 +119,7 @@ def test_messages_are_bounded_and_printable() -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "3", "[" * 100_000])
-def test_metadata_that_is_no_object_is_an_error(text: str) -> None:
+def test_metadata_that_is_not_an_object_is_an_error(text: str) -> None:
     with pytest.raises(RewardError, match="metadata_json"):
         _ = Item("", "", "", metadata_json=text).metadata
 

@@ -42,7 +42,7 @@ def test_requests_carry_what_each_protocol_names() -> None:
     ],
 )
 def test_good_replies(protocol: str, tree: dict[str, Any]) -> None:
-    outcomes = parse(200, json.dumps(tree).encode(), PROTOCOLS[protocol], 2)
+    outcomes = parse(200, json.dumps(tree).encode(), PROTOCOLS[protocol], ITEMS)
     assert [(o.status, o.value) for o in outcomes] == [(Status.OK, 1.0), (Status.OK, 0.5)]
 
 
@@ -69,7 +69,7 @@ def test_good_replies(protocol: str, tree: dict[str, Any]) -> None:
 )
 def test_replies_that_score_nothing(protocol: str, status: int, body: bytes, again: bool) -> None:
     with pytest.raises(BadReply) as caught:
-        parse(status, body, PROTOCOLS[protocol], 2)
+        parse(status, body, PROTOCOLS[protocol], ITEMS)
     assert caught.value.again is again
     assert caught.value.status in (Status.ERROR, Status.INVALID)
 
@@ -88,14 +88,47 @@ def test_replies_that_score_nothing(protocol: str, status: int, body: bytes, aga
     ],
 )
 def test_one_bad_value_leaves_the_others(protocol: str, body: bytes) -> None:
-    good, bad = parse(200, body, PROTOCOLS[protocol], 2)
+    good, bad = parse(200, body, PROTOCOLS[protocol], ITEMS)
     assert (good.status, good.value) == (Status.OK, 1.0)
     assert bad.status is Status.INVALID
 
 
+TOKENS = ITEMS[0]._replace(token_ids=(5, 6), token_texts=("r", "<eos>"))
+
+
+def test_the_native_wire_carries_tokens_and_a_number_for_each() -> None:
+    sent = PROTOCOLS["native"].encode([TOKENS, ITEMS[1]])["items"]
+    assert (sent[0]["token_ids"], sent[0]["token_texts"]) == ([5, 6], ["r", "<eos>"])
+    assert not {"token_ids", "token_texts"} & sent[1].keys()
+    results = [{"status": "ok", "token_rewards": [1, 0.5]}, {"status": "ok", "score": 2, "token_rewards": None}]
+    summed, plain = parse(200, json.dumps({"results": results}).encode(), PROTOCOLS["native"], [TOKENS, ITEMS[1]])
+    assert (summed.value, summed.token_rewards) == (1.5, (1.0, 0.5))
+    assert (plain.value, plain.token_rewards) == (2.0, ())
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tree"),
+    [
+        ("paddlenlp", {"error_code": 0, "score": [[1, 0.5]]}),
+        ("openrlhf", {"rewards": [[1, 0.5]]}),
+        ("native", {"results": [{"status": "ok", "token_rewards": [1]}]}),
+    ],
+)
+def test_a_list_is_refused_where_the_wire_has_none_and_where_its_length_differs(protocol: str, tree: dict[str, Any]) -> None:
+    (outcome,) = parse(200, json.dumps(tree).encode(), PROTOCOLS[protocol], [TOKENS])
+    assert outcome.status is Status.INVALID
+    assert ("2 numbers" if protocol == "native" else "no tokens") in outcome.message
+
+
+def test_tokens_go_over_the_native_wire_only() -> None:
+    with pytest.raises(ConfigError) as caught:
+        HttpReward("r", 1.0, ["http://127.0.0.1:1/"], "paddlenlp", 1.0, {"tokens": True})
+    assert "native" in caught.value.expected
+
+
 def test_native_failures_keep_their_status() -> None:
     body = b'{"results": [{"status": "timeout", "message": "slow"}, {"status": "error", "message": "boom"}]}'
-    outcomes = parse(200, body, PROTOCOLS["native"], 2)
+    outcomes = parse(200, body, PROTOCOLS["native"], ITEMS)
     assert [(o.status, o.message) for o in outcomes] == [(Status.TIMEOUT, "slow"), (Status.ERROR, "boom")]
 
 
@@ -146,7 +179,7 @@ def test_failures_that_may_be_the_items_doing_do_not_count() -> None:
         endpoints.give_back(endpoint, None)
 
 
-def test_an_endpoint_that_lets_deadlines_pass_and_answers_nobody_is_left_alone() -> None:
+def test_an_endpoint_that_misses_deadlines_and_answers_nothing_is_avoided() -> None:
     clock = Clock()
     endpoints = RewardEndpoints(["a", "b"], 1.0, clock)
     silent, other = endpoints.take(), endpoints.take()

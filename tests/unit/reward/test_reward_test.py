@@ -66,8 +66,22 @@ def test_a_templated_prompt_may_be_given(tmp_path: Path) -> None:
     assert (item.seen, item.metadata) == ("<user>1+1=<assistant>", {"prompt": "1+1="})
 
 
+def test_tokens_may_be_given(tmp_path: Path) -> None:
+    row = {"response": "23", "token_ids": [9, 10], "token_texts": ["2", "3"]}
+    (item,) = read_items(write(tmp_path / "rows.jsonl", [row]))
+    assert (item.token_ids, item.token_texts, item.metadata) == ((9, 10), ("2", "3"), {})
+
+
+@pytest.mark.parametrize(
+    "row", [{"token_ids": [1]}, {"token_ids": "1", "token_texts": "1"}, {"token_ids": ["1"], "token_texts": ["1"]}]
+)
+def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, row: dict[str, object]) -> None:
+    with pytest.raises(DataError, match="token_texts"):
+        list(read_items(write(tmp_path / "rows.jsonl", [{"response": "r", **row}])))
+
+
 @pytest.mark.parametrize("row", [{"response": "r", "label": {"a": 1}}, {"response": "r", "prompt": 3}, {"response": 3}])
-def test_a_column_that_is_no_text_is_named_with_its_line(tmp_path: Path, row: dict[str, object]) -> None:
+def test_a_column_that_is_not_text_is_reported_with_its_line(tmp_path: Path, row: dict[str, object]) -> None:
     path = write(tmp_path / "rows.jsonl", [{"response": "r"}, row])
     with pytest.raises(DataError, match=r"text under \w+ in .*rows.jsonl, line 2"):
         list(read_items(path))

@@ -87,6 +87,6 @@ def test_anything_else_travels_by_number_or_not_at_all() -> None:
 @pytest.mark.parametrize(
     "data", [3, 1.5, [1], {}, {"int": "1", "str": "2"}, {"int": 3}, {"code": "x"}, {"set": [{"list": []}]}, {"dict": [[1]]}]
 )
-def test_what_is_no_value_is_refused(data: Any) -> None:
+def test_an_invalid_value_is_refused(data: Any) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
         decode(data, refuse)

@@ -12,11 +12,12 @@ from support.rewards import item
 
 
 class Scripted:
-    """Answers what `outcomes` says for a response, once `gate` is open; counts the items it was asked."""
+    """Returns the response's entry in `outcomes` when `gate` is open. Counts the requested items."""
 
     version = "v1"
     description = ""
     correctness = False
+    reads_tokens = False
 
     def __init__(self, name: str = "r", weight: float = 1.0, **outcomes: Outcome) -> None:
         self.name, self.weight, self.outcomes = name, weight, outcomes
@@ -40,6 +41,22 @@ async def test_a_score_is_the_sum_of_weighted_parts() -> None:
     (answer,) = await scorer(*rewards).score([item("x")])
     assert answer.score == 4.0
     assert [(p.name, p.raw, p.weighted) for p in answer.parts] == [("a", 3.0, 6.0), ("b", 4.0, -2.0), ("b/why", 7.0, -3.5)]
+
+
+async def test_rewards_per_token_are_weighted_and_summed_over_the_rewards_that_have_some() -> None:
+    per_token = Scripted("a", 2.0, x=Outcome(Status.OK, 1.5, token_rewards=(1.0, 0.5)))
+    more = Scripted("b", -1.0, x=Outcome(Status.OK, 5.0, token_rewards=(2.0, 0.0)))
+    (answer,) = await scorer(per_token, Scripted("c", 3.0, x=ok(1.0)), more).score([item("x")])
+    assert (answer.score, answer.token_rewards) == (2 * 1.5 + 3 - 5, (0.0, 1.0))
+    assert [(p.name, p.raw) for p in answer.parts] == [("a", 1.5), ("c", 1.0), ("b", 5.0)]
+    (plain,) = await scorer(Scripted("c")).score([item("x")])
+    assert plain.token_rewards == ()
+
+
+async def test_weighted_rewards_per_token_beyond_floats_are_invalid() -> None:
+    big = Scripted("a", 1e300, x=Outcome(Status.OK, 0.0, token_rewards=(1e30, -1e30)))
+    (answer,) = await scorer(big).score([item("x")])
+    assert (answer.status, answer.token_rewards) == (Status.INVALID, ())
 
 
 async def test_one_failed_part_fails_the_item_alone() -> None:
@@ -122,7 +139,7 @@ async def test_a_batch_that_can_never_fit_is_refused_for_good(count: int) -> Non
         await scorer(Scripted()).score([item("x")] * count)
 
 
-async def test_beyond_the_bound_items_are_refused_and_what_is_inside_goes_on() -> None:
+async def test_beyond_the_limit_items_are_refused_and_accepted_ones_continue() -> None:
     reward = Scripted()
     reward.gate.clear()
     service = scorer(reward, limit=10)

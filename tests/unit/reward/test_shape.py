@@ -50,7 +50,7 @@ def test_choice(response: str, chosen: str | None) -> None:
 
 
 @pytest.mark.parametrize("response", ["The answer is I.", "The answer is I because it is larger.", "Answer: (I) I think"])
-def test_the_ninth_choice_is_no_pronoun(response: str) -> None:
+def test_the_ninth_choice_is_not_a_pronoun(response: str) -> None:
     assert ask("choice", response, "I") == 1.0
 
 
@@ -136,6 +136,6 @@ def test_options_out_of_range_are_refused(name: str, options: dict[str, object])
         make_rule(name, options)
 
 
-def test_every_builtin_says_what_it_is_in_a_line() -> None:
+def test_every_builtin_has_a_description_of_one_line() -> None:
     for name, builtin in BUILTINS.items():
         assert builtin.description.endswith((".", "else 0.", "first.")), name

@@ -118,10 +118,6 @@ def two_lists(prompts: list[str], answers: list[str]) -> list[float]:
     return [1.0]
 
 
-def wants_ids(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
-    return [1.0]
-
-
 def wants_more(response: str, temperature: float) -> float:
     return temperature
 
@@ -130,7 +126,7 @@ def positional(response: str, /) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("function", [two_lists, wants_ids, wants_more, positional])
+@pytest.mark.parametrize("function", [two_lists, wants_more, positional])
 def test_a_function_that_fits_nothing_is_refused_at_load(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=function.__name__):
         adapt(function, {})
@@ -182,8 +178,38 @@ def test_a_generator_function_is_refused_at_load(function: Callable[..., Any]) -
         adapt(function, {})
 
 
-def test_a_generator_as_answer_is_an_error_that_says_so() -> None:
+def test_a_generator_as_answer_is_an_error() -> None:
     with pytest.raises(RewardError, match="generator"):
         adapt(lambda response: (number for number in [1.0]), {}).call(ITEM)
     with pytest.raises(RewardError, match="generator"):
         adapt(lambda completions: (number for number in [1.0]), {}).call(ITEM)
+
+
+TOKENS = ITEM._replace(token_ids=(9, 1), token_texts=("3", "<eos>"))
+
+
+def per_token(token_ids: list[int], token_texts: list[str]) -> list[float]:
+    return [float(pair in ((9, "3"), (1, "<eos>"))) for pair in zip(token_ids, token_texts, strict=True)]
+
+
+def trl_ids(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    return [float(completion_ids == [[9, 1]])]
+
+
+@pytest.mark.parametrize(("function", "value"), [(per_token, 2.0), (trl_ids, 1.0)])
+def test_functions_that_read_tokens_get_them_or_fail(function: Callable[..., Any], value: float) -> None:
+    adapted = adapt(function, {})
+    assert adapted.reads_tokens
+    assert judge(adapted.unwrap(adapted.call(TOKENS)), 2).value == value
+    with pytest.raises(RewardError, match="tokens"):
+        adapted.call(ITEM)
+
+
+def test_most_functions_read_no_tokens() -> None:
+    assert not any(adapt(function, {}).reads_tokens for function in (ours, paddlenlp, verl, verl_batch, openrlhf, trl))
+    assert adapt(ours_whole, {}).reads_tokens
+
+
+def test_ids_whose_texts_are_missing_are_an_error_of_a_function_that_reads_texts() -> None:
+    with pytest.raises(RewardError, match="2 token_texts"):
+        adapt(per_token, {}).call(TOKENS._replace(token_texts=()))

@@ -1,4 +1,4 @@
-"""What a module's source tells about its reward function without running it: the same as loading it would."""
+"""Reading a module's source gives the same reward function signature as loading the module."""
 
 import inspect
 import types
@@ -45,7 +45,7 @@ def test_a_function_is_found_with_its_parameters(code: str) -> None:
 
 
 @pytest.mark.parametrize("code", UNCLEAR)
-def test_what_only_running_tells_is_left_open(code: str) -> None:
+def test_parameters_that_only_running_could_tell_are_none(code: str) -> None:
     assert stand_in(code, "the test", None) is None
 
 
@@ -65,7 +65,7 @@ def test_a_named_function_may_come_from_anywhere() -> None:
 
 
 @pytest.mark.parametrize("code", ["def reward(:", "\0", "  x = 1\n y = 2"])
-def test_a_text_that_is_no_python(code: str) -> None:
+def test_a_text_that_is_not_python(code: str) -> None:
     with pytest.raises(ConfigError, match="Python in the test"):
         stand_in(code, "the test", None)
 

@@ -57,7 +57,7 @@ def events(body: bytes) -> list[Any]:
 
 
 @given(st.lists(st.integers(0, 300), max_size=5))
-async def test_a_completion_says_which_versions_made_it(places: list[int]) -> None:
+async def test_a_completion_names_its_versions(places: list[int]) -> None:
     pieces = list(cut(json.dumps(CHAT, ensure_ascii=False).encode(), places))
     one = await ask(Replier("application/json", pieces, [7]))
     assert (one.headers[HEADER], one.json()) == ("7", CHAT | {"system_fingerprint": "policy-7"})
@@ -67,7 +67,7 @@ async def test_a_completion_says_which_versions_made_it(places: list[int]) -> No
 
 
 @given(st.lists(st.integers(0, 300), max_size=8))
-async def test_each_event_says_which_versions_were_served_until_it(places: list[int]) -> None:
+async def test_each_event_names_the_versions_up_to_it(places: list[int]) -> None:
     pieces = list(cut(STREAM, places))
     same = await ask(Replier("text/event-stream; charset=utf-8", pieces, [7]))
     assert events(same.content) == [event | {"system_fingerprint": "policy-7"} for event in EVENTS]

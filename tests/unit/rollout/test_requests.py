@@ -43,7 +43,7 @@ def test_refusals_say_why(prompt: list[int], slots: Any, changes: dict[str, Any]
         plan(prompt, slots, **changes)
 
 
-def test_half_a_number_is_no_prompt() -> None:
+def test_a_partial_number_is_not_a_prompt() -> None:
     broken = request("r", [1], [(0, [], 1, 0)])
     broken.prompt_ids += b"\0"
     with pytest.raises(InvalidRequestError, match=r"prompt: .*int32.* 5 bytes"):

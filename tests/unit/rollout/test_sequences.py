@@ -34,7 +34,7 @@ def test_every_token_leaves_once_in_order_and_chunks_are_large(sizes: list[int])
 
 
 @given(SIZES, st.data())
-def test_spans_say_who_wrote_which_token(sizes: list[int], data: st.DataObject) -> None:
+def test_spans_record_the_version_of_each_token(sizes: list[int], data: st.DataObject) -> None:
     """The engine is ahead of what has arrived; swaps come between arrivals, at counts that never fall."""
     total = sum(sizes)
     writer = [0] * total

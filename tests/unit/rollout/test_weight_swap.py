@@ -36,7 +36,7 @@ def write(arena: Arena, slot: int, term: int, version: int, value: float, layout
 Slot = tuple[int, int]
 """Of the arena: number and generation."""
 OWN: Slot = (-1, -1)
-"""Memory of the replica's own, where nobody else writes."""
+"""Memory that only the replica writes."""
 
 
 AHEAD = st.sampled_from([0] * 10 + [1, -1])
@@ -45,7 +45,7 @@ OTHER = st.sampled_from([False] * 9 + [True])
 
 
 def sent(term: int, version: int, value: float) -> tuple[Manifest, bytearray]:
-    """A version whose numbers are all `value`, as it is streamed."""
+    """A streamed version whose numbers are all `value`."""
     data = bytearray(LAYOUT.nbytes)
     for view in tensor_views(LAYOUT, memoryview(data)).values():
         view[...] = value
@@ -102,7 +102,7 @@ class SwapMachine(RuleBasedStateMachine):
         assert self.swapper.version is None
 
     def identity(self, ahead: int, version: int | None) -> tuple[int, int]:
-        """Term, `ahead` of the newest, and version; None: the one that comes next."""
+        """The term, `ahead` of the newest, and the version, by default the next one."""
         term = max(1, self.term + ahead, self.redis_term + ahead)
         following = self.served[1] + 1 if self.served and self.served[0] == term else 0
         return term, following if version is None else version
@@ -125,7 +125,7 @@ class SwapMachine(RuleBasedStateMachine):
 
     @rule(ahead=AHEAD, version=VERSIONS, chunk=st.integers(1, 200), fate=st.sampled_from(["", "", "", "cut", "wrong"]))
     def stream(self, ahead: int, version: int | None, chunk: int, fate: str) -> None:
-        """A version of its own into the replica's own memory: whole, cut off before its end, or with a wrong byte."""
+        """Streams a separate version into the replica's own memory: complete, truncated, or with a wrong byte."""
         self.numbers += 1
         term, version = self.identity(ahead, version)
         manifest, bytes_ = sent(term, version, float(self.numbers))
@@ -169,7 +169,7 @@ class SwapMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.staged or self.numbers % 5 == 0)
     @rule(ahead=AHEAD, version=VERSIONS, other=OTHER, broken=st.sampled_from([0, 0, 0, 1, 2]))
     def commit(self, ahead: int, version: int | None, other: bool, broken: int) -> None:
-        """`broken`: how many of the loads that follow fail half way; `other`: what is asked for need not be what is staged."""
+        """`broken`: number of following loads that fail halfway. `other`: commits a version that may not be staged."""
         wanted = self.staged[:2] if self.staged and not other else self.identity(ahead, version)
         self.engine.broken_loads = broken
         expected = self.expect_commit(*wanted, broken)
@@ -289,7 +289,7 @@ async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     assert not engine.paused
 
 
-def test_an_arena_put_in_anothers_place_is_told_from_it() -> None:
+def test_a_replaced_arena_is_detected() -> None:
     run_id, cache = f"test-{uuid.uuid4().hex[:12]}", ArenaCache()
     first = Arena.create(run_id, LAYOUT.nbytes)
     path = str(first.path)

@@ -158,7 +158,7 @@ def test_a_newer_arena_takes_the_name_and_the_older_one_leaves_it(run_id: str) -
     newer.close()
 
 
-def test_what_is_no_arena_is_refused(tmp_path: Path, arena: Arena) -> None:
+def test_an_invalid_arena_is_refused(tmp_path: Path, arena: Arena) -> None:
     with pytest.raises(ArenaError, match="No such file"):
         Arena.open(tmp_path / "none")
     (tmp_path / "other").write_bytes(bytes(10000))
@@ -177,7 +177,8 @@ def test_what_is_no_arena_is_refused(tmp_path: Path, arena: Arena) -> None:
         Arena.open(tmp_path / "skewed")
 
 
-def test_too_little_shared_memory_is_one_clear_error(run_id: str) -> None:
-    with pytest.raises(ConfigError, match=r"MiB of shared memory .* free of .*shm_size"):
+def test_too_little_shared_memory_is_an_error(run_id: str) -> None:
+    with pytest.raises(ConfigError) as caught:
         Arena.create(run_id, 1 << 50)
+    assert "shm_size" in caught.value.do
     assert not (arena_module.SHARED_MEMORY / f"polyreme-{run_id}-weights-0").exists()

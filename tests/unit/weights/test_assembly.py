@@ -72,7 +72,7 @@ def test_bytes_out_of_order_or_beyond_the_part_change_nothing(offset: int, size:
     manifest, data = small()
     assembly = Assembly(manifest, memoryview(bytearray(100)))
     assembly.add(0, memoryview(data)[:5])
-    with pytest.raises(RangeError, match=f"expected bytes from 5 on, up to 70; found {size} from {offset} on"):
+    with pytest.raises(RangeError, match=f"found {size} from {offset} on"):
         assembly.add(offset, memoryview(bytes(size)))
     feed(assembly, data, [])
     assert assembly.complete

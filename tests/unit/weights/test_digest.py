@@ -1,4 +1,4 @@
-"""A sealed manifest tells every changed byte, and only bytes of tensors count."""
+"""A sealed manifest detects every changed byte of a tensor, and ignores bytes between tensors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Chunks on the wire are StageStreamRequest messages, whoever wrote them."""
+"""Chunks on the wire are valid StageStreamRequest messages, and messages encoded by protobuf are accepted."""
 
 import pytest
 from hypothesis import given
@@ -48,7 +48,7 @@ def test_any_bytes_are_read_as_protobuf_reads_them_or_refused(message: bytes) ->
     assert (read.offset, read.data) == (offset, data)
 
 
-def test_what_is_no_chunk_is_refused() -> None:
+def test_an_invalid_chunk_is_refused() -> None:
     manifest = encode_manifest(pb.Manifest(parts=1))
     for message, text in [
         (manifest, "found a manifest"),

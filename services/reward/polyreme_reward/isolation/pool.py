@@ -29,11 +29,11 @@ _CHUNK_CHARS = 1 << 20
 class _Job:
     """An item that waits for its outcome."""
 
-    __slots__ = ("answer", "chars", "fields", "index", "number", "suspect")
+    __slots__ = ("answer", "chars", "fields", "index", "number", "suspect", "tokens")
 
     def __init__(self, number: int, index: int, item: Item, answer: "asyncio.Future[Outcome]") -> None:
         self.number, self.index, self.fields, self.answer = number, index, tuple(item), answer
-        self.chars = sum(map(len, item))
+        self.chars, self.tokens = sum(map(len, item)), len(item.token_ids)
         self.suspect = False  # a worker failed on it: the retry runs alone, on a fresh worker
 
 
@@ -72,8 +72,8 @@ class WorkerPool:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
-        """Version and description of each reward."""
+    def facts(self) -> list[tuple[str, str, bool]]:
+        """Version and description of each reward, and whether it reads tokens."""
         return self._processes.facts
 
     @property
@@ -154,7 +154,7 @@ class WorkerPool:
             retire = False
             try:
                 async with asyncio.timeout(self._item_timeout):
-                    outcome, retire, marked = _reply(job.number, await worker.receive())
+                    outcome, retire, marked = _reply(job, await worker.receive())
                 worker.marked |= marked
                 doubt = retire and outcome.status is not Status.OK and not first
             except TimeoutError:
@@ -199,16 +199,20 @@ class WorkerPool:
         return await self._processes.respawn(give_up)
 
 
-def _reply(number: int, message: Any) -> tuple[Outcome, bool, bool]:
-    """A worker's reply to item `number`: the outcome, whether to replace the worker, and whether it is marked."""
-    answered, status, value, text, extras, retire, marked, output = message
-    if answered != number:
-        raise ValueError(f"expected a reply to item {number}; found a reply to {str(answered)[:40]}")
+def _reply(job: _Job, message: Any) -> tuple[Outcome, bool, bool]:
+    """A worker's reply to the job: the outcome, whether to replace the worker, and whether it is marked."""
+    answered, status, value, text, extras, per_token, retire, marked, output = message
+    if answered != job.number:
+        raise ValueError(f"expected a reply to item {job.number}; found a reply to {str(answered)[:40]}")
     if output:
         logger.info("a reward printed: %s", output)
     if not math.isfinite(value):
         raise ValueError(f"expected a finite value; found {value}")
-    outcome = Outcome(Status(status), float(value), str(text), {str(name): float(number) for name, number in extras.items()})
+    numbers = tuple(map(float, per_token))
+    if len(numbers) not in (0, job.tokens) or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"expected {job.tokens} finite numbers, one per token; found {len(numbers)}")
+    named = {str(name): float(number) for name, number in extras.items()}
+    outcome = Outcome(Status(status), float(value), str(text), named, numbers)
     return outcome, bool(retire), bool(marked)
 
 
@@ -226,6 +230,10 @@ class PooledReward:
     @property
     def description(self) -> str:
         return self._pool.facts[self._index][1]
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self._pool.facts[self._index][2]
 
     @property
     def available(self) -> bool:

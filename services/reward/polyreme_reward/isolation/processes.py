@@ -23,7 +23,7 @@ from polyreme_reward.isolation.wire import HEADER, encode
 
 logger = logging.getLogger(__name__)
 
-_REPLY_BYTES = 1 << 20
+_REPLY_BYTES = 8 << 20  # one number for each of some hundred thousand tokens
 _STOP_SECONDS = 5.0
 KEEPER_SECONDS = 5.0
 """Maximum seconds for the keeper to fork. A healthy keeper is never busy; one that got SIGSTOP does not answer at all."""
@@ -91,7 +91,7 @@ class Workers:
 
     Attributes:
         trouble: why the last attempt to start a worker failed, or None.
-        facts: version and description of each reward, as reported by the first worker.
+        facts: version and description of each reward, and whether it reads tokens, as reported by the first worker.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Workers:
         self._keeper: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._folder = ""
-        self.facts: list[tuple[str, str]] = []
+        self.facts: list[tuple[str, str, bool]] = []
 
     async def spawn(self) -> Worker:
         """Starts a worker and waits until it has loaded.
@@ -121,7 +121,7 @@ class Workers:
             await worker.send(self._setup)
             async with asyncio.timeout(self._start_timeout):
                 message = await worker.receive()
-            facts = [(str(version), str(description)) for version, description in message.get("ready", ())]
+            facts = [(str(version), str(description), bool(tokens)) for version, description, tokens in message.get("ready", ())]
         except TimeoutError:
             self.discard(worker)
             raise UnavailableError(

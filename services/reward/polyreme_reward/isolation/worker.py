@@ -74,7 +74,7 @@ def main(channel: socket.socket) -> int:
     except BaseException as error:  # noqa: BLE001 plugin code may raise anything
         channel.sendall(encode({"failed": ["a reward that loads", _summary(error), "Fix the plugin."]}))
         return 2
-    channel.sendall(encode({"ready": [[plugin.version, plugin.description] for plugin in plugins]}))
+    channel.sendall(encode({"ready": [[plugin.version, plugin.description, plugin.reads_tokens] for plugin in plugins]}))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     left_behind = _leftover_test()
@@ -85,7 +85,7 @@ def main(channel: socket.socket) -> int:
             if os.getpid() != pid:  # a plugin forked and both processes returned
                 return 71
             processes, threads = left_behind()
-            reply = [number, outcome.status, outcome.value, outcome.message, dict(outcome.extras)]
+            reply = [number, outcome.status, outcome.value, outcome.message, dict(outcome.extras), outcome.token_rewards]
             channel.sendall(encode([*reply, memory or processes, memory or processes or threads, output.take()]))
     return 0
 
@@ -99,7 +99,7 @@ def _run_model(channel: socket.socket, setup: dict[str, Any]) -> int:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2
     _limit_memory(setup["memory_mib"], beyond=psutil.Process().memory_info().data)
-    channel.sendall(encode({"ready": [[classifier.version, classifier.description]]}))
+    channel.sendall(encode({"ready": [[classifier.version, classifier.description, False]]}))
     return model.run(channel, classifier, setup["options"]["batch_tokens"])
 
 
@@ -130,7 +130,7 @@ def _score(plugin: Loaded, item: Item, loop: asyncio.AbstractEventLoop) -> tuple
         answer = plugin.call(item)
         if asyncio.iscoroutine(answer):
             answer = loop.run_until_complete(answer)
-        return judge(plugin.unwrap(answer)), False
+        return judge(plugin.unwrap(answer), len(item.token_ids)), False
     except RewardError as error:
         return failed(Status.ERROR, str(error)), False
     except MemoryError:

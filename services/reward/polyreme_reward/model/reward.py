@@ -133,6 +133,8 @@ class ModelReward:
     def description(self) -> str:
         return self._processes.facts[0][1]
 
+    reads_tokens = False
+
     @property
     def available(self) -> bool:
         return self._processes.trouble is None

@@ -24,12 +24,13 @@ USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A reward in its worker. `unwrap(call(item))` is a number or a mapping with `score`. If `call` returns a coroutine, await it first."""
+    """A reward in its worker. `unwrap(call(item))` is an answer for `judge`. If `call` returns a coroutine, await it first."""
 
     call: Callable[[Item], Any]
     unwrap: Callable[[Any], object]
     version: str
     description: str
+    reads_tokens: bool = False
 
 
 def load(source: Mapping[str, Any]) -> Loaded:
@@ -61,7 +62,13 @@ def load(source: Mapping[str, Any]) -> Loaded:
     adapted = adapt(function, options)
     digest = hashlib.sha256(json.dumps([code, function.__qualname__, options], sort_keys=True, default=str).encode()).hexdigest()
     summary = (inspect.getdoc(function) or f"{function.__name__} of {path or name}").partition("\n")[0]
-    return Loaded(adapted.call, adapted.unwrap, f"{function.__name__}-{digest[:12]}", f"{summary} ({adapted.convention})")
+    return Loaded(
+        adapted.call,
+        adapted.unwrap,
+        f"{function.__name__}-{digest[:12]}",
+        f"{summary} ({adapted.convention})",
+        adapted.reads_tokens,
+    )
 
 
 def _function(module: Any, name: str | None, where: str) -> Callable[..., Any]:

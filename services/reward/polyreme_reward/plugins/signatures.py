@@ -5,12 +5,12 @@ not at the first item.
 
 | convention | parameters                                                          | one call is | texts                  |
 |------------|---------------------------------------------------------------------|-------------|------------------------|
-| polyreme   | any of prompt, templated_prompt, response[_raw], label, metadata, item | an item   | as named               |
+| polyreme   | any of prompt, templated_prompt, response[_raw], label, metadata, token_ids, token_texts, item | an item | as named |
 | paddlenlp  | solution_str, ground_truth[, query]                                 | an item     | with special tokens    |
 | verl       | data_source, solution_str, ground_truth[, extra_info]               | an item     | without special tokens |
 | verl-batch | data_sources, solution_strs, ground_truths[, extra_infos]           | a list      | without special tokens |
 | openrlhf   | queries[, prompts][, labels]                                        | a list      | with special tokens    |
-| trl        | completions[, prompts][, trainer_state, log_*][, dataset columns]   | a list      | without special tokens |
+| trl        | completions[, completion_ids][, prompts][, trainer_state, log_*][, dataset columns] | a list | without special tokens |
 
 Lists have one element, since items are isolated from each other. The reward's `options` supply further parameters. `prompt` is plain text,
 and `templated_prompt` is the text that the model saw. As in the original systems, PaddleNLP's `query` and OpenRLHF's `queries` and
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyreme.errors import ConfigError
-from polyreme_reward.items import Item, RewardError
+from polyreme_reward.items import NO_TOKENS, Item, RewardError
 
 LABEL_NAMES = (
     "label",
@@ -44,17 +44,41 @@ _OURS: dict[str, Callable[[Item], Any]] = {
     "response_raw": lambda item: item.raw,
     "label": lambda item: item.label,
     "metadata": lambda item: item.metadata,
+    "token_ids": lambda item: list(_tokens(item).token_ids),
+    "token_texts": lambda item: list(_with_texts(item).token_texts),
     "item": lambda item: item,
 }
+_TOKEN_NAMES = frozenset({"token_ids", "token_texts", "item", "completion_ids"})
+
+
+def _tokens(item: Item) -> Item:
+    """The item. Raises RewardError where it came without its tokens."""
+    if not item.token_ids:
+        raise RewardError(NO_TOKENS)
+    return item
+
+
+def _with_texts(item: Item) -> Item:
+    """The item. Raises RewardError where it came without the texts of its tokens."""
+    if len(_tokens(item).token_texts) != len(item.token_ids):
+        raise RewardError(f"expected {len(item.token_ids)} token_texts, one per token; found {len(item.token_texts)}")
+    return item
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A function with its convention. `call(item)` returns its answer or a coroutine; `unwrap` returns the number or mapping in the answer."""
+    """A function with its convention.
+
+    Args:
+        call: returns the answer for an item, or a coroutine.
+        unwrap: returns the number, list or mapping in an answer.
+        reads_tokens: whether the function takes the response's tokens.
+    """
 
     convention: str
     call: Callable[[Item], Any]
     unwrap: Callable[[Any], object]
+    reads_tokens: bool = False
 
 
 def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
@@ -91,7 +115,8 @@ def adapt(function: Callable[..., Any], options: Mapping[str, Any]) -> Adapted:
             arguments = {name: [value] for name, value in arguments.items()}
         return _score(function(**arguments, **options))
 
-    return Adapted(convention, call, _unwrap_openrlhf if convention == "openrlhf" else _first if listed else _same)
+    unwrap = _unwrap_openrlhf if convention == "openrlhf" else _first if listed else _same
+    return Adapted(convention, call, unwrap, bool(_TOKEN_NAMES & sources.keys()))
 
 
 def _convention(names: list[str]) -> tuple[str, dict[str, Callable[[Item], Any]], bool]:
@@ -125,8 +150,6 @@ def _verl() -> dict[str, Callable[[Item], Any]]:
 def _trl(
     function: Callable[..., Any], wanted: list[str], required: set[str], takes_any: bool, options: Mapping[str, Any]
 ) -> Adapted:
-    if "completion_ids" in required:
-        raise _misfit(function, "the required parameter completion_ids, but rewards get texts and no token ids")
     special = {"prompt", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 
     def call(item: Item) -> Any:
@@ -135,6 +158,8 @@ def _trl(
             columns.setdefault(name, item.label)
         given: dict[str, Any] = {"prompts": [item.prompt], "completions": [item.response]}
         given |= {"trainer_state": None, "log_extra": _ignore, "log_metric": _ignore}
+        if item.token_ids or "completion_ids" in required:
+            given["completion_ids"] = [list(_tokens(item).token_ids)]
         for name in list(columns) if takes_any else wanted:
             if name in columns and name not in special and name not in options:
                 given[name] = [columns[name]]
@@ -142,7 +167,7 @@ def _trl(
             raise RewardError(f"expected the columns {sorted(absent)} in the row; found {sorted(item.metadata)}")
         return _score(function(**{name: value for name, value in given.items() if takes_any or name in wanted}, **options))
 
-    return Adapted("trl", call, _first)
+    return Adapted("trl", call, _first, "completion_ids" in wanted)
 
 
 def _score(answer: object) -> object:
@@ -187,8 +212,8 @@ def _unwrap_openrlhf(answer: Any) -> object:
 
 def _misfit(function: Callable[..., Any], found: str) -> ConfigError:
     return ConfigError(
-        "a reward function with parameters among (prompt, templated_prompt, response, response_raw, label, metadata, item), or with "
-        "PaddleNLP's, verl's, OpenRLHF's or TRL's signature",
+        "a reward function with parameters among (prompt, templated_prompt, response, response_raw, label, metadata, token_ids, token_texts, "
+        "item), or with PaddleNLP's, verl's, OpenRLHF's or TRL's signature",
         f"{getattr(function, '__name__', function)} with {found}",
         "Rename the parameters, or set the others in `options`.",
     )

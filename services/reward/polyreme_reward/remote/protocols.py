@@ -1,6 +1,7 @@
 """The protocols of reward servers, as pure functions.
 
-Invariant: decoding a reply returns one outcome per item of the request, or raises BadReply.
+Invariant: decoding a reply returns one outcome per item of the request, or raises BadReply. Only the native protocol
+has one number per token; the others refuse a list in place of a number.
 
 paddlenlp: {"src", "tgt", "response"} -> {"error_code", "error_msg", "score"}; errors have HTTP status 200.
 openrlhf: {"query", "prompts", "labels"} -> {"rewards"[, "scores"][, "extra_logs"]}.
@@ -25,13 +26,13 @@ class BadReply(Exception):
 
 @dataclass(frozen=True)
 class Protocol:
-    """`encode` returns the JSON body. `decode` takes the JSON object of a 200 reply and the number of items in the request."""
+    """`encode` returns the JSON body. `decode` takes the JSON object of a 200 reply and the items of the request."""
 
     encode: Callable[[Sequence[Item]], dict[str, Any]]
-    decode: Callable[[dict[str, Any], int], list[Outcome]]
+    decode: Callable[[dict[str, Any], Sequence[Item]], list[Outcome]]
 
 
-def parse(http_status: int, body: bytes, protocol: Protocol, count: int) -> list[Outcome]:
+def parse(http_status: int, body: bytes, protocol: Protocol, items: Sequence[Item]) -> list[Outcome]:
     """The outcomes in an HTTP reply, one per item. Raises BadReply."""
     if http_status != 200:
         excerpt = body[:300].decode("utf-8", "replace").strip()
@@ -44,24 +45,25 @@ def parse(http_status: int, body: bytes, protocol: Protocol, count: int) -> list
         raise BadReply(f"expected JSON; found {body[:100]!r} ({error})", Status.INVALID) from None
     if not isinstance(tree, dict):
         raise BadReply(f"expected a JSON object; found a {type(tree).__name__}", Status.INVALID)
-    return protocol.decode(tree, count)
+    return protocol.decode(tree, items)
 
 
 def _encode_paddlenlp(items: Sequence[Item]) -> dict[str, Any]:
     return {"src": [i.seen for i in items], "tgt": [i.label for i in items], "response": [i.raw for i in items]}
 
 
-def _decode_paddlenlp(tree: dict[str, Any], count: int) -> list[Outcome]:
+def _decode_paddlenlp(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]:
     if tree.get("error_code") != 0:
         raise BadReply(f"expected error_code 0; found {tree.get('error_code')!r}: {str(tree.get('error_msg'))[:1000]}")
-    return [judge(score) for score in _column(tree, "score", count)]
+    return [judge(score) for score in _column(tree, "score", len(items))]
 
 
 def _encode_openrlhf(items: Sequence[Item]) -> dict[str, Any]:
     return {"query": [i.seen + i.raw for i in items], "prompts": [i.seen for i in items], "labels": [i.label for i in items]}
 
 
-def _decode_openrlhf(tree: dict[str, Any], count: int) -> list[Outcome]:
+def _decode_openrlhf(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]:
+    count = len(items)
     rewards = _column(tree, "rewards", count)
     named: dict[str, list[Any]] = {}
     logs = tree.get("extra_logs")
@@ -82,22 +84,24 @@ def _encode_native(items: Sequence[Item]) -> dict[str, Any]:
                 "response_raw": i.response_raw,
                 "label": i.label,
                 "metadata": i.metadata,
+                **({"token_ids": list(i.token_ids), "token_texts": list(i.token_texts)} if i.token_ids else {}),
             }
             for i in items
         ]
     }
 
 
-def _decode_native(tree: dict[str, Any], count: int) -> list[Outcome]:
+def _decode_native(tree: dict[str, Any], items: Sequence[Item]) -> list[Outcome]:
     outcomes = []
-    for result in _column(tree, "results", count):
+    for item, result in zip(items, _column(tree, "results", len(items)), strict=True):
         status = result.get("status") if isinstance(result, dict) else None
         if status == "ok":
             parts = result.get("parts")
             named = (
                 {p["name"]: p.get("raw") for p in parts if isinstance(p, dict) and "name" in p} if isinstance(parts, list) else {}
             )
-            outcomes.append(judge({**named, "score": result.get("score")}))
+            answer = {"score": result.get("score"), "token_rewards": result.get("token_rewards")}
+            outcomes.append(judge({**named, **answer}, len(item.token_ids)))
         elif status in ("error", "timeout", "invalid"):
             outcomes.append(failed(Status[status.upper()], str(result.get("message", ""))))
         else:

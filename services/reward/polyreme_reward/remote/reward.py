@@ -43,6 +43,7 @@ class HttpOptions:
         tries: maximum number of requests for the same items within their deadline.
         min: lowest valid score.
         max: highest valid score.
+        tokens: whether the endpoint gets the response's tokens; native protocol only.
     """
 
     concurrency: int = 16
@@ -50,6 +51,7 @@ class HttpOptions:
     tries: int = 4
     min: float = float("-inf")
     max: float = float("inf")
+    tokens: bool = False
 
 
 @dataclass
@@ -102,8 +104,13 @@ class HttpReward:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             known = ", ".join(HttpOptions.__dataclass_fields__)
             raise ConfigError(f"options of an HTTP reward ({known})", problems, "Fix reward.rewards.") from None
+        if self._options.tokens and protocol != "native":
+            raise ConfigError(
+                "options.tokens with protocol native, whose items may have tokens", f"protocol {protocol}", "Fix reward.rewards."
+            )
         for url in urls:
             _check(url)
+        self.reads_tokens = self._options.tokens
         self.name, self.weight = name, weight
         self.description = f"{protocol} endpoint {', '.join(urls)}"
         self.version = (
@@ -147,6 +154,8 @@ class HttpReward:
     async def _ask(self, items: Sequence[Item]) -> list[Outcome] | _Failure:
         """Requests the outcomes, with retries when they may help."""
         try:
+            if not self.reads_tokens:
+                items = [item._replace(token_ids=(), token_texts=()) for item in items]
             body = json.dumps(self._protocol.encode(items)).encode()
         except RewardError as error:
             return _Failure(Status.ERROR, str(error), answered=True)
@@ -164,7 +173,7 @@ class HttpReward:
                         wait = self._endpoints.next_probe()
                         why = f"{self.description} does not answer ({self._outage}); next probe in {wait:.1f} s"
                         return _Failure(Status.ERROR, why, False)
-                    answer, again = await self._request(endpoint, body, len(items))
+                    answer, again = await self._request(endpoint, body, items)
                     endpoint = None
                     if isinstance(answer, list):
                         return answer
@@ -178,14 +187,16 @@ class HttpReward:
             return _Failure(Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none{before}", False)
         return last
 
-    async def _request(self, endpoint: RewardEndpoint, body: bytes, count: int) -> tuple[list[Outcome] | _Failure, bool]:
+    async def _request(
+        self, endpoint: RewardEndpoint, body: bytes, items: Sequence[Item]
+    ) -> tuple[list[Outcome] | _Failure, bool]:
         """Makes one request. Returns its outcomes or failure, and whether a retry may help."""
         alive: bool | None = None
         reply = _Reply(0, 0.0, b"")
         try:
             reply = await self._post(endpoint.url, body)
             alive = reply.status not in _NOBODY_THERE
-            return parse(reply.status, reply.body, self._protocol, count), False
+            return parse(reply.status, reply.body, self._protocol, items), False
         except BadReply as error:
             text = f"{endpoint.url}: {error}{refused(reply.status, self._security)}"
             self._outage = text if alive is False else self._outage

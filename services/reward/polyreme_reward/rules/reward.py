@@ -25,6 +25,7 @@ class RuleReward:
         self._thread = ThreadPoolExecutor(1, f"reward {name}")  # more threads would not help because of the GIL
 
     available = True
+    reads_tokens = False
 
     async def score(self, items: Sequence[Item]) -> list[Outcome]:
         """Returns one outcome per item, in order."""

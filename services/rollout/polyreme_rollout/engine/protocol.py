@@ -96,7 +96,7 @@ class InferenceEngine(Protocol):
 
     @property
     def name(self) -> str:
-        """Engine and release, for people."""
+        """Name and release of the engine, for display."""
         ...
 
     @property

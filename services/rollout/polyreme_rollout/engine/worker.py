@@ -61,7 +61,7 @@ class PolicyWorker:
         """Loads a version from its parts, each as (path, nonce, slot, generation, serialized manifest).
 
         Returns:
-            {"seconds", "sampled": tokens of each request so far} or {"error", "traceback"}.
+            {"seconds", "sampled": number of sampled tokens of each request} or {"error", "traceback"}.
         """
         started = time.perf_counter()
         try:

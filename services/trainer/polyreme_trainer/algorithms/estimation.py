@@ -40,12 +40,12 @@ class Rewards:
     Attributes:
         scores: float64 [n], after shaping.
         tokens: float64 [t], rewards per token; see `shaping.token_rewards`.
-        beside: float64 [t], process rewards minus the KL penalty, 0 where masked.
+        process_minus_kl: float64 [t], process rewards minus the KL penalty, 0 where masked.
         totals: float64 [n], each sequence's score minus the KL penalty of its trained tokens.
     """
 
     scores: Float64
-    beside: Float64
+    process_minus_kl: Float64
     tokens: Float64
     totals: Float64
 

@@ -22,10 +22,10 @@ def informative(scores: NDArray[np.float64], group: NDArray[np.int64]) -> NDArra
 
 
 def reason_to_skip(rule: SkipPrompts, rate: PassRate, draw: float) -> str | None:
-    """Why a prompt with that pass rate is left out; None: it is sampled.
+    """The reason to skip a prompt with that pass rate; None when it is sampled.
 
     Args:
-        draw: uniform in [0, 1), below `rule.retry` for one of the times that such a prompt is sampled nevertheless.
+        draw: uniform in [0, 1). A draw below `rule.retry` samples the prompt in any case.
     """
     if draw < rule.retry:
         return None

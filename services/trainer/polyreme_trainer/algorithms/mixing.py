@@ -1,6 +1,6 @@
 """Supervised rows mixed into the policy's optimizer steps: PPO-ptx, Ouyang et al. 2022 (arXiv 2203.02155), equation 2.
 
-Invariant: which rows an optimizer step takes follows from its number, so a resumed run goes on with the rows that come next.
+Invariant: an optimizer step's number determines its rows, so a resumed run continues with the next rows.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from polyreme_trainer.algorithms.metrics import Metrics, mean_of
 
 
 def rows_of_step(rows: int, size: int, step: int, seed: Sequence[int]) -> Int64:
-    """int64 [size], the rows of optimizer step 0, 1, ... of a run: pass after pass over all rows, each in an order drawn from (seed, pass)."""
+    """int64 [size], the rows of optimizer step 0, 1, ... of a run. Each pass over all rows has an order drawn from (seed, pass)."""
     positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
     chosen = np.empty(size, dtype=np.int64)
     for number in np.unique(positions // rows):
@@ -23,10 +23,10 @@ def rows_of_step(rows: int, size: int, step: int, seed: Sequence[int]) -> Int64:
 
 
 def ptx_loss(logprobs: Tensor, tokens: int, coef: float) -> tuple[Tensor, Metrics]:
-    """`coef` times the cross entropy, to be added up over micro-batches and ranks, and its metric `ptx_loss` without `coef`.
+    """`coef` times the cross entropy, and its metric `ptx_loss` without `coef`. The sum over micro-batches and ranks is the step's loss.
 
     Args:
-        logprobs: [k], of a micro-batch's trained tokens.
-        tokens: trained tokens of the whole optimizer step's rows.
+        logprobs: [k], log-probabilities of a micro-batch's trained tokens.
+        tokens: the number of trained tokens of the whole optimizer step's rows.
     """
     return -coef * logprobs.sum() / max(1, tokens), {"ptx_loss": mean_of(-logprobs)}

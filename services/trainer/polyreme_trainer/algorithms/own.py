@@ -40,7 +40,9 @@ class OwnAlgorithm(Algorithm):
         """As `Algorithm.estimate`. Raises RunFailedError when the user's result is not finite numbers [t]."""
         if self.own_advantages is None:
             return super().estimate(batch, rewards)
-        result = self.own_advantages(replace(batch, score=rewards.scores, token_rewards=rewards.beside.astype(np.float32)))
+        result = self.own_advantages(
+            replace(batch, score=rewards.scores, token_rewards=rewards.process_minus_kl.astype(np.float32))
+        )
         pair = result if isinstance(result, tuple) else (result,)
         if len(pair) != 1 + self.needs.critic:
             expected = "a pair (advantages, returns), since there is a critic" if self.needs.critic else "one array"

@@ -23,7 +23,8 @@ def summary(
 
     - Per sample, without greedy ones: `score` before shaping, `reward` after shaping and with process rewards and KL penalty,
       `truncated_sample_fraction`, `masked_sample_fraction`.
-    - Per trained token: `advantage`, `return`, `value`, `reward_kl`.
+    - Per trained token: `advantage`, `return`, `value`, `reward_kl`, `teacher_kl` (log p of the policy minus log p of the
+      teacher).
     - `_max` and `_min` of `score`, `reward`, `advantage`, `return` and `value`.
     - Per group: `zero_variance_group_fraction`.
     - `explained_variance` of the returns by the values, unless the returns are constant; `kl_coef`, the coefficient that was used.
@@ -47,6 +48,8 @@ def summary(
     metrics["zero_variance_group_fraction"] = (float((constant / groups.sizes[groups.member_of]).sum()), float(len(groups)))
     if "value" in series and (variance := float(series["return"].var()) if len(series["return"]) else 0.0) > 0:
         metrics["explained_variance"] = (1.0 - float((series["return"] - series["value"]).var()) / variance, 1.0)
+    if batch.teacher is not None:
+        metrics["teacher_kl"] = (float((batch.policy - batch.teacher)[trained].astype(np.float64).sum()), float(trained.sum()))
     if kl is not None and kl_coef is not None:
         metrics["reward_kl"], metrics["kl_coef"] = (float(kl.sum()), float(trained.sum())), (kl_coef, 1.0)
     return metrics

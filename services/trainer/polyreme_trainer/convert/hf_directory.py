@@ -1,4 +1,7 @@
-"""Writes a Hugging Face directory: safetensors files of bounded size with their index, config.json, and the tokenizer's files."""
+"""Writes a Hugging Face directory: safetensors files with their index, config.json, and the tokenizer's files.
+
+Invariant: only the tensors of one safetensors file are in memory at a time, and a file exceeds the size limit only for a single tensor.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,9 +20,9 @@ def write(target: Path, tensors: Mapping[str, Tensor], config: Path, *, critic: 
     """Fills an empty directory.
 
     Args:
-        tensors: read one after the other; those of one file are in memory at a time.
-        config: a directory whose small files go along, its config.json with the dtype of the weights.
-        critic: the config.json shall be that of a sequence classifier with one label.
+        tensors: the tensors by Hugging Face name; they are read one after the other.
+        config: a directory whose small files are copied; config.json gets the dtype of the weights.
+        critic: whether to convert config.json to that of a sequence classifier with one label.
     """
     names, dtype = [], ""
     for number, shard in enumerate(_shards(tensors, shard_bytes), start=1):
@@ -46,7 +49,7 @@ def write(target: Path, tensors: Mapping[str, Tensor], config: Path, *, critic: 
 
 
 def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Runs of tensors of at most `limit` bytes, or of one tensor."""
+    """Groups of consecutive tensors of at most `limit` bytes, or of a single tensor."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():

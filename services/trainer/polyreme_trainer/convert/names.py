@@ -1,4 +1,7 @@
-"""How Megatron's files name what the mapping table names in one way, and the report of names that do not fit. Pure."""
+"""Converts parameter names between Megatron's layers, and checks names and shapes.
+
+Invariant: within this package, parameters have the names of megatron-core's local layers, as in the mapping table. The module is pure.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -14,7 +17,7 @@ _FUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Transformer Engine's names within a layer, and those of megatron-core's local layers."""
+"""Transformer Engine's names within a layer -> the names of megatron-core's local layers."""
 
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _IGNORED = re.compile(r"(_extra_state\d*|rotary_pos_emb\.inv_freq)$")
@@ -22,7 +25,7 @@ _SHOWN = 12
 
 
 def local_name(name: str) -> str:
-    """A parameter's name in megatron-core's local layers, from that or from Transformer Engine's."""
+    """A parameter's name in megatron-core's local layers, given that name or Transformer Engine's."""
     name = name.removeprefix("module.")
     for fused, local in _FUSED.items():
         if name.endswith("." + fused):
@@ -31,7 +34,7 @@ def local_name(name: str) -> str:
 
 
 def engine_name(name: str) -> str:
-    """Transformer Engine's name of a parameter of megatron-core's local layers, of a model without experts."""
+    """Transformer Engine's name for a parameter of megatron-core's local layers, in a model without experts."""
     for fused, local in _FUSED.items():
         if name.startswith("decoder.layers.") and name.endswith("." + local):
             return name.removesuffix(local) + fused
@@ -39,12 +42,12 @@ def engine_name(name: str) -> str:
 
 
 def local_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters by their local names, without what holds no weights."""
+    """The parameters by their local names, without entries that are not weights."""
     return {local_name(name): value for name, value in state.items() if not _IGNORED.search(name)}
 
 
 def check_shapes(expected: Mapping[str, Shape], found: Mapping[str, Shape], where: str) -> None:
-    """Raises ConfigError that names what is missing, what is unexpected, and what has another shape."""
+    """Raises ConfigError with the missing tensors, the unexpected ones, and those with a wrong shape."""
     missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     other = [
         f"{name} {found[name]} instead of {expected[name]}"

@@ -1,7 +1,7 @@
-"""Reading files of torch.save that others wrote, without running what is in them.
+"""Reads foreign files of torch.save without running code from them.
 
-Invariant: of a file only tensors, numbers, strings and containers are made. Every other object, such as Megatron's `args`, becomes an
-empty one, and nothing of its class is imported.
+Invariant: unpickling creates only tensors, numbers, strings and containers. Any other object, such as Megatron's `args`, becomes an empty
+placeholder, and its class is not imported.
 """
 
 import collections
@@ -30,11 +30,15 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _INDEX},
 }
-"""What is made as it is: tensors, and the index of a torch_dist checkpoint."""
+"""The classes that unpickling creates: tensors, and the index of a torch_dist checkpoint."""
+
+
+DAMAGED = (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, TypeError, AttributeError, KeyError)
+"""What reading a damaged file raises."""
 
 
 class _Empty:
-    """Stands for an object of any other class."""
+    """The placeholder for an object of any other class."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -59,17 +63,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 _PICKLE: Any = SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **_: _Unpickler(file).load(), __name__="pickle")
-"""What torch.load asks of a pickle module."""
+"""The attributes that torch.load requires of a pickle module."""
 
 
 def load(file: Path) -> Any:
-    """What torch.save wrote; tensors stay in the file until they are read. Raises ConfigError for a file that is damaged."""
+    """The content of a file of torch.save. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, TypeError, AttributeError, KeyError) as error:
+    except DAMAGED as error:
         raise ConfigError(f"a file of torch.save in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
 
 
 def load_index(stream: BinaryIO) -> Any:
-    """The index of a torch_dist checkpoint. Raises pickle.UnpicklingError and others for a damaged one."""
+    """The index of a torch_dist checkpoint. Raises one of DAMAGED for a damaged one."""
     return _Unpickler(stream).load()

@@ -24,11 +24,11 @@ from polyreme_trainer.megatron.hf_mapping import Rank, Slice
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = 1
-"""The number that converters give to what they write."""
+"""The iteration number of a converted checkpoint."""
 
 
 def folder_of_iteration(source: Path, iteration: int | None) -> Path:
-    """Where the ranks' files are: `source` itself, or the iteration in it that is asked for, or else named as the newest."""
+    """The directory of the ranks' files: `source` itself, the requested iteration in it, or the one that the tracker file names."""
     if any(source.glob("mp_rank_*")) or (source / ".metadata").is_file():
         return source
     tracker = source / TRACKER
@@ -67,7 +67,7 @@ def file_shapes(arch: Architecture, rank: Rank) -> dict[str, Shape]:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """`tensor[piece.param_index]` is `hf[piece.hf_index]`."""
 
     tensor: Tensor
@@ -80,7 +80,7 @@ class RankFiles(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._shapes = hf_mapping.hf_shapes(arch)
-        self._parts: dict[str, list[Part]] = {name: [] for name in self._shapes}
+        self._parts: dict[str, list[TensorPart]] = {name: [] for name in self._shapes}
         files = _files(folder)
         states = {indices: _weights(file) for indices, file in files.items()}
         _check_one_model(folder, states)
@@ -88,7 +88,7 @@ class RankFiles(Mapping[str, Tensor]):
             state, where = states[indices], str(files[indices].parent.name)
             self._check(arch, rank, state, where)
             for piece in file_slices(arch, rank):
-                self._parts[piece.hf_name].append(Part(state[piece.param], piece, where))
+                self._parts[piece.hf_name].append(TensorPart(state[piece.param], piece, where))
 
     def __getitem__(self, name: str) -> Tensor:
         parts = sorted(self._parts[name], key=lambda part: not part.piece.primary)

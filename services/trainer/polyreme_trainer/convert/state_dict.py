@@ -1,4 +1,7 @@
-"""Bare state dicts: a file of torch.save or safetensors with Hugging Face's names, which trainers wrap in their own ways."""
+"""Reads bare state dicts: files of torch.save or safetensors with Hugging Face's names, possibly wrapped.
+
+Invariant: the result has exactly the model's tensors, without wrappers, prefixes and aliases; any other content is a ConfigError.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +21,14 @@ WRAPPERS = ("state", "state_dict", "model_state_dict", "model", "module", "polic
 
 
 def read(file: Path, arch: Architecture) -> dict[str, Tensor]:
-    """The model's tensors by Hugging Face's names; those of wrappers and aliases are taken off. Raises ConfigError."""
+    """The model's tensors by Hugging Face's names, without wrappers' prefixes and aliases. Raises ConfigError."""
     tensors = _safetensors(file) if file.suffix == ".safetensors" else _unwrapped(pickles.load(file), file)
     named = _without_prefixes(tensors)
     for alias, name in hf_mapping.hf_aliases(arch).items():
         if alias in named and name in named and not named[alias].equal(named[name]):
             raise ConfigError(
                 f"{alias} equal to {name} in {file}, because the config.json has tie_word_embeddings: true",
-                "other numbers",
+                "different numbers",
                 "Set tie_word_embeddings: false in that config.json.",
             )
         named.pop(alias, None)
@@ -34,7 +37,7 @@ def read(file: Path, arch: Architecture) -> dict[str, Tensor]:
 
 
 def _unwrapped(content: Any, file: Path) -> dict[str, Tensor]:
-    """The innermost mapping of tensors below keys of wrappers."""
+    """The innermost mapping of tensors, below any wrappers' keys."""
     while isinstance(content, Mapping):
         if tensors := {name: value for name, value in content.items() if isinstance(value, Tensor)}:
             return tensors
@@ -47,7 +50,7 @@ def _unwrapped(content: Any, file: Path) -> dict[str, Tensor]:
 
 
 def _without_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Takes off what all names start with, as long as it is a wrapper's; `model.` belongs to Hugging Face's own names."""
+    """Removes wrappers' prefixes that all names have. `model.` stays: it belongs to Hugging Face's own names."""
     prefixes = tuple(f"{name}." for name in WRAPPERS if name != "model")
     names = list(tensors)
     while prefix := next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in names)), None):
@@ -58,6 +61,6 @@ def _without_prefixes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _safetensors(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"a safetensors file {file}", str(error), "Restore the file.") from None

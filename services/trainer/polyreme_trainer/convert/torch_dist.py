@@ -1,11 +1,12 @@
-"""Reads a Megatron checkpoint in the format `torch_dist`: .metadata, which says where the pieces of each tensor are, and *.distcp.
+"""Reads a Megatron checkpoint in the format `torch_dist`: *.distcp files, and .metadata with the positions of each tensor's pieces.
 
-Such a file holds whole parameters, as one rank would have them, with all layers (and experts) stacked; padding of the vocabulary aside,
-the layout of the run that wrote it leaves no trace.
+Such a checkpoint has whole parameters, as on a single rank, with all layers (and experts) stacked. Except for the padding of the
+vocabulary, it does not depend on the layout of the run that wrote it.
+
+Invariant: a tensor is returned only if the pieces cover all of its numbers.
 """
 
 import io
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +30,7 @@ _NO_WEIGHTS = re.compile(r"^(optimizer\.|rng_state|rerun_state)|(_extra_state\d*
 
 
 class TorchDist(Mapping[str, Tensor]):
-    """The Hugging Face tensors of a checkpoint, put together when they are read. Raises ConfigError for what does not fit."""
+    """The Hugging Face tensors of a checkpoint, assembled when they are read. Raises ConfigError when they do not fit."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._folder, self._index = folder, _load_index(folder)
@@ -44,7 +45,7 @@ class TorchDist(Mapping[str, Tensor]):
             self._pieces[piece.hf_name].append((key, place, piece))
 
     def _check(self, arch: Architecture, rank: Rank, sizes: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """For each parameter the name of the tensor that holds it, and its place among those stacked in it."""
+        """For each parameter, the name of the stored tensor that contains it, and its position in the stack."""
         places: dict[str, tuple[str, tuple[int, ...]]] = {}
         expected: dict[str, tuple[int, ...]] = {}
         for param, shape in file_shapes(arch, rank).items():
@@ -82,7 +83,7 @@ class TorchDist(Mapping[str, Tensor]):
         return len(self._shapes)
 
     def _read(self, key: str, place: tuple[int, ...]) -> Tensor:
-        """One of the parameters stacked in a tensor, or the tensor itself when there is no place."""
+        """One parameter of a stacked tensor, or the whole tensor when `place` is empty."""
         tensor = self._index.state_dict_metadata[key]
         shape = tuple(tensor.size)[len(place) :]
         whole = torch.empty(shape, dtype=tensor.properties.dtype)
@@ -109,7 +110,7 @@ class TorchDist(Mapping[str, Tensor]):
             with file.open("rb") as stream:
                 stream.seek(stored.offset)
                 tensor = torch.load(io.BytesIO(stream.read(stored.length)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except pickles.DAMAGED as error:
             raise ConfigError(f"a piece of {key} in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
         assert isinstance(tensor, Tensor)
         return tensor
@@ -127,7 +128,7 @@ def _load_index(folder: Path) -> Any:
             index = pickles.load_index(stream)
         if not index.state_dict_metadata or not index.storage_data:
             raise ValueError("no tensors")
-    except (pickle.UnpicklingError, ValueError, TypeError, AttributeError, EOFError, OSError, KeyError) as error:
+    except pickles.DAMAGED as error:
         raise ConfigError(
             f"the index of a torch_dist checkpoint in {file}", f"{type(error).__name__}: {error}", "Restore it."
         ) from None

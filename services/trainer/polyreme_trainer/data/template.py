@@ -15,6 +15,7 @@ import jinja2
 import numpy as np
 import xxhash
 from tokenizers import Encoding
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from polyreme.config.data import TextConfig
@@ -174,6 +175,21 @@ class Template:
     def decode(self, ids: Iterable[Sequence[int]], *, special: bool) -> list[str]:
         """The text of each id list, with or without the special tokens."""
         return list(self._tokenizer.backend_tokenizer.decode_batch([list(i) for i in ids], skip_special_tokens=not special))
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each id, special tokens included; together they are the text of `ids`.
+
+        A token that ends inside a character has an empty text, and the token that completes the character has the whole character. Where
+        bytes in the middle of `ids` are no text, what they are decoded to depends on all that follows: then the last token has all text.
+        """
+        whole, stream = self.decode([ids], special=True)[0], DecodeStream(skip_special_tokens=False)
+        try:
+            texts = [stream.step(self._tokenizer.backend_tokenizer, int(each)) or "" for each in ids]
+        except Exception:  # noqa: BLE001 tokenizers raises nothing narrower for bytes that are no text
+            texts = [""] * len(ids)
+        if not whole.startswith("".join(texts)):
+            texts = [""] * len(ids)
+        return [*texts[:-1], whole[sum(map(len, texts[:-1])) :]] if texts else []
 
     def _encodings(self, texts: Sequence[str]) -> list[Encoding]:
         return self._tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)

@@ -136,7 +136,7 @@ async def _outcome(machines: Machines, run: Run, call: Lease, members: Sequence[
         for member in members:
             lease = there.get(member.id)
             here = lease is not None and lease.facts["launch"] == call.id
-            if machines.gone(member.id, here):
+            if machines.is_lost(member.id, here):
                 if lease is None:
                     return MachineError(member, "an expired lease", "Check that it runs and reaches Redis.")
                 found = f"machine {lease.facts['node']} in launch {lease.facts['launch']} of another process"

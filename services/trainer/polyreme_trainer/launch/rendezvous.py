@@ -55,10 +55,10 @@ class Machines:
         found = sorted((await self.there()).values(), key=lambda lease: lease.facts["at"])
         return {lease.facts["node"]: lease for lease in found if lease.facts.get("launch") == launch}
 
-    def gone(self, lease: str, there: bool) -> bool:
-        """Whether a lease was missing at every call for `_BACK_SECONDS`. `there`: whether it is present now."""
+    def is_lost(self, lease: str, present: bool) -> bool:
+        """Whether a lease was missing at every call for `_BACK_SECONDS`. `present`: whether it is there now."""
         now = time.monotonic()
-        if there:
+        if present:
             self._missed.pop(lease, None)
             return False
         return now - self._missed.setdefault(lease, now) > _BACK_SECONDS

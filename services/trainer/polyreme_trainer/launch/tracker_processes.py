@@ -1,14 +1,14 @@
-"""Keeps a process for each tracker of a run.
+"""Keeps one process running for each tracker of a run.
 
-Invariant: no tracker can stop, fail or delay a run. A tracker that fails or stands still is restarted with backoff, a bounded number of
-times in a row; its first failure is a notice, each is counted. At the run's end all have CLOSE_SECONDS together.
+Invariant: no tracker can stop, fail or delay a run. A tracker that fails or stalls is restarted with backoff, at most ATTEMPTS times in a
+row. Every failure is counted, and the first one is also a notice. At the run's end, all trackers together have CLOSE_SECONDS.
 """
 
 import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,11 +21,11 @@ from polyreme_trainer.observe.trackers.follow import read_cursor
 logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-m", "polyreme_trainer.observe.trackers")
-CLOSE_SECONDS = 60.0
+CLOSE_SECONDS = 30.0
 STALL_SECONDS = 300.0
-"""How long a tracker may take nothing of what is there, before its process is replaced."""
+"""A tracker that sends none of the waiting records for this long is restarted."""
 ATTEMPTS = 20
-"""Failures in a row without a record sent, after which a tracker is left alone until the run is started again."""
+"""After this many failures in a row without a sent record, a tracker is not restarted until the run is started again."""
 _BACKOFF = Backoff(2.0, 60.0)
 _WATCH_SECONDS = 5.0
 
@@ -36,8 +36,8 @@ class TrackerProcess:
     """One tracker's process.
 
     Args:
-        config, run_id: of the run; its directory exists.
-        emit: adds to the run's records.
+        config, run_id: the run's configuration and id. Its directory exists.
+        emit: appends to the run's records.
     """
 
     def __init__(self, config: RunConfig, run_id: str, kind: str, emit: Emit) -> None:
@@ -48,47 +48,51 @@ class TrackerProcess:
 
     @property
     def offset(self) -> int:
-        """Bytes of metrics.jsonl that the tracker has taken."""
+        """The bytes of metrics.jsonl that the tracker has sent."""
         return read_cursor(self._run_dir, self._kind, self._run_id).offset
 
     @property
     def behind(self) -> bool:
-        """Whether there is more for it to take."""
+        """Whether metrics.jsonl has more to send."""
         with suppress(FileNotFoundError):
             return self.offset < (self._run_dir / "metrics.jsonl").stat().st_size
         return False
 
     @property
     def ended(self) -> bool:
-        """Whether no process of it runs."""
+        """Whether the tracker has no running process."""
         return self._child is None or self._child.poll() is not None
 
     async def keep(self) -> None:
-        """Runs the process, again after each failure. Returns when it is given up; cancel it to end."""
+        """Runs the process and restarts it after each failure. Returns after ATTEMPTS failures in a row; cancel it to end earlier."""
         attempt = 0
         while attempt < ATTEMPTS:
-            before = self.offset
-            await self._watch(self._spawn())
-            attempt = attempt + 1 if self.offset == before else 1
-            await self._report()
+            attempt += 1
+            try:
+                before = self.offset
+                await self._watch(self._spawn())
+                attempt = attempt if self.offset == before else 1
+                await self._report()
+            except (PolyremeError, OSError) as error:  # no process can be started, or its cursor cannot be read
+                await self._report(str(error))
             await asyncio.sleep(_BACKOFF.draw(attempt))
         await self._notice(
-            f"the tracker {self._kind} failed {ATTEMPTS} times in a row and is left alone; a resume sends the rest"
+            f"the tracker {self._kind} failed {ATTEMPTS} times in a row and is not restarted; a resume sends the rest"
         )
 
     async def close(self) -> None:
-        """Lets the tracker take what is left. After `keep` was cancelled."""
+        """Lets the tracker send the remaining records. Call it after `keep` was cancelled."""
         child = self._child
         if child is not None and child.poll() is None:
             child.signal(signal.SIGTERM)
             status = await child.wait()
-        if child is None or child.poll() != 0:  # it was away, or ended before it could read the signal
+        if child is None or child.poll() != 0:  # it was not running, or ended before it handled the signal
             status = await self._spawn("--last").wait()
         if status:
             await self._report()
 
     async def end(self) -> None:
-        """Kills the process if it still runs."""
+        """Kills the process if it is still running."""
         if self._child is not None:
             self._child.kill()
             await self._child.reap()
@@ -102,26 +106,26 @@ class TrackerProcess:
         return self._child
 
     async def _watch(self, child: Child) -> None:
-        """Returns when the process has ended, or was killed because it stood still."""
+        """Returns when the process has ended, or was killed because it stalled."""
         loop = asyncio.get_running_loop()
         last, since = self.offset, loop.time()
         while not await child.gone(_WATCH_SECONDS):
             if (now := self.offset) != last or not self.behind:
                 last, since = now, loop.time()
             elif loop.time() - since > STALL_SECONDS:
-                logger.warning("the tracker %s took nothing for %.0f s", self._kind, STALL_SECONDS)
+                logger.warning("the tracker %s sent nothing for %.0f s", self._kind, STALL_SECONDS)
                 child.kill()
                 await child.reap()
                 return
 
-    async def _report(self) -> None:
-        """Counts a failure; the first one is a notice."""
+    async def _report(self, reason: str = "") -> None:
+        """Counts a failure; the first one is a notice. Without a reason, the end of the process's output is it."""
         self.failures += 1
-        tail = self._child.log_tail(1) if self._child else ""
+        text = reason or (self._child.log_tail(1) if self._child else "")
         if self.failures == 1:
-            await self._notice(f"the tracker {self._kind} failed and is tried again: {tail}; see {self._log_path}")
-        with suppress(PolyremeError):  # the store may be away
-            await self._emit({"kind": "tracker_failed", "tracker": self._kind, "failures": self.failures, "text": tail})
+            await self._notice(f"the tracker {self._kind} failed and is restarted: {text}; see {self._log_path}")
+        with suppress(PolyremeError):  # Redis may be unreachable
+            await self._emit({"kind": "tracker_failed", "tracker": self._kind, "failures": self.failures, "text": text})
 
     async def _notice(self, text: str) -> None:
         logger.warning("%s", text)
@@ -141,14 +145,18 @@ class TrackerProcesses:
         self._tasks = [asyncio.create_task(tracker.keep()) for tracker in self.each]
 
     async def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Lets all trackers take what is left within so many seconds, then ends them."""
+        """Lets all trackers send the remaining records within `seconds`, then ends them."""
         for task in self._tasks:
             task.cancel()
-        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, Exception):
-                logger.error("a tracker's supervision failed: %s", error)
+        await _all(self._tasks)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await asyncio.gather(*(tracker.close() for tracker in self.each))
-        await asyncio.gather(*(tracker.end() for tracker in self.each))
+                await _all(tracker.close() for tracker in self.each)
+        await _all(tracker.end() for tracker in self.each)
+
+
+async def _all(work: Iterable[Awaitable[None]]) -> None:
+    """Waits for all; what one raises is logged, since a tracker's failure is not the run's."""
+    for error in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(error, Exception):
+            logger.error("a tracker failed: %s", error)

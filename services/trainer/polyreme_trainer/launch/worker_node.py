@@ -62,8 +62,8 @@ async def follow(
             """True once this launch is no longer the newest one, or the run is over."""
             call = await machines.call()
             ours = call is not None and call.id == known
-            gone = machines.gone(known, ours)
-            return True if gone or (call is not None and not ours) or await over() else None
+            lost = machines.is_lost(known, ours)
+            return True if lost or (call is not None and not ours) or await over() else None
 
         async def named() -> bool | None:
             call = await machines.call()

@@ -96,7 +96,7 @@ class TrainEngine(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What `save` was given for the checkpoint that was loaded; empty when none was."""
+        """The facts of the loaded checkpoint, as passed to `save`; empty without one."""
         ...
 
     def begin_phase(self, phase: SftPhase) -> None:
@@ -122,7 +122,7 @@ class TrainEngine(Protocol):
         ...
 
     def mix_in(self, ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> None:
-        """Takes the rows of `algorithm.ptx`, as `supervised_step` does; every later step of the actor mixes some of them in."""
+        """Takes the rows of `algorithm.ptx`, in the format of `supervised_step`. Every later step of the actor mixes some of them in."""
         ...
 
     def save_warm_start(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -136,7 +136,8 @@ class TrainEngine(Protocol):
     def train(self, batch: PlannedBatch) -> IterationMetrics:
         """Trains one iteration.
 
-        Returns its metrics, among them `trained_samples` and `actor/lr`. They are the same on every rank, except seconds.
+        Returns:
+            Its metrics, which include `trained_samples` and `actor/lr`. They are the same on every rank, except seconds.
         """
         ...
 

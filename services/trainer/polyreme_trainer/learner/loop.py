@@ -125,7 +125,7 @@ class Learner:
         return complete
 
     def mix_in(self) -> None:
-        """Gives the engine the supervised rows that the iterations mix in."""
+        """Gives the engine the supervised rows that iterations mix into their steps."""
         if (ptx := self.config.algorithm.ptx) is not None:
             rows = sft.unpack(self.ranks.broadcast_from_leader(partial(sft.pack, ptx.data, self.config, self.files)))
             self.engine.mix_in(rows.ids, rows.loss_mask)

@@ -58,12 +58,12 @@ class RunClient:
         await self.run.redis.aclose()
 
     async def begin(self, version: int, facts: Mapping[str, Any]) -> None:
-        """Begins the log at `version`. A fork's log takes over the pass rates in its checkpoint's facts."""
+        """Begins the log at `version`. A fork's log starts with the pass rates in its checkpoint's facts."""
         rates = {prompt: PassRate.parse(text) for prompt, text in facts.get("pass_rates", {}).items()}
         await self.experience.begin(version, rates)
 
     async def add_facts(self, facts: dict[str, Any]) -> None:
-        """Adds what a checkpoint keeps of the log: this learner's term, and the pass rates for a fork."""
+        """Adds a checkpoint's facts about the log: this learner's term, and the pass rates for a fork."""
         rates = await self.experience.pass_rates()
         facts |= {"term": self.term.counter, "pass_rates": {prompt: str(rate) for prompt, rate in rates.items()}}
 

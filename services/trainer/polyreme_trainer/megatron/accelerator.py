@@ -1,6 +1,6 @@
-"""The model on cuda and npu: megatron-core's own layer spec, with torch's fused attention and norms in their slots.
+"""The model on cuda and npu: megatron-core's own layer spec with torch's fused attention and norms.
 
-Nothing here depends on which of the two it is: torch and torch_npu each send the same calls to their own kernels.
+Invariant: the code is the same for both devices; torch and torch_npu dispatch the same calls to their own kernels.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
 
 
 class FusedAttention(MegatronModule):
-    """Causal attention by torch's fused kernels, in place of megatron-core's DotProductAttention, which keeps a [b, heads, s, s] matrix."""
+    """Causal attention with torch's fused kernels. Megatron-core's DotProductAttention would store a [b, heads, s, s] matrix."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)

@@ -1,4 +1,7 @@
-"""Directories that appear whole or not at all, also across a crash or a power cut."""
+"""Atomic directories.
+
+Invariant: a directory appears complete or not at all, even across a crash or a power failure.
+"""
 
 import contextlib
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Gives a temporary sibling to fill; at the end it is synced and renamed to `path`, replacing what is there."""
+    """Yields a temporary sibling directory. At the end it is synced and renamed to `path`, which it replaces."""
     temporary = staging(path)
     discard(temporary)
     temporary.mkdir(parents=True)
@@ -22,12 +25,12 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def staging(path: Path) -> Path:
-    """Where a directory is made before it gets its name."""
+    """The temporary path at which a directory is built before it is renamed to `path`."""
     return path.with_name(f".{path.name}.new")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Syncs every file below `temporary` and gives it its name."""
+    """Syncs every file below `temporary` and renames it to `path`."""
     for folder, _, names in os.walk(temporary):
         for name in names:
             sync(Path(folder) / name)
@@ -44,7 +47,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a directory tree that may not exist."""
+    """Removes a directory tree if it exists."""
     if path.exists():
         shutil.rmtree(path)
 

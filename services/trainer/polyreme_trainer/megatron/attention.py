@@ -1,7 +1,7 @@
-"""Causal attention of both model specs, by torch's fused kernels.
+"""Causal attention for both model specs, with torch's fused kernels.
 
-Sequences are padded on the right and attention is causal, so no real token sees padding and no mask is needed for it. A mask exists only
-where a sequence is longer than the window of its layer.
+Invariant: no real token attends to padding, because sequences are padded on the right and attention is causal. A mask exists only where a
+sequence is longer than the layer's window.
 """
 
 import functools
@@ -13,7 +13,7 @@ from polyreme_trainer.megatron.mcore import TransformerConfig, is_layer_window_a
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
-    """Tokens that a query of the layer (numbered from 1) sees, its own included; None: all before it."""
+    """The number of tokens to which a query of the layer (numbered from 1) attends, including its own; None without a window."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     return int(config.window_size[0]) + 1
@@ -36,5 +36,5 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 
 @functools.lru_cache(maxsize=8)
 def _sliding(width: int, window: int, device: torch.device) -> Tensor:
-    """bool [width, width]: whether the row's position sees the column's."""
+    """bool [width, width]: whether the row's position attends to the column's."""
     return torch.ones(width, width, dtype=torch.bool, device=device).tril_().triu_(1 - window)

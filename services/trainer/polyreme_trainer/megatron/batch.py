@@ -1,7 +1,7 @@
-"""Sequences of uneven length into padded micro-batches: pure planning, the same on every rank.
+"""Plans padded micro-batches of sequences of uneven length. The planning is pure and the same on every rank.
 
-Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, whole. What a loss sees of a
-micro-batch are its trained tokens alone, flat, so that it does not know of padding.
+Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, and is never split. A loss gets the
+trained tokens of a micro-batch as flat arrays, so it does not depend on padding.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,17 +21,17 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
 IGNORE = -100
-"""A target that is not trained on, as torch's cross entropy has it."""
+"""The target of positions that are not trained on, as in torch's cross entropy."""
 OVERHEAD_FLOPS = 1.2e9
-"""Fixed cost of one more micro-batch (launching a few hundred small operators), as the arithmetic done in that time."""
+"""Fixed cost of one micro-batch (launching a few hundred small operators), in floating-point operations of the same duration."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """n sequences of token ids, prompt and response together, and which of their tokens are trained on.
+    """n sequences of token ids, each a prompt with its response, and the mask of the trained tokens.
 
-    A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Per-token arrays have one entry per prediction,
-    those of sequence i at `offsets[i]:offsets[i + 1]`, t in all.
+    A sequence of L tokens has L - 1 predictions; prediction k is of token k + 1. Per-token arrays have one entry per prediction, t in all;
+    the entries of sequence i are at `offsets[i]:offsets[i + 1]`.
 
     Attributes:
         ids: int64 [L] each, L >= 1.
@@ -48,28 +48,28 @@ class Sequences:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """int64 [n], tokens of each sequence."""
+        """int64 [n], the number of tokens of each sequence."""
         return np.array([len(ids) for ids in self.ids], dtype=np.int64)
 
     @cached_property
     def offsets(self) -> IntArray:
-        """int64 [n + 1], where the predictions of each sequence begin."""
+        """int64 [n + 1], the start of each sequence's predictions."""
         return np.concatenate([[0], np.cumsum(self.lengths - 1)]).astype(np.int64)
 
     @cached_property
     def trained(self) -> IntArray:
-        """int64 [n], trained tokens of each sequence."""
+        """int64 [n], the number of trained tokens of each sequence."""
         counts = np.bincount(sequence_of(self.offsets), weights=self.mask, minlength=len(self))
         return counts.astype(np.int64)
 
     def take(self, indices: IntArray) -> "Sequences":
-        """Some of the sequences, in this order; one may occur several times."""
+        """The sequences `indices`, in this order; a sequence may occur several times."""
         parts = [self.mask[self.offsets[i] : self.offsets[i + 1]] for i in indices]
         return Sequences([self.ids[i] for i in indices], np.concatenate(parts))
 
 
 def with_end(sequences: Sequences) -> Sequences:
-    """Each sequence with one more token of any kind, the only one that is trained: its prediction is made after all real tokens."""
+    """Each sequence with one arbitrary token appended, the only trained one. Its prediction follows all real tokens."""
     ids = [np.append(each, each[-1]) for each in sequences.ids]
     extended = Sequences(ids, np.zeros(sum(len(each) - 1 for each in ids), dtype=np.float32), sequences.together)
     extended.mask[extended.offsets[1:] - 1] = 1
@@ -78,12 +78,12 @@ def with_end(sequences: Sequences) -> Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One padded forward pass over all tokens but each sequence's last. Padding is on the right: id 0, no target.
+    """One padded forward pass over all tokens except each sequence's last. Padding is on the right, with id 0 and target IGNORE.
 
     Attributes:
-        indices: int64 [b], which sequences.
-        ids: int64 [b, w], what the model reads.
-        targets: int64 [b, w], the token that follows, or IGNORE where it is not trained on.
+        indices: int64 [b], indices of the sequences.
+        ids: int64 [b, w], the model's inputs.
+        targets: int64 [b, w], the next token, or IGNORE where it is not trained on.
         tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the row-major order of `targets`.
         sequence: int64 [k], the row of each trained token.
     """
@@ -95,18 +95,18 @@ class MicroBatch:
     sequence: Tensor
 
     def take(self, values: NDArray[np.generic]) -> Tensor:
-        """The micro-batch's [k] entries of a per-token array [t], on its device."""
+        """The [k] entries of a per-token array [t] for the micro-batch's trained tokens, on its device."""
         return torch.from_numpy(values[self.tokens]).to(self.ids.device)
 
 
 def collect(
     groups: Sequence[GroupRecord], part_weights: Mapping[str, float] | None = None, greedy: bool = False
 ) -> tuple[Sequences, TokenBatch]:
-    """The samples of `groups`, in order, each as prompt + response; and the same as an algorithm sees them.
+    """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch.
 
     Args:
-        part_weights: of the reward's named parts, for algorithms that normalise each part; none: the parts are left out.
-        greedy: whether samples without a trained token are greedy ones, the baseline of their group.
+        part_weights: the weights of the reward's named parts, for algorithms that normalise each part; None leaves the parts out.
+        greedy: whether samples without a trained token are greedy samples, the baseline of their group.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     ids = [np.concatenate([group.prompt_ids, sample.token_ids]).astype(np.int64) for group, sample in samples]
@@ -143,7 +143,7 @@ def collect(
 
 
 def _per_token(responses: Sequence[FloatArray | None], offsets: IntArray, missing: float) -> FloatArray | None:
-    """float32 [t], the numbers of every response's tokens, and `missing` elsewhere; None where no response has any."""
+    """float32 [t], the numbers of each response's tokens, and `missing` elsewhere; None when no response has numbers."""
     if all(numbers is None for numbers in responses):
         return None
     result = np.full(int(offsets[-1]), missing, dtype=np.float32)
@@ -154,15 +154,15 @@ def _per_token(responses: Sequence[FloatArray | None], offsets: IntArray, missin
 
 
 def supervised(ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], together: int = 1) -> Sequences:
-    """Supervised rows as sequences: ids int32 [length] each; loss_mask uint8 [length] each, 1 where the token is trained on."""
+    """Supervised rows as sequences. `ids` is int32 [length] each; `loss_mask` is uint8 [length] each, 1 where the token is trained on."""
     mask = np.concatenate([x[1:] for x in loss_mask]).astype(np.float32)
     return Sequences([x.astype(np.int64) for x in ids], mask, together)
 
 
 def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -> list[IntArray]:
-    """Which sequences each optimizer step of an iteration takes: whole groups, every sequence once per epoch.
+    """The sequences of each optimizer step of an iteration. Groups are never split, and every sequence occurs once per epoch.
 
-    With one step the order is the log's; with several the groups are dealt in an order drawn from (seed, epoch).
+    With one step the order is the log's; with several steps the groups' order is drawn from (seed, epoch).
 
     Args:
         group: int64 [n], the group of each sequence, 0, 0, ... 1, 1, ...
@@ -180,9 +180,9 @@ def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -
 
 
 def share(lengths: IntArray, indices: IntArray, rank: int, ranks: int) -> IntArray:
-    """The part of `indices` that data-parallel rank `rank` of `ranks` works on: long and short dealt out evenly.
+    """The share of `indices` for data-parallel rank `rank` of `ranks`, balanced by length.
 
-    Back and forth (0 1 .. n-1 n-1 .. 1 0) over the sequences by falling length, so that no rank always gets the longer one.
+    Sequences in order of decreasing length go to the ranks back and forth (0 1 .. n-1 n-1 .. 1 0), so no rank always gets the longer one.
     """
     order = indices[np.argsort(-lengths[indices], kind="stable")]
     turn = np.arange(len(order)) % (2 * ranks)
@@ -191,13 +191,13 @@ def share(lengths: IntArray, indices: IntArray, rank: int, ranks: int) -> IntArr
 
 
 def plan_micro_batches(lengths: IntArray, indices: IntArray, budget: int, overhead: float) -> list[IntArray]:
-    """Cuts `indices`, by falling length, into micro-batches of least total cost.
+    """Splits `indices`, in order of decreasing length, into micro-batches of least total cost.
 
-    The cost of a micro-batch is its padded tokens (rows x longest) plus `overhead`; its padded tokens stay within `budget`
-    unless it is one single sequence. An exact dynamic programme over the cuts: O(n) numpy operations of at most n elements.
+    The cost of a micro-batch is its padded tokens (rows x longest) plus `overhead`. Its padded tokens stay within `budget`, unless it is a
+    single sequence. An exact dynamic programme over the cuts: O(n) numpy operations on at most n elements.
 
     Returns:
-        Index arrays that together hold every index once, longest sequences first (so that memory peaks at the start).
+        Index arrays that together contain every index once, longest sequences first, so that memory peaks at the start.
     """
     order = indices[np.argsort(-lengths[indices], kind="stable")]
     size = lengths[order].astype(np.float64)

@@ -1,7 +1,8 @@
-"""The megatron-core model of a Hugging Face architecture, and the process groups over which it is sharded.
+"""Builds the megatron-core model of a Hugging Face architecture, and the process groups over which it is sharded.
 
-The model is megatron-core's GPTModel; the spec of the device fills its slots. Invariant: dropout is off everywhere, so a forward pass in
-training and one in evaluation are the same function.
+The model is megatron-core's GPTModel with the layers of the device's spec.
+
+Invariant: dropout is off everywhere, so forward passes in training and in evaluation are the same function.
 """
 
 import math
@@ -27,16 +28,16 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def init_parallel(parallel: ParallelConfig, device: Device) -> None:
-    """Joins the ranks that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, and lays the tensor and data groups over them.
+    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the tensor and data groups.
 
-    Tensor ranks are neighbours. Every collective has a deadline. Raises ConfigError when the world is not tensor * data ranks.
+    Tensor ranks are adjacent. Every collective has a deadline. Raises ConfigError when the world size is not tensor * data.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
         raise ConfigError(
             f"{parallel.world_size} learner ranks (tensor {parallel.tensor} x data {parallel.data})",
             f"WORLD_SIZE={world}",
-            "Start as many ranks as trainer.parallel says.",
+            "Start as many ranks as trainer.parallel requires.",
         )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core overlaps collectives by kernel order
     torch.distributed.init_process_group(device.backend, timeout=COLLECTIVE_TIMEOUT)
@@ -49,13 +50,13 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
 
 
 def close_parallel() -> None:
-    """Leaves the groups; the process may join others afterwards."""
+    """Destroys the process groups. The process may join others afterwards."""
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
 
 def rank() -> hf_mapping.Rank:
-    """This process's place in the model-parallel grid."""
+    """This process's coordinates in the model-parallel mesh."""
     return hf_mapping.Rank(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -79,12 +80,12 @@ class ValueHead(torch.nn.Module):
 
 
 def pick_spec(device: Device) -> ModelSpec:
-    """The spec whose kernels are made for the device."""
+    """The spec with the device's kernels."""
     return CPU if device.kind == "cpu" else ACCELERATOR
 
 
 def build_module(arch: Architecture, dtype: torch.dtype, device: Device, spec: ModelSpec) -> GPTModel:
-    """A GPTModel of this rank's shard, weights not initialised. Raises ConfigError when the sizes do not divide over the ranks."""
+    """This rank's shard as a GPTModel with uninitialised weights. Raises ConfigError when the sizes do not divide over the ranks."""
     here = rank()
     try:
         hf_mapping.check(arch, here.tp)
@@ -111,7 +112,7 @@ def build_module(arch: Architecture, dtype: torch.dtype, device: Device, spec: M
 
 
 def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Tensor:
-    """The embedded tokens times `factor`, which the reference rounds to the dtype of the weights."""
+    """The embedded tokens times `factor`, which transformers rounds to the dtype of the weights."""
     return embedded * torch.tensor(factor, dtype=embedded.dtype)
 
 
@@ -119,7 +120,7 @@ _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.
 
 
 def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.Rank, spec: ModelSpec) -> TransformerConfig:
-    """megatron-core's description of the architecture on this rank."""
+    """megatron-core's configuration of the architecture on this rank."""
     config = TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -142,7 +143,7 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        calculate_per_token_loss=True,  # losses arrive divided by the global token count: data ranks sum, never average
+        calculate_per_token_loss=True,  # losses are already divided by the global token count: data ranks sum gradients and never average them
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

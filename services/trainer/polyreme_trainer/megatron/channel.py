@@ -1,6 +1,6 @@
-"""Rank 0's messages to the other ranks, as torch.distributed broadcasts over all of them.
+"""Rank 0's messages to the other ranks, as torch.distributed broadcasts.
 
-Invariant: `send` on rank 0 and `receive` on every other rank are the same two collectives, so they pair up in order.
+Invariant: `send` on rank 0 and `receive` on every other rank run the same collectives in the same order.
 """
 
 import torch
@@ -11,20 +11,20 @@ class BroadcastChannel:
     """A channel over the default process group.
 
     Args:
-        device: where the buffers of a broadcast live; the collective backend decides (cpu for gloo).
+        device: the device of a broadcast's buffers, which depends on the collective backend (cpu for gloo).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def send(self, kind: int, payload: bytes) -> None:
-        """A message from rank 0."""
+        """Sends a message from rank 0 to all other ranks."""
         dist.broadcast(torch.tensor([kind, len(payload)], dtype=torch.int64, device=self._device), src=0)
         if payload:
             dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._device), src=0)
 
     def receive(self) -> tuple[int, bytes]:
-        """The next message: its kind and its bytes."""
+        """Receives the next message: its kind and its bytes."""
         head = torch.empty(2, dtype=torch.int64, device=self._device)
         dist.broadcast(head, src=0)
         kind, size = (int(x) for x in head.tolist())

@@ -1,11 +1,11 @@
-"""Checkpoints: everything a rank needs to continue as if it had never stopped, bit for bit, on the same layout.
+"""Checkpoints: everything that a rank needs to continue bit for bit, on the same layout, as if it had never stopped.
 
-A checkpoint is a directory: `state-T.pt` (weights and moments of tensor rank T of every role that changes, written by data rank 0), `rng-R.pt`
-of every rank, and `checkpoint.json`: format, iteration, layout, the learner's facts, the xxh3_64 of every file, and of itself.
+A checkpoint is a directory. `state-T.pt` has the weights and moments of tensor rank T of every role that changes, written by data rank 0.
+`rng-R.pt` has the random generators of rank R. `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the
+xxh3_64 of every file, and its own digest.
 
-Invariant: a directory of that name is complete, because it is made under another name, synced, and renamed. Whatever damage a
-checkpoint has, finding, pruning and saving the others works: it counts as damaged, with the reason in the log. Loading unpickles
-nothing but tensors and plain containers.
+Invariant: a checkpoint directory is complete, because it is built under another name, synced and renamed. A damaged checkpoint, whatever
+the damage, never prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
 """
 
 import json
@@ -34,11 +34,11 @@ class Checkpoint:
     """A checkpoint on disk whose manifest is intact.
 
     Attributes:
-        path: its directory.
-        iteration: the number in its name.
-        layout: of the ranks that wrote it.
-        facts: what the learner gave to `save`.
-        files: name to xxh3_64, hexadecimal.
+        path: the checkpoint's directory.
+        iteration: the number in the directory's name.
+        layout: the layout of the ranks that wrote it.
+        facts: the facts that the learner passed to `save`.
+        files: file name -> xxh3_64, hexadecimal.
     """
 
     path: Path
@@ -48,17 +48,17 @@ class Checkpoint:
     files: Mapping[str, str]
 
     def intact(self) -> bool:
-        """Whether every file has the bytes that were saved."""
+        """Whether every file has the digest that was saved."""
         return all((self.path / name).is_file() and digest_of(self.path / name) == digest for name, digest in self.files.items())
 
 
 def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
-    """Writes the checkpoint `path`, replacing what is there. Collective; returns on every rank when it is on disk.
+    """Writes the checkpoint `path` and replaces an existing one. Collective; returns on every rank once it is on disk.
 
     Args:
-        path: ends in a number, see `iteration_path`.
-        roles: those that change in training.
-        facts: JSON values, the same on every rank; `algorithm` and others that `load` gives back.
+        path: a path that ends in a number, see `iteration_path`.
+        roles: the roles that change during training.
+        facts: JSON values for the manifest, such as `algorithm`; rank 0's are stored.
     """
     temporary = atomic.staging(path)
     first = torch.distributed.get_rank() == 0
@@ -69,7 +69,7 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
     model = roles[0].model
     rng, state = _names(roles[0])
     torch.save(model.device.rng_state(), temporary / rng)
-    atomic.sync(temporary / rng)  # on a file system of several machines, only the one that wrote a file can
+    atomic.sync(temporary / rng)  # on a file system of several machines, only the writer can sync a file
     if parallel_state.get_data_parallel_rank() == 0:
         torch.save({role.name: role.state_dict() for role in roles}, temporary / state)
         atomic.sync(temporary / state)
@@ -82,10 +82,10 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
 
 
 def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
-    """Restores weights, moments and random generators. Called on every rank, with a checkpoint that is `intact`.
+    """Restores weights, moments and random generators. Called on every rank, with an `intact` checkpoint.
 
     Raises:
-        ConfigError: the checkpoint has another layout, dtype or other roles.
+        ConfigError: the checkpoint has a different layout, dtype or set of roles.
     """
     if checkpoint.layout != _layout(roles):
         raise ConfigError(
@@ -101,7 +101,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
 
 
 def iteration_path(root: Path, iteration: int, prefix: str = "iteration") -> Path:
-    """Where the checkpoint of an iteration is; with another prefix, of what its number counts there."""
+    """The path of an iteration's checkpoint. Another `prefix` names what the number counts."""
     return root / f"{prefix}-{iteration:06d}"
 
 
@@ -112,21 +112,21 @@ def find(root: Path, prefix: str = "iteration") -> list[Checkpoint]:
 
 
 def count(root: Path, prefix: str = "iteration") -> int:
-    """How many checkpoints there are, damaged ones included."""
+    """The number of checkpoints, including damaged ones."""
     return len(list(root.glob(f"{prefix}-*")))
 
 
 def newest(root: Path, prefix: str = "iteration") -> Checkpoint | None:
-    """The newest checkpoint whose digests hold; newer ones are reported as damaged and passed over."""
+    """The newest intact checkpoint. Newer, damaged ones are logged and skipped."""
     for checkpoint in reversed(find(root, prefix)):
         if checkpoint.intact():
             return checkpoint
-        logger.warning("checkpoint %s is damaged: a file has other bytes than were saved", checkpoint.path)
+        logger.warning("checkpoint %s is damaged: a file differs from its digest", checkpoint.path)
     return None
 
 
 def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> None:
-    """Removes all but the newest `keep` up to `iteration`, and what is damaged: a resume has passed that over."""
+    """Removes all but the newest `keep` checkpoints up to `iteration`, and damaged newer ones, which a resume has skipped."""
     there = find(root, prefix)
     kept = {checkpoint.path for checkpoint in [each for each in there if each.iteration <= iteration][-keep:]}
     newer = {each.path for each in there if each.iteration > iteration and each.intact()}
@@ -138,16 +138,16 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory; None, with the reason in the log, when its manifest cannot be used."""
+    """The checkpoint in a directory; None when its manifest is unusable, with the reason in the log."""
     try:
         fields = json.loads((path / _MANIFEST).read_text())
         digest = fields.pop("digest")
         if fields["format"] != _FORMAT:
-            raise ValueError(f"format {fields['format']!r}, and this version reads {_FORMAT}")
+            raise ValueError(f"expected format {_FORMAT}; found {fields['format']!r}")
         if digest != _manifest_digest(fields):
             raise ValueError("other bytes than were saved")
         if fields["iteration"] != _number(path):
-            raise ValueError(f"iteration {fields['iteration']}, which its directory's name does not say")
+            raise ValueError(f"expected the iteration of the directory's name; found {fields['iteration']}")
         return Checkpoint(path, fields["iteration"], fields["layout"], fields["facts"], fields["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("checkpoint %s is damaged: %s: %s: %s", path, _MANIFEST, type(error).__name__, error)
@@ -157,7 +157,7 @@ def read(path: Path) -> Checkpoint | None:
 def write_manifest(
     folder: Path, iteration: int, layout: Mapping[str, Any], facts: Mapping[str, Any], files: Mapping[str, str]
 ) -> None:
-    """Writes the manifest of a checkpoint whose other files are complete. `files`: name to xxh3_64."""
+    """Writes the manifest of a checkpoint whose other files are complete. `files`: name -> xxh3_64."""
     fields = {"format": _FORMAT, "iteration": iteration, "layout": dict(layout), "facts": dict(facts), "files": dict(files)}
     (folder / _MANIFEST).write_text(json.dumps({**fields, "digest": _manifest_digest(fields)}, indent=1))
 
@@ -176,18 +176,18 @@ def _manifest_digest(fields: Mapping[str, Any]) -> str:
 
 
 def _number(path: Path) -> int:
-    """The number at the end of a checkpoint's name; -1 when there is none."""
+    """The number at the end of a checkpoint's name; -1 without one."""
     text = path.name.rpartition("-")[2]
     return int(text) if text.isdecimal() else -1
 
 
 def _names(role: Role[Any]) -> tuple[str, str]:
-    """Files of this rank: generators, and the state it shares with its data ranks."""
+    """The names of this rank's files: its generators, and the state that it shares with its data ranks."""
     return f"rng-{torch.distributed.get_rank()}.pt", f"state-{role.model.rank.tp_rank}.pt"
 
 
 def _all_names(role: Role[Any]) -> list[str]:
-    """Files of all ranks, sorted."""
+    """The names of all ranks' files, sorted."""
     generators = (f"rng-{rank}.pt" for rank in range(torch.distributed.get_world_size()))
     return sorted([*generators, *(f"state-{rank}.pt" for rank in range(role.model.rank.tp))])
 

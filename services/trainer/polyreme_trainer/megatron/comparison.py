@@ -1,6 +1,6 @@
-"""The numbers behind the start gates: learner, Hugging Face model and replica answers compared with one another.
+"""Computes the numbers of the start gates: it compares the learner, the Hugging Face model and the replicas' answers.
 
-Invariant: memory stays bounded by one answer's logits at a time, because logits of whole prompts at a real vocabulary take gigabytes.
+Invariant: for answers, the logits of one answer exist at a time, because logits of many answers over a real vocabulary take gigabytes.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def load_hf(path: Path, dtype: str) -> torch.nn.Module:
 
 
 def load_hf_critic(path: Path, dtype: str) -> torch.nn.Module:
-    """The Hugging Face sequence classifier of a directory, likewise."""
+    """The Hugging Face sequence classifier of a directory, on the CPU, in evaluation mode."""
     from transformers import AutoModelForSequenceClassification
 
     return _load(AutoModelForSequenceClassification, path, dtype)
@@ -43,35 +43,35 @@ def _load(kind: Any, path: Path, dtype: str) -> torch.nn.Module:
 
 
 def logits_gate(learner: Tensor, model: torch.nn.Module, ids: Tensor, limits: GateLimits) -> Gate:
-    """Learner's logits [b, s, vocab] of `ids` [b, s] against the Hugging Face model's."""
+    """Compares the learner's logits [b, s, vocab] of `ids` [b, s] with the Hugging Face model's."""
     with torch.no_grad():
         difference = (model(input_ids=ids).logits.float() - learner.cpu()).abs().max()
     return Gate(
         "largest logit difference between learner and Hugging Face model",
         float(difference),
         limits.logits,
-        "Report it with the model's config.json: the trainer computes another function than transformers does.",
+        "Report it with the model's config.json: the trainer and transformers compute different functions.",
     )
 
 
 def values_gate(learner: Tensor, model: Any, ids: Tensor, limits: GateLimits) -> Gate:
-    """The critic's values [b, s] of `ids` [b, s] against those of the Hugging Face sequence classifier at every position."""
+    """Compares the critic's values [b, s] of `ids` [b, s] with those of the Hugging Face sequence classifier at every position."""
     with torch.no_grad():
         values = model.score(model.base_model(input_ids=ids).last_hidden_state)[..., 0].float()
         difference = (values - learner.cpu()).abs().max()
     return Gate(
-        "largest value difference between the learner's critic and Hugging Face model",
+        "largest value difference between the learner's critic and the Hugging Face model",
         float(difference),
         limits.logits,
-        "Report it with the critic's config.json: the trainer computes another function than transformers does.",
+        "Report it with the critic's config.json: the trainer and transformers compute different functions.",
     )
 
 
 def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: GateLimits) -> Gate:
-    """A replica's greedy answers under the Hugging Face model of the same weights.
+    """Checks replicas' greedy answers with the Hugging Face model of the same weights.
 
-    One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. Near ties, which
-    rounding decides, are within the limit.
+    One forward pass over prompt and answer shows for every token whether the model would have chosen the same one. The limit allows for near
+    ties, which rounding decides.
     """
     gaps = []
     for answer in answers:
@@ -83,15 +83,15 @@ def greedy_gate(model: torch.nn.Module, answers: Sequence[Answer], limits: GateL
             logits = model(input_ids=ids[None, :-1], logits_to_keep=len(response)).logits[0].float()
         gaps.append((logits.amax(-1) - logits.gather(1, response[:, None])[:, 0]).max())
     return Gate(
-        "log-probability by which the Hugging Face model prefers another token than a replica's greedy one",
+        "log-probability by which the Hugging Face model prefers another token to a replica's greedy one",
         float(torch.stack(gaps).max()),
         limits.greedy,
-        "The replica serves other weights than were pushed, or its engine computes them wrongly; do not train with it.",
+        "Check the replica's model, dtype and engine version: it serves different weights, or its engine computes another function.",
     )
 
 
 def replica_gate(learner: Tensor, answers: Sequence[Answer], limits: GateLimits) -> Gate:
-    """Learner's log-probabilities of the sampled tokens, float32 [k], answer by answer, against the replica's own."""
+    """Compares the learner's log-probabilities of the sampled tokens, float32 [k], answer by answer, with the replica's."""
     behaviour = torch.from_numpy(np.concatenate([answer.logprobs for answer in answers]))
     return Gate(
         "mismatch_kl per token between learner and replica",

@@ -1,4 +1,7 @@
-"""A critic: a sharded model of the policy's family whose head gives one number per position, as transformers' ForSequenceClassification."""
+"""A critic: a sharded model of the policy's family with a value head, as in transformers' ForSequenceClassification.
+
+Invariant: a critic that starts from a language model has a zero head, so its first values are 0.
+"""
 
 from collections import ChainMap
 from dataclasses import replace
@@ -22,13 +25,13 @@ class Critic(ShardedModel):
         """The value of each prefix `ids[b, : t + 1]`, differentiable in the weights: fp32 [b, s].
 
         Args:
-            ids: int64 [b, s], padded on the right with any token of the vocabulary; values of padding mean nothing.
+            ids: int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
         """
         return self.module.output_layer(self.hidden(ids)).float().view(ids.shape)
 
     @torch.no_grad()
     def copy_backbone(self, model: ShardedModel) -> None:
-        """Takes over the weights of a model of the same sizes, except its head; the values become zero."""
+        """Copies the weights of a model of the same sizes, except its head. The values become 0."""
         theirs = model.state_dict()
         for name, param in self._params.items():
             if name == "output_layer.weight":
@@ -37,21 +40,21 @@ class Critic(ShardedModel):
                 param.copy_(theirs[name])
 
     def load_hf(self, path: Path) -> None:
-        """Loads a sequence classifier with one label, or a language model, whose critic starts with values of zero. Raises ConfigError."""
+        """Loads a sequence classifier with one label, or a language model, with which the values start at 0. Raises ConfigError."""
         shapes = hf_mapping.hf_shapes(self.arch)
         with open_tensors(path) as tensors:
             fresh = {} if VALUE_HEAD in tensors else {VALUE_HEAD: torch.zeros(shapes[VALUE_HEAD])}
             tensors.check({name: shape for name, shape in shapes.items() if name not in fresh}, {})
-            self.load_slices(ChainMap(fresh, tensors))  # type: ignore[arg-type]  # nothing writes into it
+            self.load_slices(ChainMap(fresh, tensors))  # type: ignore[arg-type]  # it is only read
 
 
 def critic_architecture(arch: Architecture) -> Architecture:
-    """The same model with a value head."""
+    """The same architecture with a value head."""
     return replace(arch, head="value")
 
 
 def build_critic(path: Path, dtype: str, device: Device, *, trainable: bool = True) -> Critic:
-    """The critic of a Hugging Face directory. Needs `init_parallel`. Raises ConfigError."""
+    """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
     critic = Critic(critic_architecture(load_architecture(path)), dtype, device, trainable=trainable)
     critic.load_hf(path)
     return critic

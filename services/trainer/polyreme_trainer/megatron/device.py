@@ -1,8 +1,8 @@
-"""What differs between cpu, cuda and npu, but for the kernels: those are in the two model specs.
+"""The differences between cpu, cuda and npu, except for the kernels, which are in the two model specs.
 
-Invariant: nothing else in the trainer but `build`, which picks the spec, asks which kind of device it runs on. On CPU megatron-core needs
-`Device.megatron()` where it asks for CUDA tensors by name, which it does while objects are built; training steps run without it, because
-it adds a cost to every call of torch.
+Invariant: only this module, `build`, which picks the spec, and `optimizer` ask which kind of device it is. On CPU, megatron-core needs
+`Device.megatron()` while objects are built, because it requests CUDA tensors by name. Training steps run without it, because it slows every
+call of torch.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ class Device:
 
     Args:
         kind: "cpu", "cuda" or "npu".
-        local_rank: number of this process on its host; picks the accelerator.
-        threads: compute threads of this rank on CPU.
+        local_rank: the number of this process on its host; selects the accelerator.
+        threads: the number of compute threads of this rank on CPU.
     """
 
     def __init__(self, kind: str, local_rank: int = 0, threads: int = 1) -> None:
@@ -32,7 +32,7 @@ class Device:
             _import_npu()
         if kind != "cpu" and not getattr(torch, kind).is_available():
             raise ConfigError(
-                f"a machine with {kind}", f"torch {torch.__version__} sees none", "Set device: cpu, or repair the driver."
+                f"a machine with {kind}", f"torch {torch.__version__} sees none", "Set device: cpu, or fix the driver."
             )
         self.kind = kind
         self.backend = _BACKENDS[kind]
@@ -70,12 +70,13 @@ class Device:
             getattr(torch, self.kind).set_rng_state(state["device"])
 
     def synchronize(self) -> None:
-        """Waits for the device's queued work; on CPU there is none."""
+        """Waits for the device's queued work. Does nothing on CPU."""
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
 
     def megatron(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which megatron-core code that names CUDA works on this device. On npu `transfer_to_npu` has arranged it for the process."""
+        """A context in which megatron-core code that names CUDA works on this device. On npu, `transfer_to_npu` does that for the whole
+        process."""
         return CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 

@@ -1,6 +1,6 @@
 """The megatron engine: one rank's models on megatron-core, as the control loop uses them.
 
-Invariant: whatever this engine gives back is the same on every rank, or is rank 0's alone where the protocol says so.
+Invariant: every result of the engine is the same on all ranks, except where the protocol returns it on rank 0 only.
 """
 
 import asyncio
@@ -38,16 +38,16 @@ from polyreme_trainer.megatron.step import Iteration, train_iteration
 from polyreme_trainer.megatron.version_writer import VersionWriter
 
 MIXING = 0x707478
-"""Tells the order of supervised rows that are mixed in from other draws of the run's seed."""
+"""Separates the random order of mixed-in supervised rows from other uses of the run's seed."""
 
 
 class MegatronEngine:
     """One rank's roles, checkpoints and arena.
 
     Args:
-        config, files: of the run: its configuration and the model's small files.
+        config, files: the run's configuration and the model's small files.
         run_id: names the arena.
-        ranks, device: this rank's place. Needs `init_parallel`.
+        ranks, device: the learner's ranks and this rank's device. Requires `init_parallel`.
     """
 
     def __init__(self, config: RunConfig, files: Mapping[str, bytes], run_id: str, ranks: Ranks, device: Device) -> None:
@@ -67,15 +67,15 @@ class MegatronEngine:
         self.reference: Role[Policy] | None = self.followers.reference
         self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
-        """What the algorithm carries from one iteration to the next."""
+        """The algorithm's state between iterations."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
         self.saves = Saves(config, files, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
-        """Supervised rows that the iterations mix in."""
+        """The supervised rows that iterations mix into their steps."""
         self.limits = LIMITS[config.model.dtype]
         self.hf: torch.nn.Module | None = None
-        """The Hugging Face model of the last comparison, until replicas were compared with it. On rank 0."""
+        """The Hugging Face model of the last comparison, kept until replicas are compared with it. On rank 0."""
 
     @property
     def trained(self) -> list[Role[Any]]:
@@ -84,11 +84,11 @@ class MegatronEngine:
 
     @property
     def saved(self) -> list[Role[Any]]:
-        """The roles that a checkpoint holds. A reference that stays is none of them: it is version 0's export."""
+        """The roles in a checkpoint. A constant reference is not among them, because it is version 0's export."""
         return [*self.trained, *self.followers.roles]
 
     def frozen_role(self, name: str, dtype: str) -> Role[Policy]:
-        """A policy of the actor's shapes without optimizer."""
+        """Creates a role with a policy of the actor's shapes and without an optimizer."""
         policy = Policy(self.policy.arch, dtype, self.device, trainable=False)
         return Role(name, policy, self.logprobs_of(policy), self.shard)
 
@@ -104,11 +104,11 @@ class MegatronEngine:
         return self.saves.hf_path(version)
 
     def logprobs_of(self, policy: Policy) -> Forward:
-        """A policy's log-probabilities of a micro-batch's trained tokens, at the temperature of sampling."""
+        """A policy's log-probabilities of a micro-batch's trained tokens, at the sampling temperature."""
         return lambda batch: policy.logprobs(batch.ids, batch.targets, self.config.rollout.temperature)
 
     def logprobs_and_entropies(self, batch: MicroBatch) -> torch.Tensor:
-        """Of the actor, for a micro-batch's trained tokens: fp32 [2, k], in nats."""
+        """The actor's log-probabilities and entropies for a micro-batch's trained tokens: fp32 [2, k], in nats."""
         temperature = self.config.rollout.temperature
         return torch.stack(self.policy.logprobs(batch.ids, batch.targets, temperature, with_entropy=True))
 
@@ -151,7 +151,7 @@ class MegatronEngine:
         self.rows = supervised(ids, loss_mask)
 
     def mixed(self, iteration: int, steps: int) -> list[Sequences]:
-        """The supervised rows of each of an iteration's optimizer steps; empty where none are mixed in."""
+        """The supervised rows of each optimizer step of an iteration; empty when none are mixed in."""
         ptx, rows, seed = self.config.algorithm.ptx, self.rows, (self.config.seed, MIXING)
         if ptx is None or rows is None:
             return []
@@ -172,11 +172,11 @@ class MegatronEngine:
 
     @property
     def critic_optimizer(self) -> OptimizerConfig:
-        """The critic's own, or the actor's."""
+        """The critic's own optimizer settings, or else the actor's."""
         return self.config.trainer.critic.optimizer or self.config.trainer.optimizer
 
     def make_critic(self) -> Role[Critic]:
-        """The critic role, with the weights of its Hugging Face directory."""
+        """Creates the critic role with the weights of its Hugging Face directory."""
         path = self.config.trainer.critic.path or self.config.model.path
         critic = build_critic(path, self.config.model.dtype, self.device)
         role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
@@ -184,7 +184,7 @@ class MegatronEngine:
         return role
 
     def make_reference(self, path: Path) -> None:
-        """The reference role, with the weights of a Hugging Face directory."""
+        """Creates the reference role with the weights of a Hugging Face directory."""
         self.reference = self.frozen_role("reference", self.policy.dtype)
         self.reference.model.load_hf(path)
 
@@ -213,7 +213,8 @@ class MegatronEngine:
 
     def part_weights(self) -> dict[str, float] | None:
         """The weights of the reward's named parts, when the algorithm normalises each of them."""
-        return {spec.label: spec.weight for spec in self.config.reward.rewards} if self.algorithm.needs.parts else None
+        rewards = self.config.reward.rewards if self.config.reward else []
+        return {spec.label: spec.weight for spec in rewards} if self.algorithm.needs.parts else None
 
     def write(self, slot: int, version: int, term: int) -> Written:
         return self.writer.write(slot, version, term)
@@ -228,7 +229,7 @@ class MegatronEngine:
         return saved
 
     def critic_export(self) -> Export | None:
-        """The critic as it stands; None when there is none, and on ranks other than 0. Collective."""
+        """The critic's present weights for an export; None without a critic and on ranks other than 0. Collective."""
         tensors = None if self.critic is None else self.critic.model.full_tensors()
         if tensors is None or not self.ranks.leads:
             return None

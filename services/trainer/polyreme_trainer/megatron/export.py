@@ -1,6 +1,6 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load, with its critic and its moving average as directories within it.
+"""Exports a policy as a Hugging Face directory that transformers and vLLM load, with its critic and its moving average as subdirectories.
 
-Invariant: a directory of that name is complete, those within it included.
+Invariant: an exported directory is complete, including its subdirectories.
 """
 
 import json
@@ -23,12 +23,12 @@ EMA = "ema"
 
 @dataclass(frozen=True)
 class Export:
-    """A model that is exported.
+    """A model to export.
 
     Attributes:
-        tensors: every Hugging Face tensor, whole, without aliases (a tied lm_head follows from the config); all of one dtype. Views
-            into an arena slot will do.
-        model_files: config.json and the tokenizer's files by name, as the run started with.
+        tensors: every Hugging Face tensor, whole and of one dtype, without aliases (a tied lm_head follows from the config). They may be
+            views into an arena slot.
+        model_files: config.json and the tokenizer's files by name, as at the run's start.
     """
 
     tensors: Mapping[str, Tensor]
@@ -36,9 +36,9 @@ class Export:
 
 
 def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = MappingProxyType({})) -> None:
-    """Writes `directory` atomically, replacing what is there, with the models `beside` in directories of their names.
+    """Writes `directory` atomically and replaces an existing one. `beside` maps names of subdirectories to the models to write there.
 
-    The critic is written as a sequence classifier with one label.
+    The critic becomes a sequence classifier with one label.
     """
     with new_directory(directory) as temporary:
         _write(temporary, policy)
@@ -48,10 +48,7 @@ def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = Ma
 
 
 def as_classifier(model: Export, **fields: Any) -> Export:
-    """The export with the config.json of the sequence classifier with one label that belongs to a language model's.
-
-    `fields` replace those of config.json.
-    """
+    """The export of a language model with the config.json of a sequence classifier with one label. `fields` replace some of its keys."""
     config = json.loads(classifier_config(model.model_files["config.json"])) | fields
     return replace(model, model_files={**model.model_files, "config.json": json.dumps(config).encode()})
 
@@ -64,7 +61,7 @@ def _write(folder: Path, model: Export) -> None:
 
 
 def classifier_config(config: bytes) -> bytes:
-    """config.json of the sequence classifier with one label that belongs to a language model's."""
+    """Converts a language model's config.json to that of a sequence classifier with one label."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES  # takes a second
 
     fields = json.loads(config)
@@ -73,7 +70,7 @@ def classifier_config(config: bytes) -> bytes:
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:
-    """config.json that names the dtype of the weights beside it, under the key it already uses."""
+    """config.json with the dtype of the exported weights, under the key that it already uses."""
     fields = json.loads(config)
     fields["torch_dtype" if "torch_dtype" in fields else "dtype"] = dtype
     return json.dumps(fields, indent=2).encode()

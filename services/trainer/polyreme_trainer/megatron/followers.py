@@ -1,6 +1,6 @@
 """Models that follow the actor without an optimizer: its moving average, and a reference policy that is renewed.
 
-Invariant: what a follower holds after iteration i follows from the actor's versions up to i alone, so it is in every checkpoint.
+Invariant: a follower's weights after iteration i depend only on the actor's versions up to i. They are in every checkpoint.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ class Followers:
     """The followers of one actor.
 
     Args:
-        actor: the model that they follow.
-        make_role: a frozen role of the actor's shapes, from its name and dtype.
-        renew_interval: iterations after which the reference becomes the actor; 0: there is no such reference.
-        decay: of the moving average; None: there is none.
+        actor: the model that the followers follow.
+        make_role: creates a frozen role of the actor's shapes from a name and a dtype.
+        renew_interval: iterations between two renewals of the reference by the actor's weights; 0 for no such reference.
+        decay: the moving average's decay; None for no moving average.
     """
 
     def __init__(
@@ -32,16 +32,16 @@ class Followers:
 
     @property
     def roles(self) -> list[Role[Policy]]:
-        """Those that there are."""
+        """The existing followers."""
         return [role for role in (self.reference, self.ema) if role is not None]
 
     def begin(self) -> None:
-        """Gives every follower the actor's weights, before the first iteration."""
+        """Copies the actor's weights into every follower, before the first iteration."""
         for role in self.roles:
             role.model.load_state_dict(self._actor.state_dict())
 
     def follow(self, iteration: int) -> dict[str, float]:
-        """Brings the followers up to the actor's version `iteration`. Returns metrics of the iteration: what the reference was in it."""
+        """Updates the followers after `iteration`. Returns metrics: the version of the reference that the iteration used."""
         metrics: dict[str, float] = {}
         if self.ema is not None and self._decay is not None:
             move_average(self.ema.model, self._actor, self._decay)
@@ -52,7 +52,7 @@ class Followers:
         return metrics
 
     def export(self, files: Mapping[str, bytes]) -> Export | None:
-        """The moving average in the actor's dtype; None when there is none, and on tensor ranks other than the first. Collective."""
+        """The moving average in the actor's dtype; None without one and on tensor ranks other than the first. Collective."""
         tensors = None if self.ema is None else self.ema.model.full_tensors()
         if tensors is None:
             return None
@@ -61,7 +61,7 @@ class Followers:
 
 @torch.no_grad()
 def move_average(average: ShardedModel, actor: ShardedModel, decay: float) -> None:
-    """`average = decay average + (1 - decay) actor`, in the average's own precision: float32, so that small steps are not lost."""
+    """`average = decay average + (1 - decay) actor`, in float32, so that small steps are not rounded away."""
     newest = actor.state_dict()
     for name, param in average.state_dict().items():
         param.lerp_(newest[name].to(param.dtype), 1 - decay)

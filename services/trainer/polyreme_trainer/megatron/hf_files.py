@@ -1,6 +1,6 @@
-"""Reading the weights of a Hugging Face directory: one safetensors file, or several with an index. Nothing else is ever unpickled.
+"""Reads the weights of a Hugging Face directory: one safetensors file, or several with an index. It unpickles nothing.
 
-Invariant: what is wrong with a file is a ConfigError that names the directory, never an error of the parser.
+Invariant: a missing or damaged file raises a ConfigError that names it, never an error of the parser.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class HfTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]) -> None:
-        """Raises ConfigError unless every tensor of `shapes` is there in that shape, and every alias that is there equals its tensor."""
+        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor."""
         for name, shape in shapes.items():
             if name not in self._files:
                 raise ConfigError(
@@ -57,14 +57,14 @@ class HfTensors(Mapping[str, Tensor]):
             if alias in self._files and not torch.equal(self[alias], self[name]):
                 raise ConfigError(
                     f"{alias} equal to {name} in {self._path}, because its config.json has tie_word_embeddings: true",
-                    "other numbers",
-                    "Set tie_word_embeddings: false in this config.json, or remove the tensor that is not in use.",
+                    "different numbers",
+                    "Set tie_word_embeddings: false in this config.json, or remove the unused tensor.",
                 )
 
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[HfTensors]:
-    """Opens the directory's weights. Raises ConfigError for files that are missing or damaged."""
+    """Opens the directory's weights. Raises ConfigError when a file is missing or damaged."""
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
         for file in _weight_files(Path(path)):

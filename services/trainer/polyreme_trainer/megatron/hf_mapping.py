@@ -1,13 +1,15 @@
 """The mapping between megatron-core's parameters and Hugging Face tensors, for any tensor, pipeline and expert rank.
 
-Loading, export and weight sync read it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` hold the same
-numbers. Invariant: over all ranks the primary slices cover every element of every Hugging Face tensor exactly once. Pure: no torch.
+Loading, export and weight sync use it in either direction: for every slice, `hf[hf_index]` and `param[param_index]` hold the same numbers.
 
-How megatron-core stores what Hugging Face keeps apart (rows are output features):
-- `linear_qkv`: for each key-value group its query heads, then its key head, then its value head; all groups in turn, cut into `tp`
-  equal runs of rows. With more ranks than groups a run may start and end inside a group.
-- `linear_fc1`: on each rank the rank's gate rows, then its up rows.
-- embedding and output rows are padded with rows that no token uses, so that they divide evenly.
+Invariant: over all ranks, the primary slices cover every element of every Hugging Face tensor exactly once. The module is pure and imports
+no torch.
+
+How megatron-core stores tensors that Hugging Face keeps separate (rows are output features):
+- `linear_qkv`: for each key-value group its query heads, then its key head, then its value head. The rows of all groups are split into
+  `tp` equal runs. With more ranks than groups, a run may start and end inside a group.
+- `linear_fc1`: on each rank, the rank's gate rows, then its up rows.
+- Embedding and output rows are padded with rows that no token uses, so that they divide evenly.
 """
 
 from collections.abc import Iterator
@@ -32,8 +34,8 @@ Index = tuple[slice, ...]
 class Slice:
     """`param[param_index]` of one rank is `hf[hf_index]` of the whole model.
 
-    `primary` is false for a copy that another rank writes: a replicated parameter on tensor or expert ranks after the first, and the
-    output layer's copy of a tied embedding on the last pipeline stage.
+    `primary` is False for a copy whose original another rank writes: a replicated parameter on tensor or expert ranks after the first, and
+    the output layer's copy of a tied embedding on the last pipeline stage.
     """
 
     param: str
@@ -60,7 +62,7 @@ class Rank:
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
-    """The table's rows that live on this pipeline stage and expert rank; whether they are the ones that write them."""
+    """The table's rows of this pipeline stage and expert rank, each with whether this rank writes it."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     leads = rank.ep_rank == 0
     if arch.experts % rank.ep:
@@ -80,7 +82,7 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
 
 
 def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
-    """Every slice of one rank's parameters, in the order of the model. Raises ValueError when the sizes do not divide."""
+    """Every slice of one rank's parameters, in model order. Raises ValueError when the sizes do not divide evenly."""
     check(arch, rank.tp)
     slices = []
     for row, writes in stage_rows(arch, rank):
@@ -91,7 +93,7 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
 
 
 def check(arch: Architecture, tp: int) -> None:
-    """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core needs."""
+    """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core requires."""
     packed = arch.queries + 2 * arch.keys
     widths = [arch.expert_ffn, arch.shared_ffn] if arch.experts else [arch.ffn]
     if arch.heads % tp or any(width % tp for width in widths) or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
@@ -101,22 +103,22 @@ def check(arch: Architecture, tp: int) -> None:
 
 
 def padded_vocab(arch: Architecture, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """Rows of the embedding over all ranks, padding included."""
+    """The number of embedding rows over all ranks, including padding."""
     return -(-arch.vocab // (multiple * tp)) * multiple * tp
 
 
 def hf_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Name and shape of every Hugging Face tensor, in the order of the model; a tied lm_head is absent (see `hf_aliases`)."""
+    """Name and shape of every Hugging Face tensor, in model order, without a tied lm_head (see `hf_aliases`)."""
     return {name: shape for row in arch.rows() for name, shape in arch.shapes(row).items()}
 
 
 def hf_aliases(arch: Architecture) -> dict[str, str]:
-    """Tensors that are another one's storage: {alias: tensor}."""
+    """Tensors that share another tensor's storage: {alias: tensor}."""
     return {LM_HEAD: EMBEDDING} if arch.head == "tied" else {}
 
 
 def param_shapes(arch: Architecture, rank: Rank) -> dict[str, Shape]:
-    """Name and shape of every parameter of one rank, padding included."""
+    """Name and shape of every parameter of one rank, including padding."""
     shapes: dict[str, Shape] = {}
     for row, _ in stage_rows(arch, rank):
         parts = list(arch.shapes(row).values())
@@ -164,7 +166,7 @@ def _vocab(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Piec
 
 
 def _qkv(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Piece]:
-    """Walks the packed rows run by run and keeps what falls into this rank's range."""
+    """Yields the parts of the packed rows that are in this rank's range, run by run."""
     n = sum(shape[0] for _, shape in parts) // rank.tp
     low, high = rank.tp_rank * n, (rank.tp_rank + 1) * n
     at = 0

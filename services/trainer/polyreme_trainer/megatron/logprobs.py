@@ -1,8 +1,9 @@
-"""Token log-probabilities and entropies from vocabulary-parallel logits; the logits are never gathered.
+"""Token log-probabilities and entropies from vocabulary-parallel logits, without gathering the logits.
 
-Each rank reduces its own columns. Two or three numbers per token cross the ranks in one collective: the columns' log-sum-exp, the target's
-logit and, for the entropy, the mean logit of the columns. Invariant: padded columns are left out before anything is computed, so they have
-probability zero and gradient zero. All sums are in fp32.
+Each rank reduces its own columns. The ranks exchange two or three numbers per token in one collective: the columns' log-sum-exp, the
+target's logit and, for the entropy, the mean logit of the columns.
+
+Invariant: padded columns are removed before any computation, so their probability and gradient are zero. All sums are in fp32.
 """
 
 from typing import Any
@@ -68,7 +69,7 @@ class _TokenLogprobs(Function):
 
 
 def _combine(parts: list[Tensor], group: Any) -> list[Tensor]:
-    """From every rank's columns to all columns: the log-sum-exp, the one rank's target logit, the mean logit."""
+    """Combines the numbers of all ranks' columns: the log-sum-exp, the target's logit and the mean logit."""
     mine = torch.stack(parts)
     every = mine.new_empty((group.size(), *mine.shape))
     torch.distributed.all_gather(list(every), mine, group=group)
@@ -93,12 +94,12 @@ def token_logprobs(
         logits: [tokens, columns of this rank].
         targets: [tokens] int64, in 0 .. vocabulary - 1.
         start: vocabulary index of this rank's first column.
-        valid: how many of this rank's columns are not padding.
+        valid: the number of this rank's columns that are not padding.
         group: tensor-parallel process group; None for one rank.
         with_entropy: also return the entropy of softmax(logits / temperature).
 
     Returns:
-        fp32 [tokens] log-probabilities in nats, and fp32 [tokens] entropies in nats where they are wanted.
+        fp32 [tokens] log-probabilities in nats and, with `with_entropy`, fp32 [tokens] entropies in nats.
     """
     results: tuple[Tensor, ...] = _TokenLogprobs.apply(logits, targets, start, valid, temperature, group, with_entropy)
     return results

@@ -1,4 +1,7 @@
-"""The one place that imports megatron-core, so that its import-time remarks about absent CUDA packages are dropped once."""
+"""The imports of megatron-core.
+
+Invariant: no other module imports megatron, so its import-time warnings about missing CUDA packages are silenced in one place.
+"""
 
 import logging
 import warnings

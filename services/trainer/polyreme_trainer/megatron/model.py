@@ -1,6 +1,6 @@
 """One rank's shard of a model: built, loaded, copied, gathered and written as Hugging Face tensors.
 
-Invariant: weights pass in and out through `hf_mapping` only, so what is loaded, exported and pushed is one mapping in both directions.
+Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both directions.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class ShardedModel:
     """This rank's part of a model.
 
     Args:
-        spec: None: the one that is made for the device.
+        spec: the model spec; None for the device's.
 
     Attributes:
         module: megatron-core's GPTModel.
@@ -53,14 +53,14 @@ class ShardedModel:
             self.module.requires_grad_(False)
 
     def load_hf(self, path: Path) -> None:
-        """Loads this rank's slices from the safetensors of a Hugging Face directory. Raises ConfigError for what does not fit."""
+        """Loads this rank's slices from the safetensors of a Hugging Face directory. Raises ConfigError when they do not fit."""
         with open_tensors(path) as tensors:
             tensors.check(hf_mapping.hf_shapes(self.arch), hf_mapping.hf_aliases(self.arch))
             self.load_slices(tensors)
 
     @torch.no_grad()
     def load_slices(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies this rank's slices out of whole Hugging Face tensors; padding becomes zero."""
+        """Copies this rank's slices from whole Hugging Face tensors. Padding becomes zero."""
         for param in self._params.values():
             param.zero_()
         name, tensor = "", None
@@ -72,14 +72,14 @@ class ShardedModel:
 
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
-        """Copies this rank's primary slices into whole Hugging Face tensors. Called on data rank 0's ranks; together they fill them."""
+        """Copies this rank's primary slices into whole Hugging Face tensors. Data rank 0's tensor ranks call it and together fill them."""
         for piece in self.slices:
             if piece.primary:
                 views[piece.hf_name][piece.hf_index].copy_(self._params[piece.param][piece.param_index])
 
     @torch.no_grad()
     def full_tensors(self) -> dict[str, Tensor] | None:
-        """Whole Hugging Face tensors on the first tensor rank (None on others), on the CPU. Collective over the tensor ranks."""
+        """Whole Hugging Face tensors, on the CPU of the first tensor rank; None on the others. Collective over the tensor ranks."""
         here = self.rank
         everyone = {here.tp_rank: self._params} if here.tp == 1 else self._gather_params()
         if here.tp_rank:
@@ -93,7 +93,7 @@ class ShardedModel:
         return full
 
     def frozen_copy(self) -> Self:
-        """A copy with the present weights, without gradient buffers."""
+        """A copy of the present weights without gradient buffers."""
         copy = type(self)(self.arch, self.dtype, self.device, trainable=False, spec=self.spec)
         copy.load_state_dict(self.state_dict())
         return copy
@@ -104,7 +104,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restores what `state_dict` returned on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
+        """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
         if state.keys() != self._params.keys():
             raise KeyError(f"parameters {sorted(state.keys() ^ self._params.keys())} are not on both sides")
         for name, param in self._params.items():
@@ -114,7 +114,7 @@ class ShardedModel:
         """Final hidden states of int64 ids [b, s]: [b * s, hidden]. Raises ValueError for more positions than the model has."""
         width = ids.shape[1]
         if width > self.arch.max_position:
-            raise ValueError(f"{width} positions, but the model has {self.arch.max_position}")
+            raise ValueError(f"expected at most {self.arch.max_position} positions; found {width}")
         cut = self.rank.tp if self.module.config.sequence_parallel else 1  # tensor ranks that share the positions
         padded = torch.nn.functional.pad(ids, (0, -width % cut))
         full, sliding = (
@@ -125,7 +125,7 @@ class ShardedModel:
         return hidden if width == padded.shape[1] else hidden.unflatten(0, padded.shape)[:, :width].flatten(0, 1)
 
     def _gather_params(self) -> dict[int, dict[str, Tensor]]:
-        """Every tensor rank's parameters, on the first one."""
+        """Every tensor rank's parameters, on the first tensor rank."""
         group = parallel_state.get_tensor_model_parallel_group()
         first = torch.distributed.get_global_rank(group, 0)
         every: dict[int, dict[str, Tensor]] = {tp_rank: {} for tp_rank in range(self.rank.tp)}
@@ -138,7 +138,7 @@ class ShardedModel:
 
 
 def check_same_weights(model: ShardedModel) -> None:
-    """Compares what the data ranks have read, each on a machine of its own. Collective. Raises ConfigError where it differs."""
+    """Compares the weights that the data ranks have read on their machines. Collective. Raises ConfigError when they differ."""
     digest = xxhash.xxh3_64()
     for param in model.state_dict().values():
         digest.update(param.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -149,11 +149,11 @@ def check_same_weights(model: ShardedModel) -> None:
     if len(different := {int(one) for one in every}) > 1:
         raise ConfigError(
             "the same weights at model.path on all machines of the learner",
-            f"{len(different)} kinds",
+            f"{len(different)} different ones",
             "Mount the same directory on all of them.",
         )
 
 
 def tensor_specs(arch: Architecture, dtype: str) -> list[TensorSpec]:
-    """What a manifest is planned from: every Hugging Face tensor of a version, in the order of the model."""
+    """The specs of every Hugging Face tensor of a version, in model order, from which a manifest is planned."""
     return [TensorSpec(name, DTYPES[dtype][1], shape) for name, shape in hf_mapping.hf_shapes(arch).items()]

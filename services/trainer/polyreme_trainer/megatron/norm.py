@@ -1,4 +1,7 @@
-"""Norms of the model on accelerators, and the row-parallel layer that ends in a norm, of both specs."""
+"""The RMS norm of the model on accelerators, and a row-parallel layer that ends in a norm, for both specs.
+
+Invariant: a zero-centred weight is added to 1 in fp32, as in transformers.
+"""
 
 from typing import Any
 
@@ -9,7 +12,8 @@ from polyreme_trainer.megatron.mcore import TransformerConfig
 
 
 class TorchRmsNorm(torch.nn.Module):
-    """megatron-core's norm slot by torch's kernel. Weight [hidden_size]; with `layernorm_zero_centered_gamma` the factor is 1 + weight."""
+    """An RMS norm with megatron-core's interface and torch's kernel. Weight [hidden_size]. With `layernorm_zero_centered_gamma` the factor is
+    1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
@@ -20,12 +24,12 @@ class TorchRmsNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.zero_centered:
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # The sum and the product are fp32, as in the reference: 1 + weight has too few digits in bfloat16.
+        # Sum and product are in fp32, as in transformers: bfloat16 has too few digits for 1 + weight.
         return torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
 
 
 def ends_in_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A row-parallel layer whose output goes through a norm, `post_layernorm`, before the residual is added."""
+    """A row-parallel layer whose output passes through a norm, `post_layernorm`, before the residual is added."""
 
     class Normed(linear):  # type: ignore[misc, valid-type]
         def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:

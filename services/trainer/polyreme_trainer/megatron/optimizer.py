@@ -1,8 +1,9 @@
 """AdamW steps through megatron-core's optimizer, and the learning-rate schedule.
 
-The gradient of a step is the sum over data ranks: losses arrive divided by the step's global token count. Clipping and the reported norm
-see the whole model once (parameters that tensor ranks replicate are counted once). A step with a gradient that is not finite changes
-nothing, and a step that leaves weights which are not finite is the last one.
+A step's gradient is the sum over data ranks, because losses are already divided by the step's global token count. The norm, also for
+clipping, is that of the whole model; parameters that tensor ranks replicate count once.
+
+Invariant: a step whose gradient is not finite changes nothing, and a step that produces weights that are not finite ends the run.
 """
 
 import math
@@ -22,7 +23,7 @@ from polyreme_trainer.megatron.model import ShardedModel
 
 @dataclass(frozen=True)
 class Adam:
-    """Hyper-parameters that stay the same over a stage. clip_grad: largest global gradient norm, 0 for no clipping."""
+    """Hyper-parameters that are constant during a stage. clip_grad: the largest global gradient norm; 0 disables clipping."""
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -32,7 +33,7 @@ class Adam:
 
 
 class Optimizer:
-    """Owns a trainable model's gradients and its AdamW moments. One-dimensional parameters are not decayed."""
+    """Owns a trainable model's gradients and AdamW moments. One-dimensional parameters have no weight decay."""
 
     def __init__(self, model: ShardedModel, adam: Adam) -> None:
         assert model.ddp is not None, "a frozen model has no optimizer"
@@ -60,7 +61,7 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
         self._ddp.zero_grad_buffer()
-        self._inner.zero_grad()  # a step leaves the parameters' grads pointing into the buffer
+        self._inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the steps that follow."""
@@ -74,13 +75,13 @@ class Optimizer:
             The global gradient norm before clipping.
 
         Raises:
-            RunFailedError: the gradient is not finite: weights and moments are as before, on every rank. Or the weights that the
-                step made are not, or so large that their norm is not: the model is of no use any more.
+            RunFailedError: the gradient is not finite; weights and moments are unchanged on every rank. Or the new weights, or their
+                norm, are not finite; the model is unusable then.
         """
         mcore.finalize_model_grads([self._ddp])
         norm = self._norm(param.main_grad for param in self._counted)
         if not math.isfinite(norm):
-            raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or look at the last samples.")
+            raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:
             self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         self._inner.prepare_grads()
@@ -90,18 +91,18 @@ class Optimizer:
             raise RunFailedError(
                 "finite weights after a step",
                 f"weights of norm {weights} after one at a learning rate of {lr:g}",
-                "Lower the learning rate, then start again or from the newest checkpoint.",
+                "Lower the learning rate, then start again or continue from the newest checkpoint.",
             )
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts of this rank: plain containers, numbers and tensors (not copies)."""
+        """This rank's moments and step counts: plain containers, numbers and tensors (not copies)."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave on a rank of the same layout."""
+        """Restores the result of `state_dict` on a rank of the same layout."""
         self._inner.load_state_dict(state)
-        self._set_hyper_parameters()  # a fork's are its own
+        self._set_hyper_parameters()  # a fork may have other hyper-parameters
 
     def _set_hyper_parameters(self) -> None:
         for group in self._inner.param_groups:
@@ -111,7 +112,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _norm(self, tensors: Iterable[Tensor]) -> float:
-        """Of one tensor for each weight that this rank counts: over the whole model."""
+        """The norm over the whole model. `tensors` has one tensor for each parameter that this rank counts. Collective."""
         norms: list[Tensor] = list(torch._foreach_norm(list(tensors)))
         squared = torch.stack(norms).square().sum()
         torch.distributed.all_reduce(squared, group=parallel_state.get_model_parallel_group())
@@ -124,9 +125,9 @@ def adam_of(config: OptimizerConfig) -> Adam:
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:
-    """Rate of iteration 1 .. iterations: linear warm-up to `lr`, then constant, or linear or cosine decay.
+    """The learning rate of iteration 1 .. iterations: linear warm-up to `lr`, then constant, or linear or cosine decay.
 
-    A decay would reach `min_lr` one iteration after the last, so every iteration trains above it.
+    A decay reaches `min_lr` one iteration after the last, so every iteration trains with a higher rate.
     """
     if iteration <= config.warmup:
         return config.lr * iteration / config.warmup

@@ -1,6 +1,6 @@
-"""The run's algorithm: its recipe, with the functions of `algorithm.source` where there is one.
+"""Loads the run's algorithm: its recipe, with the user's functions when `algorithm.source` is set.
 
-Invariant: a user's functions have run once, on a made-up batch, before a model is trained with them.
+Invariant: a user's functions have run once, on a synthetic batch, before they train a model.
 """
 
 import importlib
@@ -23,8 +23,8 @@ def load_algorithm(config: RunConfig) -> Algorithm:
     """The algorithm of a run.
 
     Raises:
-        ConfigError: the source is another than the run was configured with, has no usable function, or one that fails on a made-up
-            batch.
+        ConfigError: the source differs from the one that the run was configured with, has no usable function, or has a function that
+            fails on a synthetic batch.
     """
     longest, source = config.rollout.max_new_tokens, config.algorithm.source
     if source is None:
@@ -40,11 +40,11 @@ def load_algorithm(config: RunConfig) -> Algorithm:
 
 
 def try_out(algorithm: OwnAlgorithm, source: AlgorithmSource, group_size: int) -> None:
-    """Runs the functions on a made-up batch of two groups. Raises ConfigError where one fails, or gives back what cannot be used."""
-    batch = made_up_batch(algorithm, group_size)
+    """Runs the functions on a synthetic batch of two groups. Raises ConfigError when a function fails or its result is unusable."""
+    batch = synthetic_batch(algorithm, group_size)
     try:
         advantages = algorithm.advantages(batch)
-        loss, _ = algorithm.loss(made_up_inputs(algorithm, batch, advantages.advantages))
+        loss, _ = algorithm.loss(synthetic_inputs(algorithm, batch, advantages.advantages))
         loss.backward()
     except PolyremeError as error:
         raise ConfigError(error.expected, error.found, error.do) from None
@@ -54,8 +54,8 @@ def try_out(algorithm: OwnAlgorithm, source: AlgorithmSource, group_size: int) -
         ) from error
 
 
-def made_up_batch(algorithm: Algorithm, group_size: int) -> TokenBatch:
-    """Two groups of responses of two to four tokens, all of which are trained on, with all that the recipe needs."""
+def synthetic_batch(algorithm: Algorithm, group_size: int) -> TokenBatch:
+    """Two groups of responses of two to four tokens, all of them trained on, with every input that the recipe needs."""
     random, count, needs = np.random.default_rng(0), 2 * max(1, group_size), algorithm.needs
     offsets = np.concatenate([[0], np.cumsum(random.integers(2, 5, count))]).astype(np.int64)
     tokens = int(offsets[-1])
@@ -87,7 +87,7 @@ def made_up_batch(algorithm: Algorithm, group_size: int) -> TokenBatch:
     )
 
 
-def made_up_inputs(algorithm: Algorithm, batch: TokenBatch, advantages: np.ndarray) -> LossInputs:
+def synthetic_inputs(algorithm: Algorithm, batch: TokenBatch, advantages: np.ndarray) -> LossInputs:
     """The batch as one micro-batch of one optimizer step."""
     behaviour = torch.from_numpy(batch.behaviour)
     logprobs = behaviour.clone().requires_grad_()

@@ -1,4 +1,7 @@
-"""A policy: a sharded language model and the log-probabilities that it gives to tokens."""
+"""A policy: a sharded language model and the log-probabilities of tokens under it.
+
+Invariant: at most `CHUNK_LOGITS` logits exist at a time on a rank while log-probabilities are computed, except for a single row.
+"""
 
 from collections.abc import Callable
 from typing import Literal, overload
@@ -17,8 +20,8 @@ from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
 
 CHUNK_LOGITS = 2**26
-"""At most so many logits exist at a time on a rank, 256 MiB in fp32. A longer micro-batch computes them in chunks, and again in the
-backward pass."""
+"""The largest number of logits that exist at a time on a rank; 256 MiB in fp32. A longer micro-batch computes its logits in chunks, and again
+in the backward pass."""
 
 
 class Policy(ShardedModel):
@@ -39,9 +42,9 @@ class Policy(ShardedModel):
 
         Args:
             ids: int64 [b, s], padded on the right with any token of the vocabulary.
-            targets: int64 [b, s]; where it is IGNORE nothing is computed. The k others are in row-major order.
-            temperature: divides the logits, as in sampling.
-            with_entropy: also return the entropy of the distribution that each target was drawn from, fp32 [k], differentiable.
+            targets: int64 [b, s]; positions with IGNORE are skipped. The k others are in row-major order.
+            temperature: the divisor of the logits, as in sampling.
+            with_entropy: also return the entropy of each target's distribution, fp32 [k], differentiable.
         """
         flat = targets.reshape(-1)
         wanted = (flat != IGNORE).nonzero().squeeze(1)
@@ -66,7 +69,7 @@ class Policy(ShardedModel):
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """All logits, gathered over the tensor ranks: fp32 [b, s, vocab]. For comparing models, not for training."""
+        """All logits, gathered over the tensor ranks: fp32 [b, s, vocab]. Used to compare models, not for training."""
         local = self._logits(self.hidden(ids)).float()
         if self.rank.tp > 1:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -77,12 +80,12 @@ class Policy(ShardedModel):
 
     @property
     def _padded_columns(self) -> int:
-        """Columns of this rank's logits."""
+        """The number of columns of this rank's logits, including padding."""
         return hf_mapping.padded_vocab(self.arch, self.rank.tp) // self.rank.tp
 
     @property
     def _columns(self) -> tuple[int, int]:
-        """Vocabulary index of this rank's first column, and how many of its columns are no padding."""
+        """The vocabulary index of this rank's first column, and the number of its columns that are not padding."""
         start = self.rank.tp_rank * self._padded_columns
         return start, max(0, min(self._padded_columns, self.arch.vocab - start))
 
@@ -96,7 +99,7 @@ class Policy(ShardedModel):
 def _in_chunks(
     compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, rows: int
 ) -> tuple[Tensor, ...]:
-    """`compute` over at most `rows` rows at a time. With more than one chunk each is computed again in its backward pass."""
+    """Runs `compute` on at most `rows` rows at a time. With several chunks, each is computed again in its backward pass."""
     if len(targets) <= rows:
         return compute(hidden, targets)
     parts = [
@@ -107,7 +110,7 @@ def _in_chunks(
 
 
 def build_policy(config: RunConfig, device: Device, *, trainable: bool = True) -> Policy:
-    """The run's model with the weights of its Hugging Face directory. Needs `init_parallel`. Raises ConfigError."""
+    """The run's model with the weights of its Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
     policy = Policy(load_architecture(config.model.path), config.model.dtype, device, trainable=trainable)
     policy.load_hf(config.model.path)
     return policy

@@ -1,6 +1,7 @@
-"""Roles: actor, critic, reference and moving average are one kind of thing, a model with an optimizer where it is trained.
+"""Roles: actor, critic, reference and moving average are the same kind of object, a model with an optimizer if it is trained.
 
-Invariant: a role without an optimizer changes between two iterations only, if at all. Checkpoints, resumes and metrics iterate over roles and know none by name.
+Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles and handle
+all of them alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +20,15 @@ from polyreme_trainer.megatron.shard import DataShard
 Model = TypeVar("Model", bound=ShardedModel)
 
 Forward = Callable[[MicroBatch], Tensor]
-"""A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or several: [n, k]."""
+"""A model's output for a micro-batch: one number per trained token, fp32 [k], in the order of `MicroBatch.tokens`, or n numbers, [n, k]."""
 
 Loss = Callable[[MicroBatch, Tensor], Tensor]
-"""The scalar to differentiate of one micro-batch, given the model's output for it."""
+"""Maps a micro-batch and the model's output for it to the scalar to differentiate."""
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One of several terms of an optimizer step: the sequences `indices` and the loss on them, see `Role.update`."""
+    """A term of an optimizer step's loss: the sequences `indices` and the loss on them, see `Role.update`."""
 
     sequences: Sequences
     indices: IntArray
@@ -36,12 +37,12 @@ class LossTerm:
 
 
 class Role(Generic[Model]):
-    """A model, its optimizer when it is trained, and how it answers for a micro-batch.
+    """A model, its optimizer if it is trained, and its output for a micro-batch.
 
     Args:
-        name: of its files in a checkpoint.
-        model: this rank's shard.
-        forward: the model's number for each trained token.
+        name: the role's name, also in checkpoints.
+        model: this rank's shard of the model.
+        forward: computes the model's number for each trained token.
         shard: this rank's share of batches.
     """
 
@@ -51,16 +52,16 @@ class Role(Generic[Model]):
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         return self.model.arch.parameters
 
     def make_optimizer(self, adam: Adam) -> None:
-        """Lets the role be trained, with fresh moments; in bfloat16 a full-precision copy of the weights is taken now."""
+        """Creates an optimizer with zero moments. With bfloat16 weights it takes a full-precision copy of them now."""
         self.optimizer = Optimizer(self.model, adam)
 
     @torch.no_grad()
     def infer(self, sequences: Sequences, indices: IntArray) -> FloatArray:
-        """The model's numbers for the trained tokens of `indices`, float32 [t], 0 elsewhere; the same on every data rank."""
+        """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank."""
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
         for batch in self.shard.micro_batches(sequences, indices, self.parameters):
             result[torch.from_numpy(batch.tokens).to(result.device)] = self.forward(batch)
@@ -75,15 +76,15 @@ class Role(Generic[Model]):
         forward: Forward | None = None,
         beside: Sequence[LossTerm] = (),
     ) -> float:
-        """One optimizer step on `indices`, shared out over the data ranks.
+        """Runs one optimizer step on `indices`, divided among the data ranks.
 
         Args:
-            loss: its values add up over all micro-batches and ranks to the step's loss.
-            forward: what the loss sees of the model; None: the role's own.
-            beside: further parts, whose losses are added.
+            loss: its sum over all micro-batches and ranks is the step's loss.
+            forward: computes the model's output for the loss; None for the role's own.
+            beside: further terms of the step's loss.
 
         Returns:
-            The norm of the whole gradient before clipping.
+            The global gradient norm before clipping.
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
@@ -94,14 +95,14 @@ class Role(Generic[Model]):
         return self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's weights and, when it is trained, moments: plain containers and tensors (not copies)."""
+        """This rank's weights and, for a trained role, moments: plain containers and tensors (not copies)."""
         state: dict[str, Any] = {"model": self.model.state_dict()}
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
+        """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
         self.model.load_state_dict(state["model"])
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state["optimizer"])

@@ -1,7 +1,7 @@
-"""The angles of a rotary embedding, in fp32 operation by operation as transformers computes them.
+"""The angles of a rotary embedding, computed in fp32 with the same operations as in transformers.
 
-Invariant: frequencies and angles have the same bits as in transformers. A frequency that is off by its last bit turns into an error of
-1e-3 in log-probabilities at a position of some thousands.
+Invariant: frequencies and angles equal those of transformers bit for bit. A frequency with a wrong last bit causes an error of 1e-3 in
+log-probabilities at positions of several thousand.
 """
 
 import functools
@@ -15,7 +15,7 @@ from polyreme_trainer.megatron.families.rope import Rope
 
 @functools.lru_cache(maxsize=4)
 def angles(rope: Rope, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """The angle of every position and pair of features: fp32 [positions, head_dim / 2], in radians. Shared: do not write into it."""
+    """The angle of every position and pair of features: fp32 [positions, head_dim / 2], in radians. The tensor is cached; do not change it."""
     frequencies = inverse_frequencies(rope, head_dim)
     return torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).to(device)
 
@@ -34,7 +34,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Long waves are stretched by the factor, short ones are kept, those between are interpolated."""
+    """Llama 3: long wavelengths are multiplied by the factor, short ones are kept, and those between are interpolated."""
     wavelength = 2 * math.pi / plain
     shortest, longest = rope.original_max_position / rope.high, rope.original_max_position / rope.low
     stretched = torch.where(wavelength > longest, plain / rope.factor, plain)
@@ -44,7 +44,7 @@ def _llama3(rope: Rope, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """Peng et al. 2023: a linear ramp over the dimensions, from kept frequencies to frequencies divided by the factor."""
+    """YaRN, Peng et al. 2023: a linear ramp over the dimensions, from unchanged frequencies to frequencies divided by the factor."""
 
     def dimension(turns: float) -> float:
         turn = math.log(rope.original_max_position / (turns * 2 * math.pi))
@@ -55,7 +55,7 @@ def _yarn(rope: Rope, wavelengths: Tensor, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # as the reference: no division by zero
+        high += 0.001  # as in transformers, against division by zero
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     keep = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep

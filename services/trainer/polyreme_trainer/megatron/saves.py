@@ -1,7 +1,7 @@
-"""What the learner leaves on disk: checkpoints to continue from, and a Hugging Face directory beside each.
+"""The learner's files in the run directory: checkpoints for resuming, and a Hugging Face directory for each of them.
 
-Invariant: a version has its Hugging Face directory before it has its checkpoint, so a checkpoint that can be resumed from always has
-one. Version 0's stays: it holds the reference policy, and every checkpoint carries its digest.
+Invariant: a version's Hugging Face directory is complete before its checkpoint, so every checkpoint has one. Version 0's directory is never
+removed: it is the reference policy, and every checkpoint has its digest.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ WARM_START = "warm-start"
 
 
 def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:
-    """The newest checkpoint whose digests hold; None when there is none at all. Collective.
+    """The newest intact checkpoint; None when there is none. Collective.
 
     Raises:
-        ConfigError: there are checkpoints, and every one is damaged.
+        ConfigError: there are checkpoints, but all of them are damaged.
     """
 
     async def find() -> bytes:
@@ -36,7 +36,7 @@ def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoi
         if found is None and (damaged := checkpoint.count(root, prefix)):
             raise ConfigError(
                 f"an undamaged checkpoint in {root}",
-                f"{damaged}, none with the bytes that were saved (the log names each one's damage)",
+                f"{damaged}, all damaged (the log says how)",
                 "Restore one from a copy, or remove the directory and start the run again.",
             )
         return found.path.name.encode() if found else b""
@@ -46,7 +46,7 @@ def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoi
 
 
 def read_shared(path: Path) -> checkpoint.Checkpoint:
-    """A checkpoint by its name: the list of a directory may be old on another machine than the writer's. Raises ConfigError."""
+    """Reads a checkpoint by path: a directory listing may be stale on a machine that is not the writer's. Raises ConfigError."""
     found = checkpoint.read(path)
     if found is None:
         raise ConfigError(f"checkpoint {path}, which rank 0 found intact", "no readable manifest", "Share the run directory.")
@@ -57,7 +57,7 @@ class Saves:
     """The run directory's checkpoints and exports.
 
     Attributes:
-        newest: the version of the newest checkpoint; None when there is none.
+        newest: the version of the newest checkpoint; None without one.
     """
 
     def __init__(self, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks) -> None:
@@ -66,17 +66,17 @@ class Saves:
         self.newest: int | None = None
 
     def hf_path(self, version: int) -> Path:
-        """Where the Hugging Face directory of `version` is."""
+        """The path of the Hugging Face directory of `version`."""
         return self._config.run_dir / "hf" / f"iteration-{version:06d}"
 
     def load(self, roles: Sequence[Role[Any]]) -> tuple[int, Mapping[str, Any]] | None:
-        """Restores the newest checkpoint whose digests hold. Collective.
+        """Restores the newest intact checkpoint. Collective.
 
         Returns:
             Its version and facts; None when the run has no checkpoint yet.
 
         Raises:
-            ConfigError: there are checkpoints, and every one is damaged.
+            ConfigError: there are checkpoints, but all of them are damaged.
         """
 
         found = find_newest(self._ranks, self._root)
@@ -94,13 +94,13 @@ class Saves:
         tensors: Mapping[str, Tensor],
         beside: Mapping[str, Export],
     ) -> Saved:
-        """Writes both, and removes what is past `keep_checkpoints`. Collective.
+        """Writes the Hugging Face directory and the checkpoint of `version`, and removes those beyond `keep_checkpoints`. Collective.
 
         Args:
-            roles: those that the checkpoint holds.
-            facts: rank 0's go into the checkpoint.
-            tensors: the version by Hugging Face name, without aliases; used on rank 0.
-            beside: further models by the name of their directory within the version's; used on rank 0.
+            roles: the roles to save in the checkpoint.
+            facts: facts for the checkpoint; rank 0's are stored.
+            tensors: the version's tensors by Hugging Face name, without aliases; used on rank 0.
+            beside: further models to export, by the name of their subdirectory; used on rank 0.
         """
         path = checkpoint.iteration_path(self._root, version)
 
@@ -118,22 +118,22 @@ class Saves:
         return Saved(path, self.hf_path(version), oldest)
 
     def check_reference(self, facts: Mapping[str, Any]) -> Path:
-        """The Hugging Face directory of version 0, whose weights are those that the checkpoint was saved with.
+        """The Hugging Face directory of version 0, after a check of its weights against the checkpoint's digest.
 
         Raises:
-            ConfigError: its file has other bytes.
+            ConfigError: the weights' digest differs.
         """
         expected, found = facts["reference"], self._reference_digest
         if found != expected:
             raise ConfigError(
-                f"digest {expected} of {self._reference_file()}, as the checkpoint has it",
+                f"digest {expected} of {self._reference_file()}, as in the checkpoint",
                 found,
-                "Restore the file from a copy: the KL term would pull towards another model.",
+                "Restore the file from a copy: the KL term would otherwise pull towards a different model.",
             )
         return self.hf_path(0)
 
     def find_warm_start(self) -> checkpoint.Checkpoint | None:
-        """The newest intact checkpoint of a warm start; None when there is none. Collective."""
+        """The newest intact checkpoint of a warm start; None without one. Collective."""
 
         async def find() -> bytes:
             found = await asyncio.to_thread(checkpoint.newest, self._root, WARM_START)
@@ -143,7 +143,7 @@ class Saves:
         return read_shared(self._root / name) if name else None
 
     def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
-        """Writes the state between two steps of a warm start, `step` of all its steps; only the newest is kept. Collective."""
+        """Writes a checkpoint between two steps of a warm start and removes older ones. `step` counts the steps of all phases. Collective."""
         path = self._root / f"{WARM_START}-{step:06d}"
         checkpoint.save(path, roles, facts)
         if self._ranks.leads:

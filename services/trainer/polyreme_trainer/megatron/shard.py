@@ -1,4 +1,7 @@
-"""This rank's share of every batch: which sequences it works on, cut into padded micro-batches."""
+"""This rank's share of every batch: its sequences, in padded micro-batches.
+
+Invariant: the data ranks' shares of a step are disjoint and together cover it.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,10 +29,10 @@ class DataShard:
     """This rank among the data-parallel ranks.
 
     Args:
-        device: where tensors go.
-        micro_batch_tokens: padded tokens of one micro-batch at most.
-        rank, ranks: this rank's part of every step.
-        group: of the data-parallel ranks; None when there is one.
+        device: the device of the tensors.
+        micro_batch_tokens: the largest number of padded tokens of a micro-batch.
+        rank, ranks: this rank's number among the data-parallel ranks, and their count.
+        group: the process group of the data-parallel ranks; None when there is one rank.
     """
 
     device: torch.device
@@ -42,8 +45,8 @@ class DataShard:
         """This rank's share of `indices`, padded.
 
         Args:
-            indices: with each sequence those that stay together with it.
-            parameters: of the whole model; decides how many tokens the fixed cost of a micro-batch is worth.
+            indices: sequences, each with those that stay together with it.
+            parameters: the parameters of the whole model; they decide how many tokens cost as much as one more micro-batch.
         """
         together = sequences.together
         lengths = sequences.lengths.reshape(-1, together).max(axis=1)  # of each row of sequences that stay together
@@ -53,13 +56,13 @@ class DataShard:
             yield pad(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """`tensor`, summed over the data-parallel ranks in place."""
+        """Sums `tensor` over the data-parallel ranks in place, and returns it. Collective."""
         if self.ranks > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all data-parallel ranks."""
+        """The payloads of all data-parallel ranks, by rank. Collective."""
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.ranks)]
         dist.all_gather(sizes, torch.tensor([len(payload)], device=self.device), group=self.group)
         longest = max(int(size) for size in sizes)
@@ -70,7 +73,7 @@ class DataShard:
 
 
 def data_shard(micro_batch_tokens: int, device: Device) -> DataShard:
-    """This process's. Needs `init_parallel`."""
+    """This process's DataShard. Requires `init_parallel`."""
     return DataShard(
         device.torch,
         micro_batch_tokens,

@@ -1,6 +1,6 @@
-"""What a model is built from and how it runs on one kind of device.
+"""The interface of a model spec: the layers and kernels of a model on one kind of device.
 
-Invariant: all specs compute the same function of the same parameters, under the same names; they differ in kernels only.
+Invariant: all specs compute the same function of the same parameters, with the same names; only the kernels differ.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ class Linear(Protocol):
         Args:
             x: [..., in]. weight: [out, in]. bias: [out].
             group: tensor-parallel process group.
-            sum_input_grads: each rank holds some of the output features, so the gradient of `x` is summed over the group.
+            sum_input_grads: whether to sum the gradient of `x` over the group, because each rank holds a part of the output features.
         """
         ...
 
@@ -47,8 +47,8 @@ class ModelSpec:
     Attributes:
         block: (config, family, number of layers of this stage) -> the modules of megatron-core's transformer block.
         forward: (module, token ids [b, s], rotary angles) -> final hidden states [b * s, hidden].
-        linear: the product of the output layer.
-        options: fields of megatron-core's TransformerConfig that go with `block`.
+        linear: the matrix product of the output layer.
+        options: fields of megatron-core's TransformerConfig that `block` requires.
     """
 
     block: Callable[[TransformerConfig, ModelFamily, int], TransformerBlockSubmodules]
@@ -58,7 +58,7 @@ class ModelSpec:
 
 
 def whole_sequence(module: GPTModel, hidden: Tensor) -> Tensor:
-    """Hidden states of all positions. Under sequence parallelism each tensor rank has computed an equal run of them."""
+    """The hidden states of all positions. With sequence parallelism, each tensor rank has computed an equal run of them."""
     if not module.config.sequence_parallel:
         return hidden
     return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)  # all ranks have the whole gradient

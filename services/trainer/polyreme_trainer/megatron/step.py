@@ -1,7 +1,7 @@
 """One iteration of training: advantages of the whole batch, then optimizer steps over micro-batches and data ranks.
 
-Invariant: losses and metrics are sums over the trained tokens of the global batch, with coefficients that come from the whole optimizer
-step, so neither the layout nor the cut into micro-batches changes them. Which samples have a gradient is the algorithm's answer.
+Invariant: losses and metrics are sums over the trained tokens of the global batch, with coefficients computed over the whole optimizer step,
+so neither the layout nor the split into micro-batches changes them. The algorithm decides which samples have a gradient.
 """
 
 import json
@@ -26,7 +26,7 @@ from polyreme_trainer.megatron.roles import Forward, Loss, LossTerm, Role, every
 from polyreme_trainer.megatron.shard import DataShard
 
 PROBE = 16
-"""Sequences that measure the mismatch when none has a gradient."""
+"""The number of sequences that measure the mismatch when no sequence has a gradient."""
 
 _SERIES = {"score": "score", "reward": "rewards", "advantage": "advantages", "return": "returns", "value": "values"}
 RECORDED_AS = {
@@ -35,6 +35,7 @@ RECORDED_AS = {
     "ppo_kl": "actor/ppo_kl",
     "kl": "actor/kl_loss",
     "entropy": "actor/entropy",
+    "teacher_kl": "actor/teacher_kl",
     "value_loss": "critic/vf_loss",
     "value_clip_fraction": "critic/vf_clipfrac",
     "explained_variance": "critic/explained_variance",
@@ -45,22 +46,22 @@ RECORDED_AS = {
     **{f"{name}_max": f"critic/{series}/max" for name, series in _SERIES.items()},
     **{f"{name}_min": f"critic/{series}/min" for name, series in _SERIES.items()},
 }
-"""Names in the run's metrics, where they differ from the algorithm's. Those of actor and critic are MindSpeed RL's."""
+"""Names in the run's metrics that differ from the algorithm's. The names of actor and critic are those of MindSpeed RL."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What one iteration trains on, and how.
+    """The data and settings of one iteration.
 
     Attributes:
-        number: of the iteration; the policy that is trained has version `number - 1`.
-        sequences, tokens: the samples as the models read them, and as the algorithm does.
+        number: the iteration's number; the policy that it trains has version `number - 1`.
+        sequences, tokens: the samples, as the models' sequences and as the algorithm's batch.
         steps: the sequences of each optimizer step.
-        state: the algorithm's, from the iteration before.
+        state: the algorithm's state from the previous iteration.
         lr, critic_lr: learning rates.
         trains_actor: False while only the critic warms up.
-        mixed: supervised rows of each optimizer step; empty: none.
-        ptx_coef: weight of their loss.
+        mixed: the supervised rows of each optimizer step; empty when none are mixed in.
+        ptx_coef: the weight of the supervised rows' loss.
     """
 
     number: int
@@ -77,11 +78,11 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one iteration gives.
+    """The results of one iteration.
 
     Attributes:
-        metrics: by name, the same on every rank.
-        state: the algorithm's, for the next iteration.
+        metrics: metrics by name, the same on every rank.
+        state: the algorithm's state for the next iteration.
         seconds: wall-clock seconds of each of PARTS on this rank.
     """
 
@@ -91,18 +92,18 @@ class Trained:
 
 
 PARTS = ("old_log_p", "reference_model", "critic_model", "adv", "update", "update_critic")
-"""Parts of an iteration that are timed, under MindSpeed RL's names."""
+"""The timed parts of an iteration, with MindSpeed RL's names."""
 
 
 class Stopwatch:
-    """Adds up the seconds of PARTS. A part that did not run took 0."""
+    """Sums the seconds of each of PARTS. A part that did not run has 0."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Counts the block as `name`."""
+        """Adds the block's duration to `name`."""
         began = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - began
@@ -121,16 +122,16 @@ class Models(Protocol):
     def shard(self) -> DataShard: ...
 
     def logprobs_and_entropies(self, batch: MicroBatch) -> Tensor:
-        """Of the actor, fp32 [2, k]."""
+        """The actor's log-probabilities and entropies of the trained tokens, fp32 [2, k]."""
         ...
 
 
 def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> Trained:
-    """Every optimizer step of one iteration.
+    """Runs every optimizer step of one iteration.
 
-    With a single step the policy that is trained is the policy of the old log-probabilities, so they are taken from its own forward
-    pass; with more they are computed first. Sequences without gradient are not run, except that an iteration in which none has one
-    runs a few first, to measure the mismatch. The optimizer steps in any case: its moments decay.
+    With a single step, the old log-probabilities are those of the step's own forward pass; with several steps they are computed first.
+    Sequences without a gradient are skipped. When no sequence has a gradient, a few are run to measure the mismatch. The optimizer steps in
+    any case, so that its moments decay.
     """
     clock = Stopwatch()
     sequences, tokens = batch.sequences, before_advantages(batch, algorithm, models, clock)
@@ -169,7 +170,7 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
 
 
 def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, clock: Stopwatch) -> TokenBatch:
-    """The batch with what the algorithm's advantages are made of: values, reference and policy, where it needs them."""
+    """The batch with the inputs that the algorithm's advantages need: values, reference and old log-probabilities."""
     sequences, tokens, needs = batch.sequences, batch.tokens, algorithm.needs
     every = np.flatnonzero(sequences.trained > 0)
     if needs.critic:
@@ -203,10 +204,10 @@ def has_advantage(tokens: TokenBatch, advantages: Advantages) -> np.ndarray:
 
 
 def fresh_sequences(batch: Iteration) -> IntArray:
-    """Those whose every sampled token the policy before the step wrote.
+    """The indices of sequences that the policy before the step sampled completely.
 
-    An answer that went on over a swap is none of them, not even for its last tokens: those were sampled with the keys and values
-    that the older weights had left in the cache, so their probabilities differ by more than the engines do.
+    An answer that continued over a swap is not among them, not even its last tokens: these were sampled with keys and values of the older
+    weights in the cache, so their probabilities differ by more than the engines do.
     """
     tokens = batch.tokens
     other = (tokens.version >= 0) & (tokens.version != batch.number - 1)
@@ -216,7 +217,7 @@ def fresh_sequences(batch: Iteration) -> IntArray:
 
 @torch.no_grad()
 def probe(actor: Role[Any], forward: Forward, losses: "Losses", indices: IntArray) -> None:
-    """Measures the mismatch on a few sequences that the policy sampled itself."""
+    """Runs the policy's loss on `indices` without a gradient, so that their metrics measure the mismatch."""
     loss = losses.of_policy(indices)
     for batch in actor.shard.micro_batches(losses.sequences, indices, actor.parameters):
         loss(batch, forward(batch))
@@ -273,7 +274,7 @@ class Losses:
         return LossTerm(rows, everything(rows), loss)
 
     def inputs(self, batch: MicroBatch, logprobs: Tensor, weight: FloatArray, entropy: Tensor | None = None) -> LossInputs:
-        """What the policy's loss sees of a micro-batch."""
+        """The inputs of the policy's loss for a micro-batch."""
         tokens = self._tokens
         return LossInputs(
             logprobs=logprobs,
@@ -289,7 +290,7 @@ class Losses:
         )
 
     def critic_inputs(self, batch: MicroBatch, values: Tensor, weight: FloatArray) -> LossInputs:
-        """What the critic's loss sees of a micro-batch."""
+        """The inputs of the critic's loss for a micro-batch."""
         tokens, returns = self._tokens, self._advantages.returns
         assert returns is not None and tokens.values is not None
         behaviour = batch.take(tokens.behaviour)
@@ -309,15 +310,15 @@ class Losses:
     def reduced(self) -> dict[str, float]:
         """Every metric over all micro-batches and data ranks. Collective."""
         policy, critic, rows = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic, self._supervised))
-        if "policy_loss" in policy:  # the coefficients of sequences that were not run count too: their loss is 0
+        if "policy_loss" in policy:  # skipped sequences have loss 0, but their coefficients count
             policy["policy_loss"] = (policy["policy_loss"][0], self._coefficients)
         return finish(policy) | finish(critic) | finish(rows)
 
 
 def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:
-    """Metrics of this rank's micro-batches, combined with those of all data ranks. Collective.
+    """Combines the metrics of all data ranks' micro-batches. Collective.
 
-    Ranks may have different numbers of micro-batches, also none, so names travel with the numbers.
+    Ranks may have different numbers of micro-batches, or none, so they exchange names together with numbers.
     """
     mine = combine(parts)
     return mine if shard.ranks == 1 else combine(json.loads(other) for other in shard.gather(json.dumps(mine).encode()))

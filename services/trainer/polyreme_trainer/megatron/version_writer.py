@@ -1,7 +1,7 @@
-"""The version writer: this host's ranks put their slices of the policy into one slot of the arena.
+"""The version writer: data rank 0's tensor ranks write their slices of the policy into one arena slot.
 
-Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. Data rank 0's tensor
-ranks write, all others wait at the barrier; rank 0 owns the arena and seals the version.
+Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks wait at the
+barrier. Rank 0 owns the arena and seals the version.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ _WORDS = {"BF16": torch.bfloat16}
 
 
 class VersionWriter:
-    """Writes versions of one policy into slots.
+    """Writes versions of one policy into arena slots.
 
     Args:
-        policy: whose weights; its shapes decide the slot's size.
-        ranks: all ranks make their writer at the same time.
+        policy: the policy; its shapes determine the size of an arena slot.
+        ranks: the learner's ranks. All of them construct their writer together.
         run_id: names the arena.
-        writes: whether this rank's slices are wanted (data rank 0).
+        writes: whether this rank writes its slices (data rank 0).
     """
 
     def __init__(self, policy: ShardedModel, ranks: Ranks, run_id: str, writes: bool) -> None:
@@ -45,7 +45,7 @@ class VersionWriter:
             self.arena = Arena.open(path, writable=True)
 
     def write(self, slot: int, version: int, term: int) -> Written:
-        """Puts the policy into `slot` as `version`. Collective."""
+        """Writes the policy into arena slot `slot` as `version`. Collective."""
         if self._ranks.leads:
             self.arena.begin(slot)
         dist.barrier()
@@ -59,7 +59,7 @@ class VersionWriter:
         return Written(sealed, slot, self.arena.complete(slot, version, term))
 
     def tensors(self, slot: int) -> Mapping[str, Tensor]:
-        """The slot's tensors by Hugging Face name, without aliases; they share the arena's memory."""
+        """The arena slot's tensors by Hugging Face name, without aliases. They share the arena's memory."""
         views = tensor_views(self._plan, self.arena.slot_view(slot))
         return {
             name: torch.from_numpy(views[name]) if dtype is None else torch.from_numpy(views[name]).view(dtype)
@@ -67,6 +67,6 @@ class VersionWriter:
         }
 
     def close(self) -> None:
-        """Gives the arena up; rank 0 removes it."""
+        """Closes the arena; rank 0 removes it."""
         if self._writes or self._ranks.leads:
             self.arena.close()

@@ -30,7 +30,7 @@ def iteration_record(
         trained: metrics of the training itself.
         seconds: wall-clock seconds of this iteration's parts on rank 0: iteration, learner_wait (for a plan), train, write.
         now: Unix time.
-        config: of the run: its rewards and devices.
+        config: the run's configuration, for its rewards and devices.
     """
     samples = [sample for group in groups for sample in group.sampled]
     scores = np.array([sample.score for sample in samples])
@@ -85,7 +85,7 @@ def part_means(samples: Sequence[SampleRecord]) -> dict[str, float]:
 
 
 def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]:
-    """How far behind the trained policy the samples were."""
+    """The staleness metrics: how many versions the samples are behind the trained policy."""
     versions = [[span[0] for span in sample.spans] for sample in samples if sample.spans] or [[iteration - 1]]
     lag = np.array([iteration - 1 - min(written_by) for written_by in versions])
     return {
@@ -100,7 +100,7 @@ def timings(
     groups: Sequence[GroupRecord], trained: Mapping[str, Any], seconds: Mapping[str, float], config: RunConfig
 ) -> dict[str, float]:
     """The `timing/` metrics that the training itself does not measure, in seconds."""
-    specs = config.reward.rewards
+    specs = config.reward.rewards if config.reward else []
     generated, scored = (max(group.generate_seconds for group in groups), max(group.score_seconds for group in groups))
     exposed = min(scored, max(0.0, seconds["learner_wait"] - generated))
     by_rule, by_model = any(spec.model is None for spec in specs), any(spec.model is not None for spec in specs)
@@ -124,8 +124,8 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
     """The `_tps` metrics, in tokens per second and device.
 
     Args:
-        tokens: of all prompts (once per sample) and responses.
-        update: seconds of the actor's optimizer steps; 0: there was none, or it was not measured.
+        tokens: the number of tokens of all prompts (once per sample) and responses.
+        update: seconds of the actor's optimizer steps; 0 when there was none or it was not measured.
     """
     ranks, replicas = config.trainer.parallel.world_size, max(1, config.rollout.replicas) * config.rollout.tensor_parallel
     parts = {

@@ -174,6 +174,11 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
             yield from ((key, float(value), line["iteration"]) for key, value in numbers)
         case "eval":
             yield *evaluation_of(line), line["version"]
+        case "commit":
+            for key in {"stall_seconds", "reload_seconds"} & line.keys():
+                yield f"weights/{key}", float(line[key]), line["version"]
+        case "saved" if "seconds" in line:
+            yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]
         case "sft":
             yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
 

@@ -1,8 +1,8 @@
-"""Every metric of an `iteration` record, and of the records beside it: name, unit and formula.
+"""The metrics of `iteration` and related records: name, unit and formula.
 
-Invariant: a metric that training writes has exactly one row here, which the reference page prints. Names under `timing/`, `actor/`,
-`critic/`, `response_length/` and `prompt_length/`, and those that end in `_tps`, are MindSpeed RL's, with its meaning. NAME stands for
-a reward or a part of one. Metrics that a user's own loss returns have the user's names and no row.
+Invariant: every metric that training writes has exactly one row here, which the reference page prints. Names under `timing/`, `actor/`,
+`critic/`, `response_length/` and `prompt_length/`, and those that end in `_tps`, are MindSpeed RL's and have its meaning. NAME is the name
+of a reward or of a part of one. Metrics of a user's own loss have the user's names and no row.
 """
 
 import re
@@ -16,10 +16,10 @@ class Metric:
     """One number.
 
     Attributes:
-        name: in a record; NAME stands for any text without a slash at its end.
-        unit: of its value; "1" for a ratio, a fraction or a count of nothing physical.
-        formula: how it follows from what was sampled or measured, as a sentence.
-        when: in which runs or iterations it is written; empty: in all.
+        name: the name in a record; NAME stands for any text without a slash at its end.
+        unit: the unit of the value; "1" for a ratio, a fraction or another number without a unit.
+        formula: how the value is computed, as a sentence.
+        when: the runs or iterations that have it; empty for all.
     """
 
     name: str
@@ -71,6 +71,12 @@ ACTOR = (
     Metric("actor/lr", "1", "Learning rate of the iteration; 0 while only the critic is trained."),
     Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
     Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),
+    Metric(
+        "actor/teacher_kl",
+        "nats",
+        "Mean of log p - log p_teacher over the trained tokens: an estimate of the KL to the teacher.",
+        "with a teacher",
+    ),
     Metric("dual_clip_fraction", "1", "Trained tokens whose loss is cut at the dual clip.", "with a dual clip"),
     Metric("reward_kl", "nats", "Mean estimate of the KL to the reference over the trained tokens.", "with KL in the reward"),
     Metric("kl_coef", "1", "Coefficient of the KL penalty.", "with KL in the reward"),
@@ -147,7 +153,7 @@ TIMING = (
     ),
     Metric("timing/non_overlap_reward_model", "s", "The same of `timing/reward_model`."),
 )
-_TOKENS = "(response_length/mean + prompt_length/mean) x samples"
+_TOKENS = "(response_length/mean + prompt_length/mean) x samples, greedy baselines included,"
 THROUGHPUT = (
     Metric("e2e_tps", "tokens/s per device", f"{_TOKENS} / (learner ranks + devices of the configured replicas) / timing/all."),
     Metric("update_tps", "tokens/s per device", f"{_TOKENS} / learner ranks / timing/update.", "where the actor is trained"),
@@ -172,8 +178,9 @@ BESIDE = (
     Metric("accuracy", "1", "Right answers among the held-out prompts, greedy.", "`eval` records of rewards that are 0 or 1"),
     Metric("score", "score", "Mean score of the held-out prompts, greedy.", "other `eval` records"),
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
-    Metric("stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
-    Metric("reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric("weights/stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
+    Metric("weights/reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
+    Metric("checkpoint/seconds", "s", "Time that saving took.", "`saved` records"),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )
 

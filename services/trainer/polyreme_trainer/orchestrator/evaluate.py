@@ -127,6 +127,7 @@ class Evaluator:
                 prompt.label,
                 prompt.metadata_json,
                 prompt.text,
+                tuple(ids[i]),
             )
             for i, prompt in enumerate(self._prompts)
         ]

@@ -10,11 +10,10 @@ from functools import partial
 
 import numpy as np
 
-from polyreme.api.v1 import reward_pb2
 from polyreme.config.recipe import GreedyBaseline
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import Admission
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.data.prompts import Prompt
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generate import Generation, generate
@@ -22,7 +21,8 @@ from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, PartialRollouts
 from polyreme_trainer.orchestrator.prompt_order import row_of, sequence_seed
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.reward_client import Question, RewardClient
+from polyreme_trainer.orchestrator.reward_client import Question
+from polyreme_trainer.orchestrator.scoring import Judgement, Scoring
 
 
 class GroupMaker:
@@ -35,11 +35,11 @@ class GroupMaker:
         template: Template,
         prompts: Sequence[Prompt],
         pool: ReplicaPool,
-        rewards: RewardClient,
+        scoring: Scoring,
         partial_log: PartialRolloutLog,
     ) -> None:
         self._run_id, self._config, self._template, self._prompts = run_id, config, template, prompts
-        self._pool, self._rewards, self.partial_log = pool, rewards, partial_log
+        self._pool, self._scoring, self.partial_log = pool, scoring, partial_log
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of a group."""
@@ -49,8 +49,8 @@ class GroupMaker:
         """Runs one attempt.
 
         Raises:
-            GenerateError, ScoreError: the attempt failed.
-            UnavailableError: there is no replica or no reward server.
+            GenerateError, ScoreError, TeacherError: the attempt failed.
+            UnavailableError: there is no replica, no reward server or no server of the teacher.
         """
         prompt = self.prompt_of(admission.index)
         wanted = self._generation(admission, prompt)
@@ -69,26 +69,26 @@ class GroupMaker:
         ids = [sample.token_ids().tolist() for sample in samples]
         texts = self._template.decode(ids, special=False)
         raw = self._template.decode(ids, special=True)
-        results = await self._rewards.score(
-            [
-                Question(
-                    (self._run_id, admission.index, admission.attempt, sample.index),
-                    prompt.plain,
-                    texts[sample.index],
-                    raw[sample.index],
-                    prompt.label,
-                    prompt.metadata_json,
-                    prompt.text,
-                )
-                for sample in samples
-            ]
-        )
+        questions = [
+            Question(
+                (self._run_id, admission.index, admission.attempt, sample.index),
+                prompt.plain,
+                texts[sample.index],
+                raw[sample.index],
+                prompt.label,
+                prompt.metadata_json,
+                prompt.text,
+                tuple(ids[sample.index]),
+            )
+            for sample in samples
+        ]
+        judgements = await self._scoring.judge(prompt.ids, samples, questions, wanted.count)
         return GroupRecord(
             index=admission.index,
             attempt=admission.attempt,
             prompt_ids=prompt.ids,
             samples=[
-                _sample(*parts, trained=parts[0].index < wanted.count) for parts in zip(samples, texts, results, strict=True)
+                _sample(*parts, trained=parts[0].index < wanted.count) for parts in zip(samples, texts, judgements, strict=True)
             ],
             prompt=prompt.text,
             label=prompt.label,
@@ -119,14 +119,16 @@ class GroupMaker:
         )
 
 
-def _sample(sample: PartialRollout, text: str, result: reward_pb2.ScoreResult, trained: bool) -> SampleRecord:
+def _sample(sample: PartialRollout, text: str, judged: Judgement, trained: bool) -> SampleRecord:
     return SampleRecord(
         token_ids=sample.token_ids(),
         logprobs=sample.token_logprobs(),
         loss_mask=np.full(sample.length, trained, dtype=np.uint8),
         finish_reason=sample.finish_reason,
         spans=sample.spans,
-        score=result.score,
-        parts=[RewardPart(part.name, part.raw, part.weighted, part.plugin_version) for part in result.parts],
+        score=judged.score,
+        parts=judged.parts,
         text=text,
+        token_rewards=judged.token_rewards,
+        teacher_logprobs=judged.teacher_logprobs,
     )

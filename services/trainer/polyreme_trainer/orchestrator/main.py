@@ -27,7 +27,9 @@ from polyreme_trainer.orchestrator.prompt_filter import PromptFilter
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.reward_client import RewardClient, ScoreError
 from polyreme_trainer.orchestrator.schedule import EvalSchedule
+from polyreme_trainer.orchestrator.scoring import Scoring
 from polyreme_trainer.orchestrator.tasks import task_group, together
+from polyreme_trainer.orchestrator.teacher_client import TeacherClient, TeacherError
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +69,26 @@ async def _orchestrate(run: Run) -> None:
     term = await experience.take(Writer.ORCHESTRATOR)
     logger.info("term %d", term.counter)
     pool = ReplicaPool(run, experience, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security)
-    rewards = RewardClient(run, config.reward, proven=await experience.planned() > 0)
+    proven = await experience.planned() > 0
+    rewards = None if config.reward is None else RewardClient(run, config.reward, template.token_texts, proven)
+    teacher = None if config.teacher is None else TeacherClient(run, config.teacher)
+    scoring = Scoring(rewards, teacher)
     wanted = config.rollout.replicas if await run.check() is RunState.STARTING else 1  # a running run continues with what it has
-    await together([pool.wait_for(wanted), rewards.wait_for(1)])
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    waits = [pool.wait_for(wanted)]
+    waits += [rewards.wait_for(1)] if rewards else []
+    waits += [teacher.check(template, longest)] if teacher else []
+    await together(waits)
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    maker = GroupMaker(run.run_id, config, template, train.prompts, pool, rewards, PartialRolloutLog(experience))
-    evaluator = Evaluator(run, config, template, held_out.prompts, pool, rewards) if held_out else None
+    maker = GroupMaker(run.run_id, config, template, train.prompts, pool, scoring, PartialRolloutLog(experience))
+    evaluator = Evaluator(run, config, template, held_out.prompts, pool, rewards) if held_out and rewards else None
     settle()
     try:
-        await Orchestrator(run, config, experience, pool, rewards, maker, evaluator).work()
+        await Orchestrator(run, config, experience, pool, scoring, maker, evaluator).work()
     finally:
         await pool.close()
-        await rewards.close()
+        await scoring.close()
 
 
 async def _started(run: Run) -> RunState | None:
@@ -101,12 +110,12 @@ class Orchestrator:
         config: RunConfig,
         experience: ExperienceLog,
         pool: ReplicaPool,
-        rewards: RewardClient,
+        scoring: Scoring,
         maker: GroupMaker,
         evaluator: Evaluator | None,
     ) -> None:
         self._run, self._config, self._experience = run, config, experience
-        self._pool, self._rewards, self._maker = pool, rewards, maker
+        self._pool, self._scoring, self._maker = pool, scoring, maker
         self._schedule = EvalSchedule(run, config, experience, pool, evaluator, ended=lambda: self._wake.set())
         self._attempts: dict[int, int] = {}
         self._unassigned: set[Admission] = set()  # in flight without a task at the last rescan
@@ -142,7 +151,7 @@ class Orchestrator:
             while (await self._run.check()) is RunState.RUNNING:
                 if not signals or signals & {"lease", "version"}:
                     await self._pool.refresh()
-                    await self._rewards.refresh()
+                    await self._scoring.refresh()
                 elif "commit" in signals:  # every version brings one per replica
                     await self._pool.take_commits()
                 if not signals or "expire" in signals:
@@ -165,7 +174,7 @@ class Orchestrator:
             return not self._schedule.running
         if not self._schedule.admits(version):
             return False
-        while not self._rewards.paused and (admissions := await self._experience.admit(self._config.groups_per_iteration)):
+        while not self._scoring.paused and (admissions := await self._experience.admit(self._config.groups_per_iteration)):
             for admission in admissions:
                 self._start(group, admission)
         return False
@@ -214,7 +223,7 @@ class Orchestrator:
             else:
                 await self._experience.append(index, number, encode_group(record), record.oldest_version, score, tally)
             return None
-        except (GenerateError, ScoreError, DataError) as error:
+        except (GenerateError, ScoreError, TeacherError, DataError) as error:
             if isinstance(error, ScoreError):
                 self._check_first_groups(index, error)
             return await self._retry(admission, str(error))
@@ -227,7 +236,7 @@ class Orchestrator:
         Raises:
             RunFailedError: with that reason.
         """
-        if self._rewards.health.proven or not error.verdict:
+        if self._scoring.proven or not error.verdict:
             return
         failed = self._verdicts.setdefault(error.verdict, set())
         failed.add(index)

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -48,7 +48,8 @@ class ScoreError(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is what the model saw."""
+    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is what the model saw; `token_ids` are the
+    response's."""
 
     name: tuple[str | int, ...]
     prompt: str
@@ -57,6 +58,7 @@ class Question:
     label: str
     metadata_json: str
     templated_prompt: str = ""
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass
@@ -99,6 +101,7 @@ class _Server:
     backoff_until: float = 0.0
     rewards: str = ""
     """The description of its rewards, as part of item keys; empty until the server was asked."""
+    reads_tokens: bool = False
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -156,6 +159,7 @@ class RewardClient:
     Args:
         run: has the leases and takes the notices.
         config: `attempts`, `item_timeout`, `start_timeout` (also the longest outage), `security` and the labels of `rewards` are used.
+        token_texts: the text of each token id, for servers with a reward that reads tokens.
         proven: as Health's.
 
     Attributes:
@@ -163,8 +167,10 @@ class RewardClient:
             answer. False until a server has scored.
     """
 
-    def __init__(self, run: Run, config: RewardConfig, proven: bool = True) -> None:
-        self._run, self._config = run, config
+    def __init__(
+        self, run: Run, config: RewardConfig, token_texts: Callable[[Sequence[int]], list[str]], proven: bool = True
+    ) -> None:
+        self._run, self._config, self._token_texts = run, config, token_texts
         self._leases = LiveServers(run, "reward")
         self._servers: dict[str, _Server] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -272,8 +278,10 @@ class RewardClient:
                 if not server.rewards:
                     listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
                     server.rewards = _describe(listed)
+                    server.reads_tokens = any(reward.reads_tokens for reward in listed.rewards)
                     self.measure_correctness = len(listed.rewards) == 1 and listed.rewards[0].correctness
-                items = [_item(questions[position], server.rewards) for position in positions]
+                texts = self._token_texts if server.reads_tokens else None
+                items = [_item(questions[position], server.rewards, texts) for position in positions]
                 request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
                 response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
         except grpc.aio.AioRpcError as error:
@@ -322,8 +330,11 @@ def _describe(listed: reward_pb2.ListRewardsResponse) -> str:
     return json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
 
 
-def _item(question: Question, rewards: str) -> reward_pb2.ScoreItem:
-    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards]
+def _item(question: Question, rewards: str, token_texts: Callable[[Sequence[int]], list[str]] | None) -> reward_pb2.ScoreItem:
+    """The question as an item, with its tokens where `token_texts` is given. Its key names the tokens, too: they may spell one text in
+    two ways."""
+    ids = question.token_ids if token_texts else ()
+    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards, *ids]
     return reward_pb2.ScoreItem(
         key=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
         prompt=question.prompt,
@@ -332,6 +343,8 @@ def _item(question: Question, rewards: str) -> reward_pb2.ScoreItem:
         label=question.label,
         metadata_json=question.metadata_json,
         templated_prompt=question.templated_prompt,
+        token_ids=ids,
+        token_texts=token_texts(ids) if token_texts and ids else (),
     )
 
 

@@ -167,10 +167,10 @@ async def test_a_machine_that_is_gone_ends_the_launch(world: Callable[[int], Wor
 
 async def test_a_lease_that_comes_back_in_time_is_not_gone(world: Callable[[int], World]) -> None:
     seen = Machines(world(2).run)
-    assert not seen.gone("a", there=False)
-    assert not seen.gone("a", there=True)
+    assert not seen.is_lost("a", present=False)
+    assert not seen.is_lost("a", present=True)
     seen._missed["a"] = time.monotonic() - _BACK_SECONDS - 1
-    assert seen.gone("a", there=False)
+    assert seen.is_lost("a", present=False)
 
 
 async def test_a_dead_machines_lease_is_not_asked_again(world: Callable[[int], World]) -> None:

@@ -22,6 +22,8 @@ from polyreme.config.trackers import TrackerConfig
 from polyreme_trainer.launch.tracker_processes import TrackerProcesses
 from polyreme_trainer.observe.trackers.follow import read_cursor
 from support.configs import run_config
+from support.simulated import ROWS, config_tree
+from support.simulated_run import simulated_run
 
 RUN = "run-20261122-1"
 SECONDS = 300
@@ -194,3 +196,19 @@ async def test_a_stop_lets_the_tracker_take_everything(folder: Path) -> None:
     write(config, iteration(2))
     await trackers.close(SECONDS)
     assert not trackers.each[0].behind
+
+
+async def test_a_whole_run_reaches_its_tracker(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    """From the trainer's start to its end: the process that follows it has nothing left, and nothing failed."""
+    if find_spec("mlflow") is None:
+        pytest.skip("mlflow-skinny is not installed; requirements/trackers.txt has it")
+    trackers = [{"kind": "mlflow", "project": "tests"}]
+    config = config_tree(tmp_path, ROWS, iterations=3, trackers=trackers)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "config.yaml").write_text(config.to_yaml())
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=3, trackers=trackers) as started:
+        assert await started.ended(SECONDS) == ("done", ""), started.logs()
+    [series] = (config.run_dir / "trackers" / "mlflow").glob("*/*/metrics/timing/all")
+    assert [int(line.split()[2]) for line in series.read_text().splitlines()] == [1, 2, 3]
+    assert read_cursor(config.run_dir, "mlflow", run_id).offset == (config.run_dir / "metrics.jsonl").stat().st_size
+    assert json.loads((config.run_dir / "summary.json").read_text())["tracker_failures"] == {}

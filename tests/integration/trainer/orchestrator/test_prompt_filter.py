@@ -3,8 +3,9 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.cli.fork import copy_start
 from polyreme.cli.run_directory import EMBEDDED
@@ -64,7 +65,7 @@ async def kill_children(started: SimulatedRun, iteration: int) -> None:
 
 async def test_always_solved_prompts_are_skipped_over_a_kill_and_in_a_fork(redis_url: str, run_id: str, tmp_path: Path) -> None:
     reward, passes = constant_reward(tmp_path), -(-len(ROWS) // 4)
-    sections = {"algorithm": SKIP, "reward": reward, "iterations": passes + 4}
+    sections: dict[str, Any] = {"algorithm": SKIP, "reward": reward, "iterations": passes + 4}
     async with simulated_run(redis_url, run_id, tmp_path, **sections) as started:
         await kill_children(started, passes + 1)
         assert await started.ended(300) == ("done", ""), started.logs()

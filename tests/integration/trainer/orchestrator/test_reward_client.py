@@ -14,6 +14,7 @@ from polyreme.process.backoff import Backoff
 from polyreme_reward.server import serve
 from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, ScoreError, _verdict
 from support.proxy import bad_network
+from support.rewards import spelled
 from support.simulated import ROWS, config_tree, make_run
 from support.waiting import until
 
@@ -69,7 +70,7 @@ def start(redis, run_id, tmp_path):
 async def test_scores_parts_and_keys(start):
     run, config = await start(rewards=[{"name": "exact", "weight": 2.0}])
     async with serve(config, run=run):
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
         questions = [Question(("run", 0, 1, i), "p", text, text, "7", "{}") for i, text in enumerate(["7", "8", "7"])]
         results = await rewards.score(questions)
@@ -81,10 +82,35 @@ async def test_scores_parts_and_keys(start):
         await rewards.close()
 
 
+PER_TOKEN = """
+def reward(token_ids, token_texts):
+    return [float(text == "7") for text in token_texts]
+"""
+
+
+@pytest.mark.parametrize(("source", "expected"), [("steps", [1.0, 0.0]), ("length", [])])
+async def test_tokens_go_to_rewards_that_read_them_and_their_numbers_come_back(start, tmp_path, source, expected):
+    (tmp_path / "steps.py").write_text(PER_TOKEN)
+    run, config = await start(rewards=[{"file": str(tmp_path / "steps.py")} if source == "steps" else {"name": source}])
+    asked: list[tuple[int, ...]] = []
+
+    def texts(ids):
+        asked.append(tuple(ids))
+        return spelled(ids)
+
+    async with serve(config, run=run):
+        rewards = RewardClient(run, config, texts)
+        await rewards.refresh()
+        (result,) = await rewards.score([Question(("run", 0, 1, 0), "p", "78", "78", "", "{}", token_ids=(55, 56))])
+        assert (result.score, list(result.token_rewards)) == (1.0, expected)
+        assert asked == ([(55, 56)] if expected else [])
+        await rewards.close()
+
+
 async def test_what_fails_at_first_is_retried(start, tmp_path):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
         questions = [question(0, "3"), question(1, "4", "flaky", marks=str(tmp_path / "marks"))]
         assert [result.score for result in await rewards.score(questions)] == [3.0, 4.0]
@@ -95,7 +121,7 @@ async def test_what_fails_at_first_is_retried(start, tmp_path):
 async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
         for mode, why in (("raise", "no score today"), ("nan", "finite")):
             with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 attempts: .*{why}"):
@@ -110,7 +136,7 @@ async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start)
 async def test_a_hang_is_a_failure(start):
     run, config = await start(item_timeout=0.5)
     async with serve(config, run=run):
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
         with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples have no score after 2 attempts: .*timeout"):
             await rewards.score([question(0, mode="hang")])
@@ -122,7 +148,7 @@ async def test_a_hang_is_a_failure(start):
 async def test_an_error_of_the_rewards_themselves_is_no_outage_before_anything_is_scored(start, mode, final):
     run, config = await start(attempts=1, start_timeout=1.0, item_timeout=2.0 if mode == "hang" else 60.0)
     async with serve(config.model_copy(update={"start_timeout": 30.0}), run=run):
-        rewards = RewardClient(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), proven=False)
+        rewards = RewardClient(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), spelled, proven=False)
         await rewards.refresh()
         verdicts = []
         for g in range(2):
@@ -151,7 +177,7 @@ def test_a_verdict_is_one_reason_that_does_not_pass():
 async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start):
     run, config = await start()
     async with serve(config, run=run):
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
         groups = [asyncio.create_task(rewards.score([question(2 * g + i, mode="raise") for i in range(2)])) for g in range(2)]
         await until(lambda: rewards.paused and rewards.health.announced)
@@ -171,7 +197,7 @@ async def test_a_reward_that_always_raises_pauses_admission_for_the_grace(start)
 async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
     monkeypatch.setattr("polyreme_trainer.orchestrator.reward_client.RETRY_BACKOFF", Backoff(first=600.0, longest=600.0))
     run, config = await start(rewards=[{"name": "exact"}])
-    rewards = RewardClient(run, config)
+    rewards = RewardClient(run, config, spelled)
     scoring = asyncio.create_task(rewards.score([Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")]))
     await until(lambda: rewards.paused)
     async with serve(config, run=run):
@@ -184,7 +210,7 @@ async def test_an_outage_is_over_when_a_server_is_there(start, monkeypatch):
 
 async def test_a_server_that_goes_and_comes_back(start):
     run, config = await start(rewards=[{"name": "exact"}])
-    rewards, asked = RewardClient(run, config), Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
+    rewards, asked = RewardClient(run, config, spelled), Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config, run=run):
         await rewards.refresh()
         await rewards.score([asked])
@@ -203,7 +229,7 @@ async def test_a_server_that_drains_still_brings_what_it_was_asked(start, tmp_pa
     marks.touch()
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         await first.enter_async_context(serve(config, run=run))
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
         scoring = asyncio.create_task(rewards.score([question(0, "3", "slow", marks=str(marks), until=str(scored))]))
         await until(lambda: marks.read_text() != "")
@@ -228,7 +254,7 @@ async def test_what_a_server_that_left_never_answers_is_asked_again(start, late)
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way, AsyncExitStack() as others:
         lease = Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)
-        rewards = RewardClient(run, config.model_copy(update={"item_timeout": 0.2}))
+        rewards = RewardClient(run, config.model_copy(update={"item_timeout": 0.2}), spelled)
         async with await Registry(run).register(lease):
             await rewards.refresh()
             await rewards.score([asked])
@@ -253,7 +279,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
     run, config = await start(rewards=[{"name": "exact"}], item_timeout=60.0)
     asked = Question(("run", 0, 1, 0), "p", "7", "7", "7", "{}")
     async with serve(config) as addresses, bad_network(*split(addresses.grpc)) as way:
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         rewards._grace = 3600.0
         async with await Registry(run).register(Lease("reward", "a", f"127.0.0.1:{way.port}", "", API_VERSION)):
             await rewards.refresh()
@@ -270,7 +296,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
 
 async def test_no_server_for_too_long(start):
     run, config = await start(start_timeout=0.6)
-    rewards = RewardClient(run, config)
+    rewards = RewardClient(run, config, spelled)
     with pytest.raises(
         UnavailableError, match=r"answers within reward.start_timeout = 1 s; found no reward server is registered"
     ):
@@ -280,7 +306,7 @@ async def test_no_server_for_too_long(start):
 async def test_a_full_server_is_asked_again_when_it_says(start):
     run, config = await start(queue=2)
     async with serve(config, run=run):
-        rewards = RewardClient(run, config)
+        rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
         groups = [[question(2 * g, "1"), question(2 * g + 1, "2")] for g in range(3)]
         results = await asyncio.gather(*(rewards.score(group) for group in groups))

@@ -1,6 +1,7 @@
 """Whole recipes: advantages of an iteration and losses of micro-batches, and what must not change them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -64,6 +65,7 @@ def gradient_of(algorithm: Algorithm, batch: TokenBatch, parts: list[list[int]])
     return loss, logprobs.grad.numpy(), finish(combine(metrics))
 
 
+GEOMETRIC = {"kind": "geometric_mask", "low": 0.8, "high": 1.2}
 CORRECTION = [{"kind": "token_tis", "cap": 1.05}, {"kind": "geometric_mask", "low": 0.95, "high": 1.05}]
 VARIANTS = {
     **{name: Algorithm(recipe, LONGEST) for name, recipe in PRESETS.items()},
@@ -175,6 +177,43 @@ def test_the_loss_is_surrogate_and_kl_and_entropy() -> None:
     assert found["ppo_kl"] == pytest.approx(float((inputs.old - inputs.logprobs.detach()).mean()), rel=1e-9)
     (gradient,) = torch.autograd.grad(loss, inputs.entropy)
     torch.testing.assert_close(gradient, -0.01 * inputs.weight)
+
+
+KL_VALUES: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+    "abs": abs,
+}
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs", "k1+", "k3+", "abs+"])
+def test_the_gradient_of_a_corrected_loss_with_kl(estimator: str) -> None:
+    """Against central differences of loops: factors carry no gradient, and "+" has that of k2."""
+    overrides = {"kl": {"estimator": estimator, "coef": 0.3}, "correction": [{"kind": "token_tis", "cap": 1.2}, GEOMETRIC]}
+    algorithm, inputs, sizes = Algorithm(resolve("grpo", overrides), LONGEST), loss_inputs(1, [3, 2, 4]), [3, 2, 4]
+    assert inputs.reference is not None
+    new, old, mu, ref, a, c = (
+        x.tolist() for x in (inputs.logprobs, inputs.old, inputs.behaviour, inputs.reference, inputs.advantages, inputs.weight)
+    )
+    factors: list[float] = []
+    for size in sizes:
+        logs = [old[t] - mu[t] for t in range(len(factors), len(factors) + size)]
+        kept = 0.8 <= math.exp(sum(logs) / size) <= 1.2
+        factors += [min(math.exp(x), 1.2) * kept for x in logs]
+    assert 0 < sum(factor == 0 for factor in factors) < 9
+
+    def term(t: int, p: float, kl: str) -> float:
+        r = math.exp(p - old[t])
+        return c[t] * (factors[t] * max(-a[t] * r, -a[t] * min(max(r, 0.8), 1.2)) + 0.3 * KL_VALUES[kl](p - ref[t]))
+
+    loss, _ = algorithm.loss(inputs)
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    assert loss.item() == pytest.approx(sum(term(t, new[t], estimator.rstrip("+")) for t in range(9)), rel=1e-9)
+    sloped, h = "k2" if estimator.endswith("+") else estimator, 1e-6
+    for t in range(9):
+        slope = (term(t, new[t] + h, sloped) - term(t, new[t] - h, sloped)) / (2 * h)
+        assert gradient[t].item() == pytest.approx(slope, rel=1e-5, abs=1e-9)
 
 
 def test_bypass_measures_the_ratio_from_the_sampler() -> None:

@@ -66,7 +66,7 @@ NORM = "model.norm.weight"
         (lambda tensors: {name: t for name, t in tensors.items() if name != NORM}, f"missing: {NORM}"),
         (lambda tensors: {**tensors, "v_head.weight": torch.ones(1)}, "unexpected: v_head.weight"),
         (lambda tensors: {**tensors, NORM: torch.ones(3)}, f"shapes: {NORM} \\(3,\\) instead of \\(32,\\)"),
-        (lambda tensors: {**tensors, "lm_head.weight": torch.ones(45, 32)}, "other numbers"),
+        (lambda tensors: {**tensors, "lm_head.weight": torch.ones(45, 32)}, "tie_word_embeddings"),
         (lambda tensors: {"weights": tensors}, "weights"),
         (lambda tensors: {"model": tensors, "policy": tensors}, "policy"),
         (lambda tensors: [1, 2], "list"),

@@ -1,4 +1,4 @@
-"""A user's functions are tried on a made-up batch, and what they give back wrongly is named."""
+"""A user's functions are tried on a synthetic batch, and what they give back wrongly is named."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.checks import _check_functions
-from polyreme_trainer.megatron.own_algorithm import load_algorithm, made_up_batch
+from polyreme_trainer.megatron.own_algorithm import load_algorithm, synthetic_batch
 from support.configs import ALGORITHM, run_config
 
 LOSS = "def loss(inputs):\n    return {}\n"
@@ -24,7 +24,7 @@ def loaded(folder: Path, code: str, **algorithm: Any) -> Any:
 
 def test_a_function_replaces_the_recipe_s_own_and_all_else_stays(tmp_path: Path) -> None:
     algorithm = loaded(tmp_path, "def advantages(batch):\n    return 2.0 * batch.score[batch.sequence_of]\n")
-    batch = made_up_batch(algorithm, 2)
+    batch = synthetic_batch(algorithm, 2)
     result = algorithm.advantages(batch)
     np.testing.assert_allclose(result.advantages, 2 * batch.score[batch.sequence_of], rtol=1e-6)
     assert result.metrics["score"] == (pytest.approx(batch.score.sum()), len(batch))
@@ -34,7 +34,7 @@ def test_advantages_see_shaped_scores_and_the_kl_penalty(tmp_path: Path) -> None
     code = "def advantages(batch):\n    return batch.score[batch.sequence_of] + batch.token_rewards\n"
     kl = {"place": "reward", "estimator": "k1", "coef": 0.5}
     algorithm = loaded(tmp_path, code, preset="reinforce_pp", kl=kl, shaping={"clip": [0.4, 0.6]})
-    batch = made_up_batch(algorithm, 2)
+    batch = synthetic_batch(algorithm, 2)
     assert batch.old is not None and batch.reference is not None
     expected = np.clip(batch.score, 0.4, 0.6)[batch.sequence_of] - 0.5 * (batch.old - batch.reference)
     np.testing.assert_allclose(algorithm.advantages(batch).advantages, expected, rtol=1e-5)
@@ -42,7 +42,7 @@ def test_advantages_see_shaped_scores_and_the_kl_penalty(tmp_path: Path) -> None
 
 def test_a_loss_of_one_s_own_is_given_every_sequence(tmp_path: Path) -> None:
     algorithm = loaded(tmp_path, LOSS.format("(inputs.weight * inputs.logprobs).sum(), {}"))
-    batch = made_up_batch(algorithm, 2)
+    batch = synthetic_batch(algorithm, 2)
     advantages = algorithm.advantages(batch)
     advantages.advantages[:] = 0
     assert algorithm.has_gradient(batch, advantages).all()
@@ -50,7 +50,7 @@ def test_a_loss_of_one_s_own_is_given_every_sequence(tmp_path: Path) -> None:
 
 def test_a_critic_s_returns_come_with_the_advantages(tmp_path: Path) -> None:
     algorithm = loaded(tmp_path, "def advantages(batch):\n    return batch.values, 2 * batch.values\n", preset="ppo")
-    batch = made_up_batch(algorithm, 1)
+    batch = synthetic_batch(algorithm, 1)
     result = algorithm.advantages(batch)
     np.testing.assert_array_equal(result.returns, 2 * result.advantages)
 
@@ -61,7 +61,7 @@ def test_a_critic_s_returns_come_with_the_advantages(tmp_path: Path) -> None:
         ("x = 1\n", "neither"),
         ("def advantages(batch):\n    return batch.score\n", "shape (4,)"),
         ("def advantages(batch):\n    return batch.behaviour, batch.behaviour\n", "2"),
-        ("def advantages(batch):\n    return batch.behaviour * float('nan')\n", "not"),
+        ("def advantages(batch):\n    return batch.behaviour * float('nan')\n", "NaN"),
         ("def advantages(batch):\n    return batch.nothing\n", "AttributeError"),
         (LOSS.format("inputs.logprobs.sum()"), "Tensor"),
         (LOSS.format("inputs.logprobs, {}"), "shape"),
@@ -70,7 +70,7 @@ def test_a_critic_s_returns_come_with_the_advantages(tmp_path: Path) -> None:
         (LOSS.format("inputs.logprobs.sum(), {'a': 1.0}"), "'a'"),
     ],
 )
-def test_what_is_wrong_is_found_on_the_made_up_batch(code: str, found: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_found_on_the_synthetic_batch(code: str, found: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         loaded(tmp_path, code)
     assert found in error.value.found
@@ -81,7 +81,7 @@ def test_a_result_is_checked_in_every_iteration(tmp_path: Path) -> None:
         tmp_path, "calls = []\ndef advantages(batch):\n    calls.append(1)\n    return batch.behaviour[len(calls) - 1:]\n"
     )
     with pytest.raises(RunFailedError):
-        algorithm.advantages(made_up_batch(algorithm, 2))
+        algorithm.advantages(synthetic_batch(algorithm, 2))
 
 
 def test_the_digest_is_part_of_the_fingerprint_and_is_kept(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trackers import TrackerConfig
+from polyreme.errors import PolyremeError
 from polyreme_trainer.observe.trackers import follow
-from polyreme_trainer.observe.trackers.follow import Cursor, points, read_cursor, read_lines, write_cursor
+from polyreme_trainer.observe.trackers.follow import Cursor, cursor_path, points, read_cursor, read_lines, write_cursor
 from polyreme_trainer.observe.trackers.protocol import TRACKERS, Point
 from support.configs import run_config
 
@@ -21,6 +22,8 @@ def test_a_record_is_one_point_with_its_axis() -> None:
     ]
     sft = {"kind": "sft", "phase": 2, "step": 10, "loss": 0.25, "time": 1.0}
     assert list(points(sft)) == [Point("sft_step", 10, 1.0, {"sft_2/loss": 0.25})]
+    commit = {"kind": "commit", "version": 4, "stall_seconds": 0.5, "reload_seconds": 0.25, "time": 1.0}
+    assert list(points(commit)) == [Point("iteration", 4, 1.0, {"weights/stall_seconds": 0.5, "weights/reload_seconds": 0.25})]
     assert list(points({"kind": "notice", "text": "", "time": 1.0})) == []
 
 
@@ -47,6 +50,9 @@ def test_a_cursor_of_another_run_does_not_count(tmp_path: Path) -> None:
     assert read_cursor(tmp_path, "mlflow", "run-1") == kept
     assert read_cursor(tmp_path, "mlflow", "run-2") == Cursor("run-2")
     assert read_cursor(tmp_path, "wandb", "run-1") == Cursor("run-1")
+    cursor_path(tmp_path, "mlflow").write_text('{"run": ')
+    with pytest.raises(PolyremeError):
+        read_cursor(tmp_path, "mlflow", "run-1")
 
 
 def test_every_kind_has_a_module_and_a_run_one_tracker_of_each(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Layers tuned for CPU."""
+"""The model spec for CPU, and its layers."""

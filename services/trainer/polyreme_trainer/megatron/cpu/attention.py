@@ -1,7 +1,7 @@
-"""Attention in megatron-core's core-attention slot: rotary embedding, then torch's fused scaled-dot-product attention.
+"""The core attention on CPU: rotary embedding, then torch's fused scaled-dot-product attention.
 
-A micro-batch goes through the model as packed tokens, one row each, in (sequence, position) order. What is computed at padded positions
-is not used.
+Invariant: a micro-batch passes through the model as packed tokens, one row each, in (sequence, position) order. Results at padded positions
+are never used.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from polyreme_trainer.megatron.mcore import MegatronModule, PackedSeqParams
 
 @dataclass
 class Batch(PackedSeqParams):
-    """How packed rows fall into sequences, and the rotary angles of the positions.
+    """The shape of the packed rows, and the rotary angles of the positions.
 
     `size` sequences of `width` positions. `full` and `sliding` are (cos, sin) of the layers with full attention, and of those with a
     window, each [width, 1, head_dim / 2] in the compute dtype.
@@ -30,7 +30,7 @@ class Batch(PackedSeqParams):
 
 
 class Attention(MegatronModule):
-    """Causal attention with grouped key-value heads. Takes megatron-core's arguments of a core attention; has no parameters."""
+    """Causal attention with grouped key-value heads. It takes megatron-core's arguments of a core attention and has no parameters."""
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)

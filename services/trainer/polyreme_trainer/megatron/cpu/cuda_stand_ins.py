@@ -1,6 +1,7 @@
-"""What lets megatron-core, which asks for CUDA by name, run in a process that has none.
+"""Lets megatron-core, which requests CUDA by name, run in a process without CUDA.
 
-Invariant: only a process whose device is the CPU imports these effects, and it keeps them until it ends.
+Invariant: importing this module changes nothing. Only a process whose device is the CPU installs the stand-ins, and it keeps them until it
+ends.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Calls that ask for device cuda run on the CPU; a tensor's `type()` returns the name that megatron-core compares with."""
+    """Runs calls that request device cuda on the CPU. A tensor's `type()` returns the CUDA name that megatron-core compares with."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,7 +36,7 @@ _CUDA_STAND_INS: dict[str, Any] = {
 
 
 def install_cuda_stand_ins() -> None:
-    """Replaces the functions of torch.cuda that megatron-core calls, also in backward passes, for the life of this process."""
+    """Replaces the functions of torch.cuda that megatron-core calls, also in backward passes, until this process ends."""
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
 
@@ -43,8 +44,8 @@ def install_cuda_stand_ins() -> None:
 def keep_freed_memory() -> None:
     """Makes glibc reuse freed blocks instead of returning them to the kernel.
 
-    Activations of some MiB are allocated and freed all the time. By default each is a new mapping whose pages the kernel zeroes at the
-    first access, which takes longer than the arithmetic on them.
+    Training allocates and frees activations of several MiB all the time. By default each allocation is a new mapping whose pages the kernel
+    zeroes at the first access, which takes longer than the arithmetic on them.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

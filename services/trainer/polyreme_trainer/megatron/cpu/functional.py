@@ -1,8 +1,9 @@
-"""The point-wise pieces of a transformer layer as single autograd nodes: same values as the textbook forms, fewer passes over memory.
+"""The point-wise functions of a transformer layer as single autograd nodes, with fewer passes over memory.
 
-Each node keeps its inputs, and what is expensive to compute again, for the backward pass, and writes gradients without temporaries
-where possible.
-Tokens are rows: all take [tokens, features] or any leading shape, in the dtype of the input; statistics are fp32.
+Each node keeps for the backward pass its inputs and whatever is expensive to recompute, and writes gradients without temporaries where
+possible. Inputs are [..., features].
+
+Invariant: values equal those of the textbook formulas up to rounding. Results have the input's dtype; statistics are at least fp32.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ class _RmsNorm(Function):
         ctx.save_for_backward(x, weight, rstd)
         if weight.dtype != x.dtype:
             return (x * rstd * weight).to(x.dtype)
-        return (x * rstd).to(x.dtype).mul_(weight)  # rounded once, where the reference implementations round
+        return (x * rstd).to(x.dtype).mul_(weight)  # rounds where the reference implementations round
 
     @staticmethod
     @once_differentiable

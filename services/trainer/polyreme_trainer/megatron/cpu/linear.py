@@ -1,7 +1,9 @@
-"""The matrix products of megatron-core's parallel layers, on CPU by oneDNN.
+"""The matrix products of megatron-core's parallel layers, on CPU with oneDNN.
 
-torch sends fp32 products on CPU to MKL, which reaches a third of the speed on processors of other makers; oneDNN generates code for the
-processor it runs on. The arithmetic is the same, fp32 throughout.
+On CPU, torch uses MKL for fp32 products, which reaches a third of the speed on processors that are not Intel's. oneDNN generates code for
+the processor on which it runs.
+
+Invariant: products and gradients are those of torch's linear function, in the same precision.
 """
 
 from typing import Any
@@ -16,7 +18,7 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_l
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [n, k] @ weight [m, k].T + bias [m]; transposed views are taken as they are."""
+    """x [n, k] @ weight [m, k].T + bias [m]. Transposed views are not copied."""
     if not _ONEDNN or not x.numel():  # an expert without tokens
         return torch.nn.functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -52,7 +54,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input
 
 
 class ColumnParallel(ColumnParallelLinear):
-    """megatron-core's layer with `linear` as its product. Output features are split over the tensor ranks."""
+    """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the output features."""
 
     def _forward_impl(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool, **_: Any
@@ -63,7 +65,7 @@ class ColumnParallel(ColumnParallelLinear):
 
 
 class RowParallel(RowParallelLinear):
-    """megatron-core's layer with `linear` as its product. Input features are split over the tensor ranks, and the sum over them is the output."""
+    """megatron-core's layer with `linear` as its matrix product. The tensor ranks split the input features; the output is the sum over ranks."""
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
         return linear(input, weight, bias, self.tp_group, False)

@@ -1,6 +1,6 @@
-"""The model on CPU: megatron-core's layers with norms, activation, products and attention of this package.
+"""The model on CPU: megatron-core's layers with the norms, activation, matrix products and attention of this package.
 
-A micro-batch runs as packed rows, one token each, in (sequence, position) order, because products over rows are fastest there.
+Invariant: a micro-batch runs as packed rows, one token each, in (sequence, position) order, for which matrix products are fastest on CPU.
 """
 
 from typing import Any
@@ -32,7 +32,8 @@ from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
 
 
 class RmsNorm(torch.nn.Module):
-    """megatron-core's norm slot. Weight [hidden_size]; with `layernorm_zero_centered_gamma` the factor is 1 + weight, in fp32."""
+    """An RMS norm with megatron-core's interface. Weight [hidden_size]. With `layernorm_zero_centered_gamma` the factor is 1 + weight, in
+    fp32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class RmsNorm(torch.nn.Module):
 
 
 class GatedActivation(torch.nn.Module):
-    """megatron-core's activation slot: [..., 2 * ffn] (gate, up) -> [..., ffn]."""
+    """A gated activation with megatron-core's interface: [..., 2 * ffn] (gate, up) -> [..., ffn]."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
 
 
 def _residual(training: bool, fused: bool) -> Any:
-    """megatron-core's bias-dropout-add slot without bias and dropout."""
+    """The residual addition, in place of megatron-core's bias-dropout-add: there is neither bias nor dropout."""
     return _add_residual
 
 
@@ -108,7 +109,7 @@ CPU = ModelSpec(
     forward=_forward,
     linear=linear,
     options={
-        "use_te_activation_func": True,  # "the activation is a module of the spec"; nothing of Transformer Engine is used
+        "use_te_activation_func": True,  # makes megatron-core take the activation from the spec; Transformer Engine itself is not used
         "use_cpu_initialization": True,
     },
 )

@@ -1,6 +1,6 @@
-"""The model families: one module each, named after the `model_type` of its config.json and holding `FAMILY`.
+"""The model families, one module each. A module is named after the `model_type` in config.json and defines `FAMILY`.
 
-Adding a family is adding its module; nothing lists the modules but this package's directory.
+Invariant: the modules of this package are the only list of families, so adding a family means adding its module.
 """
 
 import importlib
@@ -22,11 +22,11 @@ def known_families() -> tuple[str, ...]:
 _REFUSED = {
     "deepseek_v3": "multi-head latent attention, for which vLLM on CPU and transformers sample different tokens",
 }
-"""Families that people train elsewhere, and why none of them runs here."""
+"""Well-known families that are not supported, with the reason."""
 
 
 def find_family(model_type: str) -> ModelFamily:
-    """The family of a model_type. Raises ConfigError with the known ones for another, and with the reason where there is one."""
+    """The family of a model_type. Raises ConfigError for any other, with the known ones and, where there is one, the reason."""
     known = known_families()
     if reason := _REFUSED.get(model_type):
         raise ConfigError(f"a model_type of {', '.join(known)}", f"{model_type!r}: {reason}", "Choose a model of a known type.")
@@ -37,7 +37,7 @@ def find_family(model_type: str) -> ModelFamily:
 
 
 def read_architecture(config: HfConfig) -> Architecture:
-    """The architecture that the fields of a config.json describe. Raises ConfigError for what cannot be trained."""
+    """The architecture that a config.json describes. Raises ConfigError for a model that cannot be trained."""
     return find_family(config.text("model_type")).architecture(config)
 
 

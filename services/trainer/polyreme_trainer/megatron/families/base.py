@@ -1,7 +1,8 @@
-"""What all model families share: the sizes of a decoder, the rows of the mapping table, and what a family adds.
+"""The common parts of all model families: the sizes of a decoder, the rows of the mapping table, and the definition of a family.
 
-Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces; every other model is refused by name
-before anything is allocated. The shape of every tensor follows from the rows and the sizes. Pure: no torch, no transformers.
+Invariant: an `Architecture` exists only for a model whose forward pass this package reproduces. Any other model raises an error that names
+the reason before anything is allocated. The shape of every tensor follows from the rows and the sizes. The module is pure: it imports
+neither torch nor transformers.
 """
 
 import math
@@ -23,12 +24,12 @@ Share = Literal["all", "columns", "vocab", "gate_up", "qkv"]
 
 @dataclass(frozen=True)
 class MappingRow:
-    """One line of the mapping table: a parameter of megatron-core and the Hugging Face tensors that make it up.
+    """One row of the mapping table: a parameter of megatron-core and the Hugging Face tensors that it consists of.
 
     Attributes:
-        param: the parameter; within a layer its name there.
-        share: how tensor ranks share it: "all" (every rank has the whole), "columns" (dimension 1 cut evenly), "vocab" (rows, padded),
-            "gate_up" (rows of each tensor cut evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
+        param: the parameter's name; for a layer's row, the name within the layer.
+        share: how tensor ranks share it: "all" (every rank has the whole), "columns" (dimension 1 split evenly), "vocab" (rows, padded),
+            "gate_up" (rows of each tensor split evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
         tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
     """
 
@@ -37,7 +38,7 @@ class MappingRow:
     tensors: Mapping[str, tuple[int | str, ...]]
 
     def in_layer(self, param_layer: int, hf_layer: int) -> "MappingRow":
-        """The row with the layer's numbers: of the layer on its pipeline stage, and in the whole model."""
+        """The row of one layer, given the layer's number on its pipeline stage and in the whole model."""
         tensors = {f"model.layers.{hf_layer}.{name}": dims for name, dims in self.tensors.items()}
         return MappingRow(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors)
 
@@ -52,17 +53,18 @@ class Architecture:
     """Sizes of a decoder-only model. `kv_heads` divides `heads`.
 
     Attributes:
-        head: "tied" (the output layer is the embedding), "untied" (an output layer of its own) or "value" (one number per position).
-        max_position: the longest sequence that the model computes as transformers does.
-        window: tokens that a query of a sliding layer sees, its own included.
-        sliding: for each layer, whether its attention has the window; empty: no layer has.
-        sliding_rope: rotary embedding of the sliding layers; None: that of all layers.
-        query_scale: scores are divided by its square root; None: by that of head_dim.
-        embedding_scale: factor of the embedded tokens.
-        experts: of each layer; 0: a dense model, whose MLP has the width `ffn`. expert_ffn: width of one.
-        top_k: experts that a token passes.
-        shared_ffn: width of the expert that every token passes; 0: there is none.
-        renormalizes: the weights of a token's experts add up to 1.
+        head: "tied" (the output layer is the embedding), "untied" (a separate output layer) or "value" (one number per position).
+        max_position: the longest sequence for which the model's results equal those of transformers.
+        window: the number of tokens to which a query of a sliding layer attends, including its own.
+        sliding: for each layer, whether its attention has the window; empty when no layer has it.
+        sliding_rope: the rotary embedding of the sliding layers; None for that of the other layers.
+        query_scale: attention scores are divided by its square root; None for head_dim.
+        embedding_scale: the factor of the embedded tokens.
+        experts: the number of experts of each layer; 0 for a dense model, whose MLP has the width `ffn`.
+        expert_ffn: the width of an expert.
+        top_k: the number of experts to which a token is routed.
+        shared_ffn: the width of the expert that every token passes; 0 without one.
+        renormalizes: whether the weights of a token's experts are scaled to sum to 1.
     """
 
     family: "ModelFamily"
@@ -90,28 +92,28 @@ class Architecture:
 
     @property
     def queries(self) -> int:
-        """Width of all query heads."""
+        """The width of all query heads together."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """The width of all key heads together; that of all value heads is the same."""
         return self.kv_heads * self.head_dim
 
     def shapes(self, row: MappingRow) -> dict[str, Shape]:
-        """Shape of each Hugging Face tensor of the row."""
+        """The shape of each Hugging Face tensor of the row."""
         return {
             name: tuple(dim if isinstance(dim, int) else getattr(self, dim) for dim in dims) for name, dims in row.tensors.items()
         }
 
     def head_row(self) -> MappingRow:
-        """The output layer's parameter and what it is loaded from."""
+        """The row of the output layer."""
         if self.head == "value":
             return MappingRow("output_layer.weight", "all", {VALUE_HEAD: (1, "hidden")})
         return MappingRow("output_layer.weight", "vocab", {EMBEDDING if self.head == "tied" else LM_HEAD: ("vocab", "hidden")})
 
     def layer_rows(self, rank: int = 0, ranks: int = 1) -> Iterator[tuple[MappingRow, bool]]:
-        """The rows of one layer on one of the expert ranks, whole; and whether all of the expert ranks have the same."""
+        """The rows of one layer on one expert rank, each with whether all expert ranks have the same row."""
         for row in self.family.layer:
             yield row, True
         here = self.experts // ranks
@@ -120,7 +122,7 @@ class Architecture:
                 yield row.of_expert(local, rank * here + local), False
 
     def rows(self) -> Iterator[MappingRow]:
-        """The whole model's table, in the order of the model. A tied head has no row: it is the embedding's."""
+        """The whole model's table, in model order. A tied head has no row of its own, because it is the embedding."""
         yield EMBEDDING_ROW
         for layer in range(self.layers):
             yield from (row.in_layer(layer, layer) for row, _ in self.layer_rows())
@@ -130,12 +132,12 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """Number of weights; a tied embedding counts once."""
+        """The number of weights; a tied embedding counts once."""
         return sum(math.prod(shape) for row in self.rows() for shape in self.shapes(row).values())
 
     @property
     def active_parameters(self) -> int:
-        """Number of weights that one token passes: of the experts only as many as it is sent to."""
+        """The number of weights that one token uses, with `top_k` of the experts."""
         return replace(self, experts=self.top_k).parameters
 
 
@@ -160,7 +162,7 @@ DENSE_LAYER = (
     ),
     MappingRow("mlp.linear_fc2.weight", "columns", {"mlp.down_proj.weight": ("hidden", "ffn")}),
 )
-"""A layer of Llama's shape: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
+"""Llama's layer: RMS norms before attention and MLP, grouped-query attention, SwiGLU, no bias."""
 
 _DEFAULTS = {"hidden_act": "silu", "tie_word_embeddings": False}
 _FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "attention_bias": False, "mlp_bias": False}
@@ -173,12 +175,12 @@ class ModelFamily:
     Attributes:
         name: the model_type.
         layer: the rows of one layer, without those of its experts.
-        expert: the rows of one expert, whose number stands for `{expert}`.
-        options: fields of megatron-core's TransformerConfig that this family sets; the layer's spec follows from them.
-        defaults: what transformers assumes for fields that config.json lacks.
-        fixed: fields that have one value in every model that is reproduced.
-        activation: of the gate of the MLP; "gelu_tanh" is the tanh approximation of GELU.
-        post_norms: attention and MLP each end in a norm, before the residual is added.
+        expert: the rows of one expert; its number replaces `{expert}`.
+        options: fields of megatron-core's TransformerConfig that this family sets; the layer's spec depends on them.
+        defaults: transformers' defaults for fields that config.json lacks.
+        fixed: fields that must have this value.
+        activation: the activation of the MLP's gate; "gelu_tanh" is the tanh approximation of GELU.
+        post_norms: whether attention and MLP each end in a norm, before the residual is added.
     """
 
     name: str
@@ -191,7 +193,7 @@ class ModelFamily:
     post_norms: bool = False
 
     def architecture(self, config: HfConfig) -> Architecture:
-        """Reads the sizes. Raises ConfigError for a field that is missing or damaged, and for a feature that is not reproduced."""
+        """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that this package does not support."""
         config = config.with_defaults({**_DEFAULTS, **self.defaults})
         for name, value in {**_FIXED, **self.fixed}.items():
             config.only(name, value)
@@ -209,7 +211,7 @@ class ModelFamily:
             )
         if head_dim % 2 or head_dim == 0:
             raise ConfigError(
-                f"an even size of attention heads in {config.source}", str(head_dim), "Restore the file from the model's source."
+                f"an even, positive head_dim in {config.source}", str(head_dim), "Restore the file from the model's source."
             )
         max_position = config.integer("max_position_embeddings")
         return Architecture(

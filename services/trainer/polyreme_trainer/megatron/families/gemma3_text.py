@@ -1,4 +1,7 @@
-"""Gemma 3, text models (270M, 1B): norms before and after attention and MLP, windows in five of six layers, scaled embeddings."""
+"""Gemma 3, text models (270M, 1B): norms before and after attention and MLP, windows in five of six layers, scaled embeddings.
+
+Invariant: every layer is either full or sliding, and each of the two kinds has its own rotary embedding.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +13,7 @@ from polyreme_trainer.megatron.families.rope import Rope, read_rope_fields
 from polyreme_trainer.megatron.families.window import FULL, SLIDING
 
 _KINDS = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}
-"""For each kind of layer the older field of its base, and transformers' default."""
+"""For each kind of layer, the older field of its rotary base and transformers' default."""
 
 
 class _Gemma3(ModelFamily):
@@ -42,7 +45,7 @@ class _Gemma3(ModelFamily):
 
 
 def _rope_fields(config: HfConfig, kind: str) -> HfConfig:
-    """The rotary embedding of one kind of layer. Both spellings are read; a `rope_scaling` is that of layers with full attention."""
+    """The rotary embedding of one kind of layer, in either spelling. A `rope_scaling` applies to layers with full attention."""
     older, theta = _KINDS[kind]
     theta = config.number(older) if older in config else theta
     if "rope_scaling" in config and kind == FULL:

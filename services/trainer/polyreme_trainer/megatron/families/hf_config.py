@@ -1,7 +1,7 @@
 """Typed reading of a Hugging Face config.json.
 
-Invariant: whatever the file holds, a reader gets a value of the type and range that it asked for, or a ConfigError that names the file
-and the field. Pure but for `load`: no torch, no transformers.
+Invariant: for any content of the file, a reader gets a value of the requested type and range, or a ConfigError that names the file and the
+field. Except for `load`, the module is pure; it imports neither torch nor transformers.
 """
 
 import json
@@ -18,7 +18,7 @@ class HfConfig:
 
     Args:
         fields: the parsed JSON object.
-        source: what error messages call it: the path of the file, and the name of the object inside it.
+        source: the file's path, with the name of the object inside it, for error messages.
     """
 
     def __init__(self, fields: Mapping[str, Any], source: str = "config.json") -> None:
@@ -27,10 +27,12 @@ class HfConfig:
 
     @classmethod
     def load(cls, directory: Path) -> "HfConfig":
-        """Reads `directory`/config.json. Raises ConfigError when there is none, or when it is no JSON object."""
+        """Reads `directory`/config.json. Raises ConfigError when it is missing or not a JSON object."""
         file = Path(directory) / "config.json"
         if not file.is_file():
-            raise ConfigError("a Hugging Face model directory", f"no file {file}", "Set model.path to one with a config.json.")
+            raise ConfigError(
+                "a Hugging Face model directory", f"no file {file}", "Set model.path to a directory with a config.json."
+            )
         try:
             fields = json.loads(file.read_bytes())
         except ValueError as error:  # JSON and UTF-8 errors
@@ -40,11 +42,11 @@ class HfConfig:
         return cls(fields, str(file))
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "HfConfig":
-        """The same fields, and `defaults` for those that are absent. A null is not absent: it says that there is no such thing."""
+        """The same fields, with `defaults` for those that are absent. A null is not absent: it means that the feature is off."""
         return HfConfig({**defaults, **self._fields}, self.source)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._fields.get(name) is not None
 
     def integer(self, name: str) -> int:
@@ -88,12 +90,12 @@ class HfConfig:
         return HfConfig(value, f"{name} of {self.source}")
 
     def only(self, name: str, value: Any) -> None:
-        """Refuses a model whose field is neither `value` nor absent nor null."""
+        """Raises ConfigError unless the field is `value`, absent or null."""
         if name in self and self._fields[name] != value:
             raise self._error(name, json.dumps(value), "Choose a model without this feature.")
 
     def absent(self, name: str) -> None:
-        """Refuses a model whose field is neither absent nor null."""
+        """Raises ConfigError unless the field is absent or null."""
         if name in self:
             raise self._error(name, "absent", "Choose a model without this feature.")
 

@@ -1,4 +1,7 @@
-"""Mistral 7B and models of its shape, dense: Llama's layer, in some models with a sliding window in every layer."""
+"""Mistral 7B and models of its shape, dense: Llama's layer, in some models with sliding-window attention.
+
+Invariant: a model has the window in all of its layers or in none.
+"""
 
 from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.families.hf_config import HfConfig

@@ -1,4 +1,7 @@
-"""Mixtral 8x7B and 8x22B: Mistral's attention without a window, and experts in every layer."""
+"""Mixtral 8x7B and 8x22B: Mistral's attention without a window, and experts in every layer.
+
+Invariant: the weights of a token's experts always sum to 1.
+"""
 
 from polyreme_trainer.megatron.families.moe import ATTENTION_LAYER, MoeFamily, expert, router
 

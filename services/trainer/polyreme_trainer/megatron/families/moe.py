@@ -1,6 +1,6 @@
-"""What the mixtures of experts share: how their sizes are read, and the rows of router and experts. Pure.
+"""The common parts of mixtures of experts: reading their sizes, and the rows of router and experts. The module is pure.
 
-Invariant: every layer of such a model has experts; one with dense layers between is refused.
+Invariant: every layer of such a model has experts; a model with dense layers raises ConfigError.
 """
 
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ ATTENTION_LAYER = tuple(row for row in DENSE_LAYER if not row.param.startswith("
 
 
 def router(block: str) -> MappingRow:
-    """The router's row. block: Hugging Face's name of the layer's part that holds experts and router."""
+    """The router's row. block: Hugging Face's name of the module with the experts and the router."""
     return MappingRow("mlp.router.weight", "all", {f"{block}.gate.weight": ("experts", "hidden")})
 
 
 def expert(block: str, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
-    """The rows of one expert, by Hugging Face's names of its three matrices."""
+    """The rows of one expert, given Hugging Face's names of its three matrices."""
     param, name = "mlp.experts.local_experts.{expert}", f"{block}.experts.{{expert}}"
     shape = ("expert_ffn", "hidden")
     return (
@@ -32,8 +32,8 @@ class MoeFamily(ModelFamily):
     """A family of mixtures of experts.
 
     Attributes:
-        expert_ffn: field of config.json that holds the width of an expert.
-        shared_ffn: field of the width of the expert that every token passes; None: there is none.
+        expert_ffn: the field of config.json with the width of an expert.
+        shared_ffn: the field with the width of the expert that every token passes; None without one.
     """
 
     expert_ffn: str = "moe_intermediate_size"

@@ -1,4 +1,7 @@
-"""Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values."""
+"""Qwen1.5, Qwen2 and Qwen2.5 (Base, Instruct, Math, Coder), dense: Llama's layer with a bias on queries, keys and values.
+
+Invariant: the bias is the only difference from the base family; `add_qkv_bias` and the row `QKV_BIAS` belong together.
+"""
 
 from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow
 from polyreme_trainer.megatron.families.window import QwenFamily

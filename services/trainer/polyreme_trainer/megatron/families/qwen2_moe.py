@@ -1,4 +1,7 @@
-"""Qwen1.5 and Qwen2, mixtures of experts: Qwen2's attention, and in every layer experts beside one that all tokens pass, with a gate."""
+"""Qwen1.5 and Qwen2, mixtures of experts: Qwen2's attention, and in every layer routed experts and a gated shared expert.
+
+Invariant: the attention and its options are those of `qwen2`.
+"""
 
 from polyreme_trainer.megatron.families import qwen2
 from polyreme_trainer.megatron.families.base import MappingRow

@@ -1,4 +1,7 @@
-"""Qwen3, dense: Llama's layer with an RMS norm on each query and key head before the rotary embedding."""
+"""Qwen3, dense: Llama's layer with an RMS norm on each query and key head before the rotary embedding.
+
+Invariant: the head norms are the only difference from the base family; `qk_layernorm` and the two norm rows belong together.
+"""
 
 from polyreme_trainer.megatron.families.base import DENSE_LAYER, MappingRow
 from polyreme_trainer.megatron.families.window import QwenFamily

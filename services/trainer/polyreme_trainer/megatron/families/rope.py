@@ -1,6 +1,6 @@
-"""The rotary position embedding as config.json describes it. Pure: the angles are computed in `megatron.rotary`.
+"""The rotary position embedding as config.json describes it; `megatron.rotary` computes the angles.
 
-Invariant: a `Rope` exists only for a kind whose angles this package computes as transformers does.
+Invariant: a `Rope` exists only for a kind whose angles this package computes as transformers does. The module is pure.
 """
 
 import math
@@ -18,14 +18,14 @@ class Rope:
 
     Attributes:
         theta: base of the inverse frequencies theta ** (-2i / head_dim).
-        kind: "default", "linear" (all frequencies over `factor`), "llama3" or "yarn". The kind "dynamic" is read as "default": within
-            max_position_embeddings, beyond which no model here is run, the two are the same.
-        factor: by how much the context was extended.
-        original_max_position: context of the pre-training; llama3 and yarn.
-        low, high: llama3: frequencies of at most `low` turns in the original context are divided by `factor`, those of at least
-            `high` turns are kept. yarn: the same of `low` = beta_slow and `high` = beta_fast turns.
-        truncate: yarn: the dimensions between which it interpolates are rounded to integers.
-        attention_factor: yarn: factor of the rotated queries and keys, so that scores have its square.
+        kind: "default", "linear" (all frequencies divided by `factor`), "llama3" or "yarn". The kind "dynamic" is read as "default": up to
+            max_position_embeddings the two are equal, and no model runs beyond that.
+        factor: the factor by which the context was extended.
+        original_max_position: the context length of pre-training; for llama3 and yarn.
+        low, high: for llama3, frequencies of at most `low` turns in the original context are divided by `factor`, and those of at least
+            `high` turns are kept. For yarn the same, with `low` = beta_slow and `high` = beta_fast.
+        truncate: for yarn, whether the limits of the interpolated dimensions are rounded to integers.
+        attention_factor: for yarn, the factor of the rotated queries and keys, so that attention scores have its square.
     """
 
     theta: float

@@ -1,6 +1,6 @@
-"""The sliding window of Qwen's families. Pure.
+"""The sliding window of Qwen's families. The module is pure.
 
-Invariant: a window is read only where every layer has it, since vLLM computes no Qwen with windows in some of its layers.
+Invariant: a window is accepted only if every layer has it, since vLLM does not support Qwen models with windows in some layers.
 """
 
 from polyreme_trainer.megatron.families.base import ModelFamily
@@ -11,7 +11,7 @@ FULL = "full_attention"
 
 
 class QwenFamily(ModelFamily):
-    """A family whose config.json switches the window on by `use_sliding_window`, from the layer `max_window_layers` on."""
+    """A family whose config.json enables the window with `use_sliding_window`, starting at layer `max_window_layers`."""
 
     def sliding_layers(self, config: HfConfig, layers: int) -> tuple[bool, ...]:
         config = config.with_defaults({"use_sliding_window": False, "sliding_window": 4096})

@@ -1,1 +1,1 @@
-"""Experiment trackers: a file and a row in `protocol.TRACKERS` for each."""
+"""Experiment trackers: each is a module and a row in `protocol.TRACKERS`."""

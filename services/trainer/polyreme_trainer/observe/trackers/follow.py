@@ -1,8 +1,8 @@
 """Sends a run's metrics from metrics.jsonl to one tracker.
 
-Invariant: metrics.jsonl is the queue. It has each iteration once, and the cursor beside it says up to where the tracker has taken it, so
-a tracker that is slow, away or restarted gets every record in order, and training never waits for one. A process that is killed between
-a record and its cursor sends that record again.
+Invariant: metrics.jsonl is the queue. It has each iteration once, and the tracker's cursor has the position up to which it was sent. A
+tracker that is slow, unreachable or restarted gets every record in order, and training never waits for one. A process that is killed after
+sending a record and before writing its cursor sends that record again.
 """
 
 import json
@@ -16,22 +16,23 @@ from typing import Any
 from polyreme.cli.run_records import write_atomically
 from polyreme.config.run import RunConfig
 from polyreme.config.trackers import TrackerSection
+from polyreme.errors import PolyremeError
 from polyreme_trainer.observe.records import scalars
 from polyreme_trainer.observe.trackers.protocol import Point, TrackedRun, Tracker, open_tracker
 
 POLL_SECONDS = 0.5
 BATCH_BYTES = 1 << 20
-"""Of lines that are read before the cursor is written."""
+"""The bytes of lines that are read before the cursor is written."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a tracker is, in RUN_DIR/trackers/KIND.json.
+    """The position of a tracker, stored in RUN_DIR/trackers/KIND.json.
 
     Attributes:
         run: Polyreme's run id.
-        tracker_id: the tracker's id of the run; None: it was never open.
-        offset: bytes of metrics.jsonl that it has taken.
+        tracker_id: the tracker's id of the run; None before it was first opened.
+        offset: the bytes of metrics.jsonl that were sent.
     """
 
     run: str
@@ -40,17 +41,22 @@ class Cursor:
 
 
 def cursor_path(run_dir: Path, kind: str) -> Path:
-    """Where a tracker's cursor is."""
+    """The path of a tracker's cursor."""
     return run_dir / "trackers" / f"{kind}.json"
 
 
 def read_cursor(run_dir: Path, kind: str, run_id: str) -> Cursor:
-    """The tracker's cursor; a new one when the directory's is of another run."""
-    with suppress(FileNotFoundError):
-        found = Cursor(**json.loads(cursor_path(run_dir, kind).read_text()))
-        if found.run == run_id:
-            return found
-    return Cursor(run_id)
+    """The tracker's cursor; a new one when the stored cursor belongs to another run. Raises PolyremeError when it is damaged."""
+    path = cursor_path(run_dir, kind)
+    try:
+        found = Cursor(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return Cursor(run_id)
+    except (ValueError, TypeError) as error:
+        raise PolyremeError(
+            f"a tracker's cursor in {path}", str(error), "Remove the file: the tracker then gets a new run with all records."
+        ) from None
+    return found if found.run == run_id else Cursor(run_id)
 
 
 def write_cursor(run_dir: Path, kind: str, cursor: Cursor) -> None:
@@ -59,7 +65,7 @@ def write_cursor(run_dir: Path, kind: str, cursor: Cursor) -> None:
 
 
 def read_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines behind `offset`, up to BATCH_BYTES of them or one longer line, and where the next one begins."""
+    """The whole lines after `offset`, up to BATCH_BYTES or one longer line, and the offset of the next line."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(offset)
         lines = [line for line in file.readlines(BATCH_BYTES) if line.endswith(b"\n")]
@@ -68,7 +74,7 @@ def read_lines(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def points(line: dict[str, Any]) -> Iterator[Point]:
-    """What a tracker gets of a record: one point, or none."""
+    """The points of a record for a tracker: one or none."""
     found = list(scalars(line))
     if found:
         axis = "sft_step" if line["kind"] == "sft" else "iteration"
@@ -76,7 +82,7 @@ def points(line: dict[str, Any]) -> Iterator[Point]:
 
 
 def follow(config: RunConfig, run_id: str, section: TrackerSection, stopping: Event) -> None:
-    """Sends what is new until `stopping` is set and all is sent. Raises what the tracker raises."""
+    """Sends new records until `stopping` is set and all are sent. Raises the tracker's errors."""
     run_dir, kind = config.run_dir, section.kind
     folder = run_dir / "trackers" / kind
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +106,7 @@ def follow(config: RunConfig, run_id: str, section: TrackerSection, stopping: Ev
 
 
 def send(tracker: Tracker, lines: list[dict[str, Any]]) -> None:
-    """Every point of the lines, in order."""
+    """Sends every point of the lines, in order."""
     for line in lines:
         for point in points(line):
             tracker.log(point)

@@ -1,6 +1,6 @@
-"""What a tracker is: something that takes points of named numbers, and continues the run that it began.
+"""The protocol of a tracker, which takes points of named numbers and can continue a run that it began.
 
-Invariant: a tracker's package is imported when a tracker is opened, and nowhere else, so a run needs the packages of its own trackers.
+Invariant: a tracker's package is imported only when the tracker is opened, so a run needs only the packages of its own trackers.
 """
 
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ TRACKERS = {
     "mlflow": "polyreme_trainer.observe.trackers.mlflow",
     "trackio": "polyreme_trainer.observe.trackers.trackio",
 }
-"""The module of each kind. It has `connect(section, run)`, which gives a Tracker."""
+"""The module of each kind. Its `connect(section, run)` returns a Tracker."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run as its trackers know it.
+    """The run, as trackers need it.
 
     Attributes:
-        run_id, name: Polyreme's.
+        run_id, name: Polyreme's id and name of the run.
         config: the resolved configuration, as plain values.
-        folder: where the tracker may keep files; it exists.
-        tracker_id: what this tracker called the run when it began; None: it begins now.
+        folder: an existing directory for the tracker's files.
+        tracker_id: this tracker's id of the run; None when it begins now.
     """
 
     run_id: str
@@ -40,10 +40,10 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Point:
-    """Numbers that belong together.
+    """Numbers of one step.
 
     Attributes:
-        axis: what the step counts: `iteration`, or `sft_step` in a warm start.
+        axis: the unit of the step: `iteration`, or `sft_step` in a warm start.
         time: Unix seconds.
         values: name -> number.
     """
@@ -55,23 +55,23 @@ class Point:
 
 
 class Tracker(Protocol):
-    """An open run of a tracker. Any exception of its methods is a failure of the tracker, which ends its process."""
+    """An open run of a tracker. Any exception in its methods is a failure of the tracker and ends its process."""
 
     @property
     def tracker_id(self) -> str:
-        """The tracker's id of the run, with which it is continued."""
+        """The tracker's id of the run, with which the run can be continued."""
         ...
 
     def log(self, point: Point) -> None:
-        """Takes a point. Steps of one axis may repeat and go back: an evaluation may end after later iterations."""
+        """Takes a point. Steps of one axis may repeat or decrease, since an evaluation may end after later iterations."""
         ...
 
     def close(self) -> None:
-        """Delivers what is left."""
+        """Sends the remaining points and closes the run."""
         ...
 
 
 def open_tracker(section: TrackerSection, run: TrackedRun) -> Tracker:
-    """Begins or continues the tracker's run. Raises whatever its package raises."""
+    """Begins or continues the tracker's run. Raises the errors of its package."""
     tracker: Tracker = import_module(TRACKERS[section.kind]).connect(section, run)
     return tracker

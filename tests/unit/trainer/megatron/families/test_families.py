@@ -104,7 +104,7 @@ def test_a_missing_or_damaged_field_is_named_with_its_file(name: str, value: Any
         ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate"),
         ({"rope_theta": "10000"}, "rope_theta"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"hidden_size": 2}, "attention heads"),
+        ({"hidden_size": 2}, "head_dim"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ],
 )

@@ -1,0 +1,111 @@
+"""What a group's samples are worth: by the run's rewards, by its teacher, or by both, asked at the same time.
+
+Invariant: every sample has a score, and every trained sample its teacher's log-probabilities where the run has a teacher; otherwise the
+attempt at the group has failed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyreme.api.v1 import reward_pb2
+from polyreme.experience.records import RewardPart
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
+from polyreme_trainer.orchestrator.reward_client import Question, RewardClient
+from polyreme_trainer.orchestrator.tasks import task_group, together
+from polyreme_trainer.orchestrator.teacher_client import TeacherClient
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A sample's score with its parts, and its numbers per token, float32 [t], where there are some: see SampleRecord."""
+
+    score: float
+    parts: list[RewardPart]
+    token_rewards: Float32 | None = None
+    teacher_logprobs: Float32 | None = None
+
+
+class Scoring:
+    """The run's rewards, its teacher, or both.
+
+    Args:
+        rewards, teacher: at least one of them.
+    """
+
+    def __init__(self, rewards: RewardClient | None, teacher: TeacherClient | None) -> None:
+        self.rewards, self._teacher = rewards, teacher
+
+    @property
+    def paused(self) -> bool:
+        """Whether new groups should wait, because the rewards are down and pending groups still retry."""
+        return self.rewards is not None and self.rewards.paused
+
+    @property
+    def proven(self) -> bool:
+        """Whether anything was ever scored in this run, or nothing needs to be."""
+        return self.rewards is None or self.rewards.health.proven
+
+    async def refresh(self) -> None:
+        """Updates the reward servers from their leases."""
+        if self.rewards is not None:
+            await self.rewards.refresh()
+
+    async def close(self) -> None:
+        for client in (self.rewards, self._teacher):
+            if client is not None:
+                await client.close()
+
+    async def judge(
+        self, prompt_ids: NDArray[np.int32], samples: Sequence[PartialRollout], questions: Sequence[Question], trained: int
+    ) -> list[Judgement]:
+        """One judgement per sample, in order.
+
+        Args:
+            prompt_ids: int32 [p].
+            questions: what the rewards are asked about each sample.
+            trained: only the first so many samples need the teacher.
+
+        Raises:
+            ScoreError, TeacherError: the attempt at the group has failed.
+            UnavailableError: no reward server, or no server of the teacher.
+        """
+        async with task_group() as group:
+            scored = group.create_task(self._score(questions))
+            asked = group.create_task(self._ask_teacher(prompt_ids, samples[:trained]))
+        results, taught = scored.result(), [*asked.result(), *[None] * len(samples)]
+        if not results:
+            return [by_teacher(*pair) for pair in zip(samples, taught, strict=False)]
+        return [by_rewards(*pair) for pair in zip(results, taught, strict=False)]
+
+    async def _score(self, questions: Sequence[Question]) -> list[reward_pb2.ScoreResult]:
+        return [] if self.rewards is None else await self.rewards.score(questions)
+
+    async def _ask_teacher(self, prompt_ids: NDArray[np.int32], samples: Sequence[PartialRollout]) -> list[Float32]:
+        if self._teacher is None:
+            return []
+        prompt = prompt_ids.tolist()
+        return await together([self._teacher.logprobs(prompt, sample.token_ids().tolist()) for sample in samples])
+
+
+def by_rewards(result: reward_pb2.ScoreResult, teacher_logprobs: Float32 | None) -> Judgement:
+    """The rewards' score."""
+    return Judgement(
+        score=result.score,
+        parts=[RewardPart(part.name, part.raw, part.weighted, part.plugin_version) for part in result.parts],
+        token_rewards=np.array(result.token_rewards, dtype=np.float32) if result.token_rewards else None,
+        teacher_logprobs=teacher_logprobs,
+    )
+
+
+def by_teacher(sample: PartialRollout, teacher_logprobs: Float32 | None) -> Judgement:
+    """The score of a run without rewards: the mean over the tokens of log p_teacher - log p_sampler, minus an estimate of the KL to the
+    teacher in nats per token."""
+    if teacher_logprobs is None:
+        raise ValueError("a sample that neither rewards nor a teacher judge")
+    score = float(np.mean(teacher_logprobs.astype(np.float64) - sample.token_logprobs()))
+    return Judgement(score, [RewardPart("teacher", score, score)], teacher_logprobs=teacher_logprobs)

@@ -1,0 +1,41 @@
+"""What megatron-core is asked for in a layer with experts: no auxiliary loss, no dropped token, sequence parallelism over tensor ranks."""
+
+import torch
+
+from polyreme_trainer.megatron import moe
+from polyreme_trainer.megatron.build import transformer_config
+from polyreme_trainer.megatron.cpu.spec import CPU
+from polyreme_trainer.megatron.families import read_architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.hf_mapping import Rank
+
+FIELDS = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 33,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_the_policy_that_is_trained_is_the_one_that_sampled() -> None:
+    """An auxiliary loss, a capacity or jitter would give it another gradient or other experts."""
+    config = transformer_config(read_architecture(HfConfig(FIELDS)), torch.float32, Rank(), CPU)
+    assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (4, 2, 8)
+    assert config.moe_router_load_balancing_type == "none" and config.moe_aux_loss_coeff == 0
+    assert config.moe_expert_capacity_factor is None and config.moe_input_jitter_eps is None
+    assert config.moe_z_loss_coeff is None and not config.moe_router_enable_expert_bias
+    assert config.moe_router_dtype == "fp32" and not config.moe_router_pre_softmax
+
+
+def test_sequence_parallelism_comes_with_experts_over_several_tensor_ranks() -> None:
+    experts = read_architecture(HfConfig(FIELDS))
+    dense = read_architecture(HfConfig(FIELDS | {"model_type": "llama"}))
+    assert moe.options(experts, 2)["sequence_parallel"] and not moe.options(experts, 1)["sequence_parallel"]
+    assert moe.options(dense, 2) == {}
