@@ -77,7 +77,7 @@ class GroupRecord:
         samples: at least one.
         prompt: the prompt as text, for display.
         label: the reference answer; may be empty.
-        generate_seconds, score_seconds: wall-clock time of the two calls.
+        generate_seconds, score_seconds: wall-clock time of generation, and of scoring with the requests to a teacher.
     """
 
     index: int

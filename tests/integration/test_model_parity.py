@@ -23,12 +23,18 @@ def test_every_family_equals_transformers(tensor: int, tmp_path: Path) -> None:
     for model_type in known_families():
         for tied in (True, False):
             tiny_family_model(model_type, tmp_path / f"{model_type}-{'tied' if tied else 'untied'}", tie_word_embeddings=tied)
-    run_ranks(family_checks.every_family, tensor, str(tmp_path), str(tensor), timeout=280)
+    run_ranks(family_checks.every_family, tensor, str(tmp_path), str(tensor), timeout=560)
 
 
 def test_two_ranks_share_each_key_head_and_the_gradient_of_its_norm(tmp_path: Path) -> None:
     tiny_family_model("qwen3", tmp_path / "qwen3")
     run_ranks(family_checks.every_family, 4, str(tmp_path), "4", timeout=280)
+
+
+def test_experts_on_two_data_ranks_equal_plain_torch(tmp_path: Path) -> None:
+    """A rank's rows may send no token to an expert."""
+    model = tiny_family_model("qwen2_moe", tmp_path / "model")
+    run_ranks(checks.every_check, 2, str(model), "1", "2", str(tmp_path), timeout=280)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}

@@ -74,7 +74,8 @@ async def simulated_run(
     commands = {
         f"rollout-{place}": ("polyreme_rollout.testing.simulated_replicas", *replicas) for place in range(replica_processes)
     }
-    commands["reward"] = ("polyreme", "reward")
+    if config.reward is not None:
+        commands["reward"] = ("polyreme", "reward")
     commands["train"] = (
         "polyreme_trainer.testing.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
     )  # fmt: skip

@@ -34,7 +34,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     )
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=1)  # all layers of a forward pass share it
 def _sliding(width: int, window: int, device: torch.device) -> Tensor:
     """bool [width, width]: whether the row's position attends to the column's."""
     return torch.ones(width, width, dtype=torch.bool, device=device).tril_().triu_(1 - window)

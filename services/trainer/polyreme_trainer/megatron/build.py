@@ -21,7 +21,7 @@ from polyreme_trainer.megatron.accelerator import ACCELERATOR
 from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.mcore import GPTModel, TransformerConfig, parallel_state
+from polyreme_trainer.megatron.mcore import GPTModel, TransformerConfig, initialize_rng_tracker, parallel_state
 from polyreme_trainer.megatron.spec import ModelSpec
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -41,6 +41,7 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
         )
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core overlaps collectives by kernel order
     torch.distributed.init_process_group(device.backend, timeout=COLLECTIVE_TIMEOUT)
+    initialize_rng_tracker(inference_rng_tracker=True)  # that of a model without dropout: no generators of its own
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,

@@ -101,7 +101,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
 
 
 def iteration_path(root: Path, iteration: int, prefix: str = "iteration") -> Path:
-    """The path of an iteration's checkpoint. Another `prefix` names what the number counts."""
+    """The path of an iteration's checkpoint, or of a checkpoint whose number counts something else, `prefix`."""
     return root / f"{prefix}-{iteration:06d}"
 
 

@@ -48,7 +48,10 @@ def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = Ma
 
 
 def as_classifier(model: Export, **fields: Any) -> Export:
-    """The export of a language model with the config.json of a sequence classifier with one label. `fields` replace some of its keys."""
+    """The export of a language model with the config.json of a sequence classifier with one label.
+
+    `fields` replace those of config.json.
+    """
     config = json.loads(classifier_config(model.model_files["config.json"])) | fields
     return replace(model, model_files={**model.model_files, "config.json": json.dumps(config).encode()})
 

@@ -20,6 +20,7 @@ with warnings.catch_warnings():
         RowParallelLinear,
         linear_with_grad_accumulation_and_async_allreduce,
     )
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
@@ -67,6 +68,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_standard_config_overrides",
+    "initialize_rng_tracker",
     "is_layer_window_attention",
     "linear_with_grad_accumulation_and_async_allreduce",
     "parallel_state",

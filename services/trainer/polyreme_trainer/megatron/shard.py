@@ -45,7 +45,7 @@ class DataShard:
         """This rank's share of `indices`, padded.
 
         Args:
-            indices: sequences, each with those that stay together with it.
+            indices: the sequences; those that belong together are all there, one after the other.
             parameters: the parameters of the whole model; they decide how many tokens cost as much as one more micro-batch.
         """
         together = sequences.together
