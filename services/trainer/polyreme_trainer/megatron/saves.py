@@ -25,10 +25,10 @@ WARM_START = "warm-start"
 
 
 def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:
-    """The newest checkpoint whose digests hold; None when there is none at all. Collective.
+    """The newest intact checkpoint; None when there is none. Collective.
 
     Raises:
-        ConfigError: there are checkpoints, and every one is damaged.
+        ConfigError: there are checkpoints, but all of them are damaged.
     """
 
     async def find() -> bytes:
@@ -36,7 +36,7 @@ def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoi
         if found is None and (damaged := checkpoint.count(root, prefix)):
             raise ConfigError(
                 f"an undamaged checkpoint in {root}",
-                f"{damaged}, none with the bytes that were saved (the log names each one's damage)",
+                f"{damaged}, all damaged (the log says how)",
                 "Restore one from a copy, or remove the directory and start the run again.",
             )
         return found.path.name.encode() if found else b""
@@ -46,7 +46,7 @@ def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoi
 
 
 def read_shared(path: Path) -> checkpoint.Checkpoint:
-    """A checkpoint by its name: the list of a directory may be old on another machine than the writer's. Raises ConfigError."""
+    """Reads a checkpoint by path: a directory listing may be stale on a machine that is not the writer's. Raises ConfigError."""
     found = checkpoint.read(path)
     if found is None:
         raise ConfigError(f"checkpoint {path}, which rank 0 found intact", "no readable manifest", "Share the run directory.")

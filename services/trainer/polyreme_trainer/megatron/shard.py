@@ -44,9 +44,9 @@ class DataShard:
     def micro_batches(self, sequences: Sequences, indices: IntArray, parameters: int) -> Iterator[MicroBatch]:
         """This rank's share of `indices`, padded.
 
-            Args:
-                indices: the sequences; those that belong together are all there, one after the other.
-        parameters: the parameters of the whole model; they decide how many tokens cost as much as one more micro-batch.
+        Args:
+            indices: the sequences; those that belong together are all there, one after the other.
+            parameters: the parameters of the whole model; they decide how many tokens cost as much as one more micro-batch.
         """
         together = sequences.together
         lengths = sequences.lengths.reshape(-1, together).max(axis=1)  # of each row of sequences that stay together
