@@ -53,7 +53,6 @@ class Task:
             old=behaviour,
             teacher=np.where(right > 0, np.log(0.9), np.log(0.1 / (VOCABULARY - 1))).reshape(-1).astype(np.float32),
             reference=np.full(len(behaviour), -np.log(VOCABULARY), dtype=np.float32),
-            teacher=np.log(np.where(right, 0.8, 0.2 / (VOCABULARY - 1))).reshape(-1).astype(np.float32),
             values=np.tile(self.critic.detach().numpy(), len(tokens)).astype(np.float32),
             parts=np.stack([right[:, 0], right[:, 1:].mean(1)], 1),
             part_names=("first", "rest"),
