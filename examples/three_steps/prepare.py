@@ -1,7 +1,7 @@
 """Makes everything the three steps need, from a seed: a tokenizer, an untrained model, and four sets of data.
 
-The task: a prompt of three letters is answered with eight letters. Supervised training teaches the form alone: any letters, a quarter of
-them vowels. People (here: `rule.py`) like answers with more vowels; they compare two answers at a time and never say why. A reward model
+The task: a prompt of three letters is answered with eight letters. Supervised training teaches the form alone: any letters, few of them
+vowels. People (here: `rule.py`) like answers with more vowels; they compare two answers at a time and never say why. A reward model
 learns from the comparisons, and PPO from the reward model.
 
 Invariant: the same seed gives the same files, and no held-out prompt is in any file that is trained on: a prompt is held out when its
@@ -19,7 +19,10 @@ from pathlib import Path
 from rule import VOWELS, reward
 
 LENGTH = 8
-VOWEL_SHARE = 0.25
+VOWEL_SHARE = 0.12
+"""In supervised answers. Each vowel is then rarer than each consonant, so that a greedy answer has none."""
+COMPARED_SHARES = (0.0, 0.6)
+"""Range of the share in the answers that are compared."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONSONANTS = "".join(letter for letter in LETTERS if letter not in VOWELS)
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
@@ -44,9 +47,9 @@ def prompt(rng: random.Random, held_out: bool) -> str:
             return text
 
 
-def answer(rng: random.Random) -> str:
-    """Eight letters, a quarter of them vowels."""
-    return "".join(rng.choice(VOWELS if rng.random() < VOWEL_SHARE else CONSONANTS) for _ in range(LENGTH))
+def answer(rng: random.Random, share: float = VOWEL_SHARE) -> str:
+    """Eight letters, each a vowel with the probability `share`."""
+    return "".join(rng.choice(VOWELS if rng.random() < share else CONSONANTS) for _ in range(LENGTH))
 
 
 def prompts(rng: random.Random, held_out: bool) -> Iterator[Row]:
@@ -64,7 +67,7 @@ def answered(rng: random.Random, held_out: bool) -> Iterator[Row]:
 def pairs(rng: random.Random, held_out: bool) -> Iterator[Row]:
     """Endless pairs of answers, the liked one first; two that are liked alike are drawn again."""
     while True:
-        first, second = answer(rng), answer(rng)
+        first, second = (answer(rng, rng.uniform(*COMPARED_SHARES)) for _ in range(2))
         if reward(first) != reward(second):
             chosen, rejected = sorted((first, second), key=reward, reverse=True)
             yield {"prompt": prompt(rng, held_out), "chosen": chosen, "rejected": rejected}
