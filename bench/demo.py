@@ -29,7 +29,7 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, EXAMPLE / "prepare.py"], check=True, timeout=120)
     with tempfile.TemporaryDirectory(dir=work) as folder:
-        command = [sys.executable, "-m", "polyreme", "up", EXAMPLE / "run.yaml", f"output_dir={folder}", "name=demo"]
+        command = [sys.executable, "-m", "polyreme", "up", str(EXAMPLE / "run.yaml"), f"output_dir={folder}", "name=demo"]
         subprocess.run(command, check=True, timeout=DEADLINE)
         summary = json.loads((Path(folder) / "demo" / "summary.json").read_text())
     measured = {

@@ -77,33 +77,58 @@ def plain_step(size: str, path: str, threads: int) -> Callable[[], object]:
 
 
 def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
-    from functools import partial
-
     import numpy as np
     import torch
 
-    from polyreme.config.algorithm import AlgorithmConfig
+    from polyreme.config.presets import resolve
     from polyreme.config.trainer import ParallelConfig
-    from polyreme_trainer.megatron.batch import Sequences
+    from polyreme_trainer.algorithms.algorithm import Algorithm
+    from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
+    from polyreme_trainer.megatron.batch import MicroBatch, Sequences
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.families import load_architecture
-    from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+    from polyreme_trainer.megatron.losses import Losses
+    from polyreme_trainer.megatron.optimizer import Adam
     from polyreme_trainer.megatron.policy import Policy
-    from polyreme_trainer.megatron.step import Layout, PolicyLoss, optimize
+    from polyreme_trainer.megatron.roles import Role
+    from polyreme_trainer.megatron.shard import DataShard
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)
     policy = Policy(load_architecture(Path(path)), "float32", device, trainable=True)
     policy.load_hf(Path(path))
-    optimizer = Optimizer(policy, Adam())
+    shard = DataShard(torch.device("cpu"), 8192)
+
+    def forward(batch: MicroBatch) -> torch.Tensor:
+        return policy.logprobs(batch.ids, batch.targets, 1.0)
+
+    actor = Role("actor", policy, forward, shard)
+    actor.make_optimizer(Adam())
     ids, advantages = _batch(size)
     count, width = ids.shape
-    ones, zeros = np.ones(width - 1, dtype=np.float32), np.zeros(width - 1, dtype=np.float32)
-    sequences = Sequences(list(ids.numpy()), [ones] * count, advantages[:, 0].numpy(), [zeros] * count)
-    layout = Layout(torch.device("cpu"), 0, 1, lambda _: None, 8192, policy.arch.parameters)
-    loss = partial(PolicyLoss(AlgorithmConfig(), torch.device("cpu")), tokens=float(count * (width - 1)))
-    return lambda: optimize(policy, optimizer, layout, sequences, np.arange(count), loss, 1.0, 1e-4)
+    ones = np.ones(count * (width - 1), dtype=np.float32)
+    tokens = TokenBatch(
+        offsets=np.arange(count + 1) * (width - 1),
+        mask=ones,
+        behaviour=-ones,
+        version=np.zeros(len(ones), dtype=np.int32),
+        group=np.arange(count),
+        score=np.zeros(count),
+        truncated=np.zeros(count, dtype=bool),
+        greedy=np.zeros(count, dtype=bool),
+    )
+    every = np.arange(count)
+    per_token = Advantages(np.repeat(advantages[:, 0].numpy(), width - 1), None, ones)
+    algorithm = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=width - 1)
+    sequences = Sequences(list(ids.numpy()), ones)
+
+    def step() -> None:
+        losses = Losses(algorithm, tokens, per_token, every, shard)
+        actor.update(sequences, every, losses.of_policy(every), lr=1e-4)
+        losses.reduced()
+
+    return step
 
 
 def _batch(size: str) -> Any:

@@ -16,13 +16,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.api.v1 import experience_pb2, reward_pb2, reward_pb2_grpc
 from polyreme.net import rpc
@@ -128,7 +128,12 @@ def mathematics() -> list[tuple[str, str]]:
 
 def bare(items: Sequence[tuple[str, str]]) -> int:
     """How many are equal, by math-verify as the rule `math` calls it. Its own timeouts are off: they can only cost."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import (  # type: ignore[import-untyped]
+        ExprExtractionConfig,
+        LatexExtractionConfig,
+        parse,
+        verify,
+    )
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     of_label = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -170,7 +175,7 @@ async def mathematics_rates(folder: Path) -> tuple[float, float]:
     return statistics.median(ours), statistics.median(theirs)
 
 
-async def latencies(ask: Callable[[int], "asyncio.Future[object]"]) -> tuple[float, float]:
+async def latencies(ask: Callable[[int], Awaitable[object]]) -> tuple[float, float]:
     """p50 and p99, in milliseconds, of CALLS calls one after another."""
     times = []
     for number in range(CALLS + 50):
@@ -227,9 +232,11 @@ async def flight_mib(service: Service, name: str) -> float:
 class Echo(reward_pb2_grpc.RewardServiceServicer):
     """Answers with as many results as there were items, and looks at none."""
 
-    async def Score(self, request, context):
+    async def Score(self, request: reward_pb2.ScoreRequest, context: object) -> reward_pb2.ScoreResponse:
         part = experience_pb2.RewardPart(name="exact", raw=1.0, weighted=1.0, plugin_version="exact-0.1.0-00000000")
-        results = [reward_pb2.ScoreResult(key=i.key, status=1, score=1.0, parts=[part]) for i in request.items]
+        results = [
+            reward_pb2.ScoreResult(key=i.key, status=reward_pb2.SCORE_STATUS_OK, score=1.0, parts=[part]) for i in request.items
+        ]
         return reward_pb2.ScoreResponse(results=results)
 
 

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ async def measure(engine: Any, url: str, model: Path, folder: Path, config: RunC
                 weights = {name: tensor for name, tensor in hf_weights(model).items()}
                 await learner.push(there.weights, turn, weights)  # and no prefix is cached from the last turn
                 sides: list[tuple[str, Callable[[], Awaitable[int]]]] = [
-                    ("engine", lambda turn=turn: bare(engine, asked, options.samples, options.tokens, turn)),
+                    ("engine", partial(bare, engine, asked, options.samples, options.tokens, turn)),
                     ("service", lambda: served(there, asked, options.samples, options.tokens)),
                 ]
                 for name, side in sides if turn % 2 else reversed(sides):

@@ -31,6 +31,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -152,7 +153,7 @@ def measure_writes(
     for turn in range(repeats + 1):
         slot = turn % arena.slots
         arena.begin(slot)
-        writes.append(seconds(lambda slot=slot: write(pieces, views[slot])))
+        writes.append(seconds(partial(write, pieces, views[slot])))
         arena.complete(slot, version=turn, term=1)
         copies.append(seconds(lambda: target.copy_(source)))
     for piece, name, index in pieces:
@@ -217,7 +218,7 @@ class Stage:
 async def staged(folder: Path) -> AsyncIterator[Stage]:
     """The demo's model from its seed, a Redis, a replica that serves version 0, and the publisher."""
     sys.path.insert(0, str(TASK))
-    import prepare
+    import prepare  # type: ignore[import-not-found]  # the example's, found at run time
 
     prepare.save_tokenizer(folder / "model")
     prepare.save_model(folder / "model", seed=0)
@@ -329,7 +330,7 @@ async def bench_stream(gib: float, repeats: int) -> dict[str, float]:
 
 async def swaps_under_load(stage: Stage) -> list[tuple[Commit, float]]:
     """SWAPS swaps, each in the middle of a batch."""
-    swaps = []
+    swaps: list[tuple[Commit, float]] = []
     while len(swaps) < SWAPS:
         batch = asyncio.create_task(stage.generate())
         await asyncio.sleep(SWAP_INTERVAL_SECONDS)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polyreme.config.load import load_config
+from polyreme.config.run import RunConfig
 from polyreme_rollout.engine import vllm as engine_module
 from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, Sampling
 
@@ -48,33 +49,27 @@ async def sample(
     return [list(samples[start : start + size]) for start in range(0, len(samples), size)]
 
 
-def measure(engine: Any, config: Any, iterations: int, after: str) -> dict[str, float]:
+def measure(engine: Any, config: RunConfig, iterations: int, after: str) -> dict[str, float]:
     import numpy as np
 
     from polyreme.api.v1 import experience_pb2
     from polyreme.cli.input_files import read_model_files
-    from polyreme.experience.records import GroupRecord, SampleRecord
-    from polyreme_trainer.algorithms.grpo import group_advantages
+    from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
     from polyreme_trainer.data.prompts import load_prompts
     from polyreme_trainer.data.template import Template
+    from polyreme_trainer.learner.engine import PlannedBatch
     from polyreme_trainer.learner.leader import Ranks
-    from polyreme_trainer.learner.loop import data_layout
-    from polyreme_trainer.megatron.batch import collect
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
-    from polyreme_trainer.megatron.optimizer import Adam, Optimizer
-    from polyreme_trainer.megatron.policy import build_policy
-    from polyreme_trainer.megatron.step import train_iteration
-    from polyreme_trainer.weight_sync.version_writer import VersionWriter
+    from polyreme_trainer.megatron.engine import MegatronEngine
 
     device = Device(config.device, 0, config.trainer.parallel.threads)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     init_parallel(config.trainer.parallel, device)
-    policy = build_policy(config, device)
-    optimizer = Optimizer(policy, Adam())
-    layout = data_layout(config, policy, device)
-    writer = VersionWriter(policy, Ranks(0, 1, device.torch), RUN_ID, writes=True)
-    template = Template(read_model_files(config.model.path), config.data)
+    files = read_model_files(config.model.path)
+    learner = MegatronEngine(config, files, RUN_ID, Ranks(), device)
+    learner.policy.load_hf(config.model.path)
+    template = Template(files, config.data)
     prompts = load_prompts(config.data.train, config.data, template).prompts
     run = asyncio.Runner().run  # `Ranks` has a loop of its own
     run(engine.open())
@@ -86,11 +81,12 @@ def measure(engine: Any, config: Any, iterations: int, after: str) -> dict[str, 
         await engine.resume()
 
     def push(turn: int) -> None:
-        manifest, generation, seconds = writer.write(turn % 3, turn, 1)
-        assert manifest is not None
-        parts["write"].append(seconds)
         began = time.perf_counter()
-        run(load(ArenaSource(str(writer.arena.path), writer.arena.nonce, turn % 3, generation, manifest)))
+        written = learner.write(turn % 3, turn, 1)
+        parts["write"].append(time.perf_counter() - began)
+        assert written.manifest is not None
+        began = time.perf_counter()
+        run(load(ArenaSource(str(learner.arena.path), learner.arena.nonce, written.slot, written.generation, written.manifest)))
         parts["load"].append(time.perf_counter() - began)
 
     push(0)
@@ -117,31 +113,18 @@ def measure(engine: Any, config: Any, iterations: int, after: str) -> dict[str, 
                         reason,
                         [(turn - 1, 0, len(ids))],
                         score,
-                        [],
-                        text,
+                        text=text,
                     )
                 )
             groups.append(GroupRecord(index, 1, prompt.ids, records, prompt.text, prompt.label, 0.0, 0.0))
         parts["score"].append(time.perf_counter() - began)
 
         began = time.perf_counter()
-        scores = np.array([[record.score for record in group.samples] for group in groups])
-        sequences = collect(groups, group_advantages(scores, True), turn - 1)
-        train_iteration(
-            policy,
-            None,
-            optimizer,
-            layout,
-            sequences,
-            config.group_size,
-            config.algorithm,
-            config.rollout.temperature,
-            config.trainer.optimizer.lr,
-            (0, turn),
-        )
+        payloads = tuple(encode_group(group) for group in groups)
+        learner.train(PlannedBatch(turn, tuple(range(len(groups))), payloads))
         parts["train"].append(time.perf_counter() - began)
         push(turn)
-    writer.close()
+    learner.close()
     return {name: statistics.median(values[2:]) for name, values in parts.items()}
 
 

@@ -21,7 +21,7 @@ async def serve(host: str, tensors: int, run: str) -> None:
     async def load(_: Sequence[ArenaSource]) -> LoadResult:
         return LoadResult(0.0, {})
 
-    receiver.engine.load = load  # type: ignore[method-assign]  # only the way to it is measured
+    receiver.engine.load = load  # type: ignore[method-assign, assignment]  # only the way to it is measured
     async with rpc.serve(host, 0, receiver.add_to, [SERVICE]) as server:
         print(server.port, flush=True)
         await stop_event().wait()
