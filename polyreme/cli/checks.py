@@ -1,7 +1,7 @@
 """Everything that can be checked before processes start, by the core and by each installed service.
 
 A service registers its check in the entry-point group `polyreme.checks`: a function of the configuration that yields notices (str) and
-errors (PolyremeError). Raising an error ends the check.
+errors (PolyremeError). Raising an error ends the check. Checks of stages are in the group `polyreme.stage_checks`.
 
 Invariant: a check starts no service, runs no user code, and changes nothing.
 """
@@ -9,14 +9,18 @@ Invariant: a check starts no service, runs no user code, and changes nothing.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import Any
 
-from polyreme.cli.input_files import check_inputs
+from polyreme.cli.input_files import check_inputs, check_stage_inputs
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import PolyremeError
 from polyreme.net import tls
 
 GROUP = "polyreme.checks"
-Check = Callable[[RunConfig], Iterator[str | PolyremeError]]
+STAGE_GROUP = "polyreme.stage_checks"
+Check = Callable[[Any], Iterator[str | PolyremeError]]
+"""Takes a RunConfig, in the group of stages a StageConfig."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Findings:
     notices: tuple[str, ...]
 
 
-def check_run(config: RunConfig, only: str | None = None) -> tuple[str, ...]:
+def check_run(config: RunConfig | StageConfig, only: str | None = None) -> tuple[str, ...]:
     """Runs all checks and returns their notices. Raises the first error.
 
     Args:
@@ -40,15 +44,19 @@ def check_run(config: RunConfig, only: str | None = None) -> tuple[str, ...]:
     return found.notices
 
 
-def findings(config: RunConfig, only: str | None = None) -> Findings:
+def findings(config: RunConfig | StageConfig, only: str | None = None) -> Findings:
     """The results of all checks; `only` as in `check_run`. The services' checks run only after the files that they read are found."""
     try:
-        check_inputs(config)
-        if config.security is not None:
-            tls.check_files(config.security)
+        if isinstance(config, StageConfig):
+            check_stage_inputs(config)
+        else:
+            check_inputs(config)
+            if config.security is not None:
+                tls.check_files(config.security)
     except PolyremeError as error:
         return Findings((error,), ())
-    points = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    group = STAGE_GROUP if isinstance(config, StageConfig) else GROUP
+    points = sorted(entry_points(group=group), key=lambda point: point.name)
     errors: list[PolyremeError] = []
     notices: list[str] = []
     for point in points:
@@ -62,7 +70,7 @@ def findings(config: RunConfig, only: str | None = None) -> Findings:
     return Findings(tuple(errors), tuple(notices))
 
 
-def _results(check: Check, config: RunConfig) -> Iterator[str | PolyremeError]:
+def _results(check: Check, config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
     try:
         yield from check(config)
     except PolyremeError as error:

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from polyreme.cli.checks import findings
-from polyreme.cli.summary import summary_lines
+from polyreme.cli.summary import lines_of
 from polyreme.config.describe import annotated_yaml, reference
-from polyreme.config.load import load_config
+from polyreme.config.load import load_any
 from polyreme.errors import PolyremeError
 
-ConfigFile = Annotated[Path, typer.Argument(help="The run's YAML file.")]
+ConfigFile = Annotated[Path, typer.Argument(help="The YAML file of a run or a stage.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
 
 config = typer.Typer(no_args_is_help=True, help="Show or check a run's configuration.")
@@ -23,15 +23,15 @@ config = typer.Typer(no_args_is_help=True, help="Show or check a run's configura
 @config.command("show")
 def show(file: ConfigFile, overrides: Overrides = None) -> None:
     """Print the resolved configuration with all defaults, and the description of each key as a comment."""
-    print(annotated_yaml(load_config(file, overrides or ())), end="")
+    print(annotated_yaml(load_any(file, overrides or ())), end="")
 
 
 @config.command("check")
 def check(file: ConfigFile, overrides: Overrides = None) -> None:
     """Check everything that can be checked before processes start, and print the run's summary."""
-    resolved = load_config(file, overrides or ())
+    resolved = load_any(file, overrides or ())
     found = findings(resolved)
-    for line in summary_lines(resolved, found.notices):
+    for line in lines_of(resolved, found.notices):
         print(line)
     match found.errors:
         case []:

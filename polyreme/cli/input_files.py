@@ -5,9 +5,11 @@ Invariant: a missing or truncated input is an error before anything starts. Chec
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
@@ -35,24 +37,43 @@ def check_inputs(config: RunConfig) -> None:
     Raises:
         ConfigError: a file is missing or truncated, or samples may exceed the model's context.
     """
-    _check_model_dir(config.model.path)
-    weights = sorted(config.model.path.glob("*.safetensors"))
-    if not weights:
-        raise ConfigError(
-            f"weights (*.safetensors) in model.path = {config.model.path}", "none", "Save the model with save_pretrained."
-        )
-    for shard in weights:
-        _check_whole(shard)
-    longest = _context(config.model.path / "config.json")
-    if longest is not None and config.rollout.max_model_len > longest:
-        raise ConfigError(
-            f"rollout.max_model_len within the model's context of {longest} tokens (max_position_embeddings)",
-            str(config.rollout.max_model_len),
-            "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer context.",
-        )
+    _check_weights(config.model.path)
+    _check_context(
+        config.model.path,
+        "rollout.max_model_len",
+        config.rollout.max_model_len,
+        "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer context.",
+    )
     named = {"data.train": config.data.train, "data.eval": config.data.eval}
     named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
     named["algorithm.ptx.data"] = config.algorithm.ptx.data if config.algorithm.ptx else None
+    _check_files(named)
+
+
+def check_stage_inputs(config: StageConfig) -> None:
+    """Checks the same for a stage, whose rows must fit the model's context. Raises ConfigError."""
+    _check_weights(config.model.path)
+    advice = "Lower data.max_tokens, or use a model with a longer context."
+    _check_context(config.model.path, "data.max_tokens", config.data.max_tokens, advice)
+    _check_files({"data.train": config.data.train, "data.eval": config.data.eval})
+
+
+def _check_weights(model_dir: Path) -> None:
+    _check_model_dir(model_dir)
+    weights = sorted(model_dir.glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(f"weights (*.safetensors) in model.path = {model_dir}", "none", "Save the model with save_pretrained.")
+    for shard in weights:
+        _check_whole(shard)
+
+
+def _check_context(model_dir: Path, key: str, longest: int, advice: str) -> None:
+    context = _context(model_dir / "config.json")
+    if context is not None and longest > context:
+        raise ConfigError(f"{key} within the model's context of {context} tokens (max_position_embeddings)", str(longest), advice)
+
+
+def _check_files(named: Mapping[str, Path | None]) -> None:
     for key, path in named.items():
         if path is not None and not path.is_file():
             raise ConfigError(f"a file at {key} = {path}", "no such file", f"Fix {key}, or create the file.")

@@ -14,19 +14,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
 from redis.asyncio import Redis
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.cli.run_records import write_atomically
-from polyreme.config.load import parse_config
+from polyreme.config.base import BaseConfig
+from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
 
 EMBEDDED = "embedded"
+NO_REDIS = ""
+"""`redis` of run.json of a stage, which uses none."""
+
+Config = TypeVar("Config", bound=BaseConfig)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class RunFile:
     replicas: Mapping[str, str] = field(default_factory=dict)
 
 
-def claim(config: RunConfig, resume: bool) -> RunFile | None:
+def claim(config: BaseConfig, resume: bool) -> RunFile | None:
     """Decides whether a start in the configuration's directory continues its run.
 
     Args:
@@ -72,7 +77,8 @@ def claim(config: RunConfig, resume: bool) -> RunFile | None:
         ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run was trained with other values.
     """
     existing = read_run_file(config.run_dir)
-    if existing is None or not (resume or checkpoints(config.run_dir)):
+    saved = checkpoints(config.run_dir, config.checkpoint_prefix)
+    if existing is None or not (resume or saved):
         return None
     if not resume:
         raise ConfigError(
@@ -81,9 +87,9 @@ def claim(config: RunConfig, resume: bool) -> RunFile | None:
             "Add --resume to continue it, or name=... to start another run. "
             "--fork starts a new run in a new directory from a copy of its newest checkpoint.",
         )
-    before = read_config(config.run_dir)
+    before = _read_config(config.run_dir, type(config))
     if before.fingerprint() != config.fingerprint():
-        if not checkpoints(config.run_dir):
+        if not saved:
             return None
         raise ConfigError(
             f"the configuration that run {existing.run_id} was trained with",
@@ -93,11 +99,10 @@ def claim(config: RunConfig, resume: bool) -> RunFile | None:
     return existing
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
+def checkpoints(run_dir: Path, prefix: str = RunConfig.checkpoint_prefix) -> list[Path]:
     """The directory's complete checkpoints, oldest first. Does not read their content."""
-    return sorted(
-        path for path in (run_dir / "checkpoints").glob("iteration-*") if path.name.removeprefix("iteration-").isdigit()
-    )
+    found = (run_dir / "checkpoints").glob(f"{prefix}-*")
+    return sorted(path for path in found if path.name.removeprefix(f"{prefix}-").isdigit())
 
 
 async def open_run(
@@ -132,6 +137,14 @@ async def open_run(
     return run
 
 
+def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
+    """Writes config.yaml and run.json of a stage. Returns the content of run.json."""
+    found = existing or RunFile(new_run_id(config), NO_REDIS)
+    write_atomically(config.run_dir / "config.yaml", config.to_yaml())
+    _write_run_file(config.run_dir, found)
+    return found
+
+
 def _check_same_files(before: Mapping[str, bytes], now: Mapping[str, bytes], config: RunConfig) -> None:
     """Raises ConfigError when a run that the store has was trained with other small files of the model."""
     changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
@@ -143,7 +156,7 @@ def _check_same_files(before: Mapping[str, bytes], now: Mapping[str, bytes], con
         )
 
 
-def new_run_id(config: RunConfig) -> str:
+def new_run_id(config: BaseConfig) -> str:
     """A unique run id, the prefix of Redis keys and of names of shared memory."""
     return f"{config.name}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
@@ -218,14 +231,23 @@ def _write_run_file(run_dir: Path, content: RunFile) -> None:
 
 def read_config(run_dir: Path) -> RunConfig:
     """The resolved configuration of the newest start of the directory's run. Raises ConfigError when it is missing or damaged."""
-    path = run_dir / "config.yaml"
-    try:
-        return parse_config(yaml.safe_load(path.read_text()), str(path))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"the run's configuration in {path}", str(error).replace("\n", " "), "Restore the file.") from None
+    return _read_config(run_dir, RunConfig)
 
 
-def differences(before: RunConfig, after: RunConfig) -> list[str]:
+def read_stage_config(run_dir: Path) -> StageConfig:
+    """The resolved configuration of the newest start of the directory's stage. Raises ConfigError."""
+    return _read_config(run_dir, StageConfig)
+
+
+def _read_config(run_dir: Path, kind: type[Config]) -> Config:
+    config = load_any(run_dir / "config.yaml")
+    if not isinstance(config, kind):
+        found = f"the stage {config.stage}" if isinstance(config, StageConfig) else "a run with rollouts"
+        raise ConfigError(f"a run of the same kind in {run_dir}", found, "Choose another name=...")
+    return config
+
+
+def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
     """The dotted keys whose values differ, sorted."""
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))

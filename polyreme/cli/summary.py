@@ -6,6 +6,7 @@ Invariant: a pure function of the configuration and of the notices of the checks
 from collections.abc import Iterable
 
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme.config.trainer import OptimizerConfig
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
@@ -47,6 +48,39 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
     return lines + [f"warning        {text}" for text in (*_warnings(config), *notices)]
 
 
+def lines_of(config: RunConfig | StageConfig, notices: Iterable[str] = ()) -> list[str]:
+    """The summary of a run or a stage. Arguments as `summary_lines`."""
+    return stage_lines(config, notices) if isinstance(config, StageConfig) else summary_lines(config, notices)
+
+
+def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
+    """A stage in lines of text, likewise."""
+    trainer, parallel = config.trainer, config.trainer.parallel
+    length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs:g} passes over {config.data.train.name}"
+    evaluates = (
+        f"{config.data.eval.name} before the first step, after the last" if config.data.eval else "never: data.eval is not set"
+    )
+    between = f" and every {trainer.eval_interval} steps" if config.data.eval and trainer.eval_interval else ""
+    saves = f"every {trainer.save_interval} steps and after the last" if trainer.save_interval else "after the last step"
+    lines = [
+        f"stage          {config.title}: {length}, {trainer.batch_size} rows per step",
+        f"learning rate  {learning_rate(trainer.optimizer, trainer.steps, 'steps')}",
+        f"evaluates      {evaluates}{between}",
+        f"saves          {saves}, keeping {trainer.keep_checkpoints}",
+        f"trainer        tensor {parallel.tensor} x data {parallel.data} on {config.device}, {config.model.dtype}",
+    ]
+    late = {
+        "trainer.save_interval": trainer.save_interval,
+        "trainer.eval_interval": trainer.eval_interval if config.data.eval else 0,
+    }
+    warnings = [
+        f"{key} = {interval} is longer than the stage: only after step {trainer.steps}"
+        for key, interval in late.items()
+        if trainer.steps is not None and interval > trainer.steps
+    ]
+    return lines + [f"warning        {text}" for text in (*warnings, *notices)]
+
+
 def _warnings(config: RunConfig) -> list[str]:
     """Settings that have no effect."""
     intervals = {"trainer.save_interval": config.trainer.save_interval}
@@ -85,12 +119,13 @@ def algorithm_line(config: RunConfig) -> str:
     return f"{config.algorithm.preset}: {recipe.advantage.kind} advantages, {recipe.loss.kind} loss, {recipe.aggregation}, {kl}, {corrected}"
 
 
-def learning_rate(optimizer: OptimizerConfig, iterations: int) -> str:
-    """The learning rate schedule as text."""
-    warmup = f"{optimizer.warmup} iterations of warm-up, then " if optimizer.warmup else ""
+def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "iterations") -> str:
+    """The schedule in words. `length`: of the run in `unit`; None: it follows from the data."""
+    warmup = f"{optimizer.warmup} {unit} of warm-up, then " if optimizer.warmup else ""
     if optimizer.schedule == "constant":
         return f"{warmup}constant {optimizer.lr:g}"
-    return f"{warmup}{optimizer.schedule} from {optimizer.lr:g} to {optimizer.min_lr:g} at iteration {iterations}"
+    end = "the end" if length is None else f"{unit.removesuffix('s')} {length}"
+    return f"{warmup}{optimizer.schedule} from {optimizer.lr:g} to {optimizer.min_lr:g} at {end}"
 
 
 def redis_bytes(config: RunConfig) -> int:

@@ -159,7 +159,7 @@ def render(
     bar = Table.grid()  # a bare ProgressBar does not end its line
     bar.add_row(ProgressBar(total=config.iterations, completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]
-    foot = _foot(progress, now, redis_url)
+    foot = _footer(progress, now, redis_url)
     if times := _times(config, progress, now):
         parts.append(_line(times))
     if rewards := [record["reward/mean"] for record in progress.recent]:
@@ -188,7 +188,7 @@ def _times(config: RunConfig, progress: Progress, now: float) -> str:
     return "  ".join(pieces)
 
 
-def _foot(progress: Progress, now: float, redis_url: str) -> list[RenderableType]:
+def _footer(progress: Progress, now: float, redis_url: str) -> list[RenderableType]:
     """Redis, replicas, recent notices, and active alarms."""
     lines: list[RenderableType] = [_line(f"Redis    {redis_url}", "dim")] if redis_url else []
     there = {**dict.fromkeys(progress.replicas), **progress.versions}

@@ -13,8 +13,10 @@ import annotated_types
 import yaml
 from pydantic.fields import FieldInfo
 
+from polyreme.config.base import BaseConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, is_operational, subsections
+from polyreme.config.stage import STAGES, StageTrainer
 
 _WIDTH = 120
 _PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
@@ -32,15 +34,27 @@ Keys marked ○ are *operational*: they do not affect the trained weights, so a 
 `iterations` counts as operational while the learning rate is constant.
 """
 
+_STAGES_HEAD = """
+## Stages
 
-def annotated_yaml(config: RunConfig) -> str:
+A [stage](../stages.md) has its own YAML file, whose key `stage` names it. `model`, `trainer.parallel` and `trainer.optimizer` have the same
+keys as in a run; `optimizer.warmup` counts steps. The length (`trainer.steps`, `trainer.epochs`) counts as operational while the learning
+rate is constant.
+"""
+
+
+def annotated_yaml(config: BaseConfig) -> str:
     """The resolved configuration as YAML that reads back as `config`. Each key has its description and default as a comment."""
     return "\n".join(_section_lines(config, "")) + "\n"
 
 
 def reference() -> str:
     """All keys of the schema as Markdown, with one table of type, default and description per section."""
-    return _HEAD + "".join(_tables(RunConfig, ""))
+    parts = [_HEAD, *_tables(RunConfig, ""), _STAGES_HEAD]
+    for name, schema in STAGES.items():
+        parts += _tables(schema, "", f", stage {name}", without=("model", "trainer"))
+    parts += _tables(StageTrainer, "trainer", ", all stages", without=("parallel", "optimizer"))
+    return "".join(parts)
 
 
 def _section_lines(section: Section, indent: str, described: bool = True) -> Iterator[str]:
@@ -74,8 +88,11 @@ def _comment(section: type[Section], name: str, value: Any, indent: str) -> list
     return textwrap.wrap(text, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
 
 
-def _tables(section: type[Section], place: str, variant: str = "") -> Iterator[str]:
-    yield f"\n## {f'`{place}`' if place else 'Top level'}{variant}\n\n"
+def _tables(
+    section: type[Section], place: str, suffix: str = "", variant: str = "", without: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """The table of a section, then those of its subsections except the ones named in `without`. `suffix` ends every heading."""
+    yield f"\n## {f'`{place}`' if place else 'Top level'}{suffix}{variant}\n\n"
     if about := _doc(section):
         yield f"{about}\n\n"
     yield "| key | type | default | description |\n|---|---|---|---|\n"
@@ -83,10 +100,10 @@ def _tables(section: type[Section], place: str, variant: str = "") -> Iterator[s
         mark = " ○" if is_operational(field) else ""
         yield f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
     for name, field in section.model_fields.items():
-        inner, listed = subsections(field), get_origin(field.annotation) in (list, tuple)
+        inner, listed = () if name in without else subsections(field), get_origin(field.annotation) in (list, tuple)
         for kind in inner:
             deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
-            yield from _tables(kind, deeper, f", {_name(kind)}" if len(inner) > 1 else "")
+            yield from _tables(kind, deeper, suffix, f", {_name(kind)}" if len(inner) > 1 else "")
 
 
 def _doc(section: type[Section]) -> str:

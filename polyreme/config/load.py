@@ -9,15 +9,19 @@ import re
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
+from polyreme.config.base import BaseConfig
 from polyreme.config.reward import RewardConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.section import Section, holds_path, known_keys, subsections
+from polyreme.config.stage import STAGES, StageConfig
 from polyreme.errors import ConfigError
+
+Schema = TypeVar("Schema", bound=BaseConfig)
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -28,11 +32,43 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file is missing or is not YAML, a key is unknown, or a value is invalid.
     """
+    config = load_any(path, overrides)
+    if isinstance(config, StageConfig):
+        raise ConfigError(
+            f"the configuration of a run in {path}", f"stage: {config.stage}", f"Start it with `polyreme {config.stage}`."
+        )
+    return config
+
+
+def load_stage(path: Path, overrides: Iterable[str], stage: str) -> StageConfig:
+    """Reads the YAML file of the stage `stage`, as `load_config` reads a run's. Raises ConfigError, also for a file of another kind."""
+    config = load_any(path, overrides)
+    if not isinstance(config, StageConfig):
+        raise ConfigError(
+            f"stage: {stage} in {path}", "the configuration of a run", f"Add `stage: {stage}`, or use `polyreme up`."
+        )
+    if config.stage != stage:
+        raise ConfigError(f"stage: {stage} in {path}", f"stage: {config.stage}", f"Start it with `polyreme {config.stage}`.")
+    return config
+
+
+def load_any(path: Path, overrides: Iterable[str] = ()) -> RunConfig | StageConfig:
+    """Reads the YAML file of a run, or of the stage that its key `stage` names, as `load_config` does. Raises ConfigError."""
     tree = _read_tree(path)
-    _resolve_paths(tree, RunConfig, path.resolve().parent)
+    schema = _schema(tree, path)
+    _resolve_paths(tree, schema, path.resolve().parent)
     for override in overrides:
-        _resolve_paths(tree := _override(tree, override), RunConfig, Path.cwd())
-    return parse_config(tree, str(path))
+        _resolve_paths(tree := _override(tree, override), schema, Path.cwd())
+    return parse(tree, str(path), schema)
+
+
+def _schema(tree: dict[str, Any], path: Path) -> type[RunConfig] | type[StageConfig]:
+    stage = tree.get("stage")
+    if stage is None:
+        return RunConfig
+    if not isinstance(stage, str) or stage not in STAGES:
+        raise ConfigError(f"stage: {' or '.join(STAGES)} in {path}", repr(stage), "Use one of these, or remove the key.")
+    return STAGES[stage]
 
 
 def load_reward_config(path: Path) -> RewardConfig:
@@ -48,7 +84,8 @@ def load_reward_config(path: Path) -> RewardConfig:
         return RewardConfig.model_validate(tree["reward"])
     except ValidationError as error:
         problems = [{**e, "loc": ("reward", *e["loc"])} for e in error.errors()]
-        raise ConfigError(f"a valid reward section in {path}", "; ".join(map(_explain, problems)), "Fix these keys.") from None
+        explained = "; ".join(_explain(problem, RunConfig) for problem in problems)
+        raise ConfigError(f"a valid reward section in {path}", explained, "Fix these keys.") from None
 
 
 def data_columns(path: Path) -> tuple[str, str]:
@@ -63,12 +100,17 @@ def data_columns(path: Path) -> tuple[str, str]:
 
 
 def parse_config(tree: dict[str, Any], source: str) -> RunConfig:
-    """Validates a tree of plain values. `source` names its origin in errors. Raises ConfigError."""
+    """Validates a run's tree of plain values. `source` names its origin in errors. Raises ConfigError."""
+    return parse(tree, source, RunConfig)
+
+
+def parse(tree: dict[str, Any], source: str, schema: type[Schema]) -> Schema:
+    """Validates a tree of plain values against `schema`. `source` names its origin in errors. Raises ConfigError."""
     try:
-        return RunConfig.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(
-            f"a valid configuration in {source}", "; ".join(_explain(e) for e in error.errors()), "Fix these keys."
+            f"a valid configuration in {source}", "; ".join(_explain(e, schema) for e in error.errors()), "Fix these keys."
         ) from None
 
 
@@ -128,18 +170,18 @@ def _resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> 
             tree[name] = str((base / Path(value).expanduser()).resolve())
 
 
-def _explain(error: Any) -> str:
+def _explain(error: Any, schema: type[Section]) -> str:
     dotted = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = _nearest(".".join(str(part) for part in error["loc"] if not isinstance(part, int)))
+        near = _nearest(".".join(str(part) for part in error["loc"] if not isinstance(part, int)), schema)
         return f"unknown key {dotted}" + (f" (did you mean {near}?)" if near else "")
     found = "" if error["type"] == "missing" else f", found {error['input']!r:.80}"
     return f"{dotted or 'run'}: {error['msg'].removeprefix('Value error, ')}{found if dotted else ''}"
 
 
-def _nearest(key: str) -> str | None:
+def _nearest(key: str, schema: type[Section]) -> str | None:
     """The known key most similar to `key`, else one whose last part is similar: the key may be right and its section wrong."""
-    names = list(known_keys(RunConfig))
+    names = list(known_keys(schema))
     if near := difflib.get_close_matches(key, names, n=1):
         return near[0]
     last = key.rpartition(".")[2]

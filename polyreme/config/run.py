@@ -3,35 +3,26 @@
 Invariant: some part of the system reads every key, and an unknown key is an error.
 """
 
-import hashlib
-import json
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import yaml
 from pydantic import Field, model_validator
 
 from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.recipe import Recipe, Zero
 from polyreme.config.recipe_checks import check
 from polyreme.config.reward import RewardConfig
 from polyreme.config.rollout import RolloutConfig
-from polyreme.config.section import Operational, Section, without_operational
+from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
 from polyreme.config.teacher import TeacherConfig
 from polyreme.config.trackers import TrackerConfig
 from polyreme.config.trainer import TrainerConfig
 
 
-class RunConfig(Section):
-    name: Operational[str] = Field(
-        "run", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name of the run: lower-case letters, digits, hyphens."
-    )
-    output_dir: Operational[Path] = Field(Path("runs"), description="Parent directory of the run directory output_dir/name.")
-    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
-    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="Device type of learner and replicas.")
+class RunConfig(BaseConfig):
     iterations: Operational[int] = Field(ge=1, description="Number of iterations to train.")
     groups_per_iteration: int = Field(ge=1, description="Prompts per iteration.")
     group_size: int = Field(ge=1, description="Samples per prompt.")
@@ -109,10 +100,6 @@ class RunConfig(Section):
         if self.reward is None and self.data.eval is not None:
             raise ValueError("data.eval needs the section `reward`, which scores the answers of an evaluation")
 
-    @property
-    def run_dir(self) -> Path:
-        return self.output_dir / self.name
-
     def evaluates(self, version: int) -> bool:
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
@@ -136,16 +123,5 @@ class RunConfig(Section):
     def samples_per_iteration(self) -> int:
         return self.groups_per_iteration * self.group_size
 
-    def to_yaml(self) -> str:
-        """The resolved configuration as YAML that `load_config` can read."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
-    def fingerprint(self) -> str:
-        """Digest (16 hexadecimal digits) of the fields that decide the trained weights. A resume requires the same digest.
-
-        It excludes operational fields. The number of iterations counts only when the learning rate depends on it.
-        """
-        fields = without_operational(self)
-        if self.trainer.optimizer.schedule != "constant":
-            fields["iterations"] = self.iterations
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+    def decisive_length(self) -> dict[str, Any]:
+        return {} if self.trainer.optimizer.schedule == "constant" else {"iterations": self.iterations}

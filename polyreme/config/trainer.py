@@ -40,7 +40,7 @@ class OptimizerConfig(Section):
     lr: float = Field(gt=0, description="Peak learning rate.")
     min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of a linear or cosine schedule.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Learning rate schedule after the warm-up.")
-    warmup: int = Field(0, ge=0, description="Iterations of linear warm-up.")
+    warmup: int = Field(0, ge=0, description="Iterations of linear warm-up; in a stage, steps.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay rate of the first moment.")
     beta2: float = Field(0.999, ge=0, lt=1, description="Adam's decay rate of the second moment.")
     eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")

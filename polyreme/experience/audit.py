@@ -128,9 +128,9 @@ class LogSnapshot:
             for index, state in sorted(states.items())
             if index < low and state in ("admitted", "appended", "planned")
         ]
-        return found + self._astray()
+        return found + self._stray_partial_rollouts()
 
-    def _astray(self) -> list[str]:
+    def _stray_partial_rollouts(self) -> list[str]:
         """Partial rollouts without an attempt in flight, and parts without a partial rollout."""
         found: list[str] = []
         heads = {name: value for name, value in self.partial_rollouts.items() if ":" not in name}

@@ -139,7 +139,7 @@ class Run:
             wanted = run_id or str(await store.get(CURRENT) or b"", "ascii")
             found = cls(redis, wanted)
             state, newest = await store.hmget(found.key("meta"), "state", "start") if wanted else (None, None)
-            if state is not None and (ended or run_id or await found.goes_on()):
+            if state is not None and (ended or run_id or await found.is_current()):
                 found.start = int(newest or 0)
                 if start is not None and start < found.start:
                     raise StaleTermError(
@@ -183,18 +183,18 @@ class Run:
             raise UnavailableError(f"run {self.run_id} in Redis", "no record of it", "Check the run id and the Redis URL.")
         return RunState(name.decode()), (reason or b"").decode()
 
-    async def goes_on(self) -> bool:
+    async def is_current(self) -> bool:
         """Whether this is the newest run and has not ended. If not, a server of the newest run must look for another one."""
         return bool(await self.redis.get(CURRENT) == self.run_id.encode()) and not (await self.state())[0].ended
 
     @asynccontextmanager
-    async def telling(self, over: asyncio.Event) -> AsyncIterator[None]:
+    async def set_when_over(self, over: asyncio.Event) -> AsyncIterator[None]:
         """Sets `over` when the run has ended or is no longer the newest, while the block runs. Ignores a Redis that does not answer."""
 
         async def watch() -> None:
             while True:
                 with suppress(StoreError):
-                    if not await self.goes_on():
+                    if not await self.is_current():
                         break
                 await asyncio.sleep(OVER_SECONDS)
             logger.info("run %s has ended", self.run_id)

@@ -26,7 +26,7 @@ LENGTH = 20
 async def test_a_teacher_that_is_the_student_gives_advantages_of_zero(redis_url: str, tmp_path: Path) -> None:
     """Sampled over gRPC, judged over /v1: by prompt_logprobs and by echo, and equal to transformers for any other tokens."""
     run_id = f"test-{uuid.uuid4().hex[:12]}"
-    model = tiny_model("tied", tmp_path / "model", hidden_size=128)
+    model = tiny_model("untied", tmp_path / "model", hidden_size=128)
     template = Template(model_files(model), DataConfig(train=tmp_path / "unused", template="none"))
     async with replica(redis_url, run_id, model, tmp_path / "replica.log", rollout_config(model)) as there:
         learner = Learner.of(run_id, model)

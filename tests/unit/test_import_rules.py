@@ -99,7 +99,17 @@ def test_orchestrator_and_learner_meet_only_in_redis() -> None:
 
 
 def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
-    light = ("orchestrator", "command", "launch.trainer_process", "observe", "data")
+    light = (
+        "orchestrator",
+        "command",
+        "stage_command",
+        "stage_checks",
+        "stages",
+        "launch.trainer_process",
+        "launch.stage_process",
+        "observe",
+        "data",
+    )
     assert not offenders(tuple(f"polyreme_trainer.{name}" for name in light), ("torch", "megatron"))
 
 
@@ -177,8 +187,8 @@ CORE_ARROWS = {
 TRAINER_ARROWS = {
     "orchestrator": {"algorithms", "data"},
     "observe": set(),
-    "stages": {"learner", "data"},
-    "megatron": {"algorithms", "learner"},
+    "stages": {"algorithms", "learner", "data"},
+    "megatron": {"algorithms", "learner", "data"},
     "algorithms": set(),
     "data": set(),
 }

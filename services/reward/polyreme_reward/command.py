@@ -83,7 +83,7 @@ async def _serve(
             raise ConfigError(
                 f"a section `reward` in run {run.run_id}", "none: it distils a teacher alone", "Start no reward service for it."
             )
-        following = run.telling(stop) if run_id is None else nullcontext()
+        following = run.set_when_over(stop) if run_id is None else nullcontext()
         async with serve(settings, endpoint_towards(redis), run) as addresses, following:
             await _until(stop, addresses.grpc, addresses.url)
     finally:

@@ -90,7 +90,7 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint
             )  # fmt: skip
             run = Run(redis, spec.run_id)
             if spec.follows_newest:
-                await servers.enter_async_context(run.telling(stop))
+                await servers.enter_async_context(run.set_when_over(stop))
             async with await Registry(run).register(lease) as keeper:
                 logger.info(
                     "%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address or "no port", engine.name

@@ -46,18 +46,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     template = Template(
         read_model_files(config.model.path), config.data
     )  # raises when there is none: nothing else can be checked then
-    if template.tokens > template.embeddings:
-        yield ConfigError(
-            f"a tokenizer of at most {template.embeddings} tokens, the model's embeddings (vocab_size in config.json)",
-            f"one of {template.tokens}",
-            "Use the tokenizer that belongs to the model, or resize the model's embeddings.",
-        )
-    if template.unstopped:
-        end = template.decode([[template.end_id]], special=True)[0]
-        yield (
-            f"the chat template ends an answer with {' '.join(template.unstopped)}, which stops no rollout; {end} does."
-            " Add its id to eos_token_id in generation_config.json if it should"
-        )
+    yield from check_template(template)
     for path in filter(None, (config.data.train, config.data.eval)):
         yield from _check_prompts(path, config, template)
     for phase in config.trainer.sft:
@@ -71,6 +60,22 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_functions(config.algorithm.source)
     if config.algorithm.has_critic and config.trainer.critic.path is not None:
         yield from _check_critic(config.trainer.critic.path, config)
+
+
+def check_template(template: Template) -> Iterator[str | PolyremeError]:
+    """Whether the tokenizer fits the embeddings, and the chat template the stop tokens."""
+    if template.tokens > template.embeddings:
+        yield ConfigError(
+            f"a tokenizer of at most {template.embeddings} tokens, the model's embeddings (vocab_size in config.json)",
+            f"one of {template.tokens}",
+            "Use the tokenizer that belongs to the model, or resize the model's embeddings.",
+        )
+    if template.unstopped:
+        end = template.decode([[template.end_id]], special=True)[0]
+        yield (
+            f"the chat template ends an answer with {' '.join(template.unstopped)}, which stops no rollout; {end} does."
+            " Add its id to eos_token_id in generation_config.json if it should"
+        )
 
 
 def _check_functions(source: AlgorithmSource) -> Iterator[PolyremeError]:

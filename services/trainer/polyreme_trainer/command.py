@@ -131,7 +131,7 @@ async def _learn(redis_url: str, run_id: str | None, node: int, wait: float) -> 
     try:
         run = await Run.attach(redis, run_id, wait, ended=False)
         stop = stop_event()  # no graceful shutdown is needed before this point
-        async with run.telling(stop) if run_id is None else nullcontext():
+        async with run.set_when_over(stop) if run_id is None else nullcontext():
             await follow(run, await run.config(), redis_url, node, stop)
         await run.check()  # raises the reason when the run failed
     finally:

@@ -34,7 +34,7 @@ async def test_the_newest_run_is_found_without_an_id(redis: Redis, run: Run) -> 
 async def test_a_server_of_the_newest_run_leaves_it_when_it_is_over(redis: Redis, run: Run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("polyreme.experience.run.OVER_SECONDS", 0.02)
     over = asyncio.Event()
-    async with run.telling(over):
+    async with run.set_when_over(over):
         await asyncio.sleep(0.1)  # for some looks
         assert not over.is_set()
         await run.set_state(RunState.DONE)
@@ -47,7 +47,7 @@ async def test_a_server_of_the_newest_run_leaves_it_when_it_is_over(redis: Redis
     await Run.resume(redis, run.run_id, run_config(tmp_path), {})
     resumed = await waiting
     superseded = asyncio.Event()
-    async with resumed.telling(superseded):
+    async with resumed.set_when_over(superseded):
         await Run.create(redis, f"{run.run_id}-2", run_config(tmp_path), {})
         await asyncio.wait_for(superseded.wait(), 300)
 

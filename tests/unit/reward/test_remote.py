@@ -186,11 +186,11 @@ def test_an_endpoint_that_misses_deadlines_and_answers_nothing_is_avoided() -> N
     assert silent and other
     clock.now = 1.0
     for _ in range(3):
-        endpoints.let_pass(silent)
+        endpoints.record_missed_deadline(silent)
     endpoints.give_back(silent, None)
     assert {endpoint.url for endpoint in (endpoints.take(), endpoints.take()) if endpoint} == {other.url}
     for _ in range(10):
-        endpoints.let_pass(other)
+        endpoints.record_missed_deadline(other)
     assert endpoints.take() is other, "the last one is asked all the same"
 
 
@@ -203,7 +203,7 @@ def test_deadlines_that_pass_while_others_are_answered_are_the_items_doing() -> 
     endpoints.give_back(busy, True)
     clock.now = 1.0
     for _ in range(10):
-        endpoints.let_pass(busy)
+        endpoints.record_missed_deadline(busy)
     assert {endpoint.url for endpoint in (endpoints.take(), endpoints.take()) if endpoint} == {"a", "b"}
 
 

@@ -64,7 +64,7 @@ class RewardEndpoints:
         elif alive is False:
             self._failed(endpoint)
 
-    def let_pass(self, endpoint: RewardEndpoint) -> None:
+    def record_missed_deadline(self, endpoint: RewardEndpoint) -> None:
         """Records that a request missed its deadline.
 
         The item may be the cause. But if the endpoint has answered no request for a whole deadline, its machine may be unreachable, and

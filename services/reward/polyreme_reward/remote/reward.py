@@ -182,7 +182,7 @@ class HttpReward:
                         break
         except TimeoutError:
             if endpoint is not None:
-                self._endpoints.let_pass(endpoint)
+                self._endpoints.record_missed_deadline(endpoint)
             before = f"; before that: {last.message}" if last.message else ""
             return _Failure(Status.TIMEOUT, f"expected an answer within {self._item_timeout:g} s; found none{before}", False)
         return last

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,16 @@ from polyreme_trainer.data.template import PromptSource, Template
 
 logger = logging.getLogger(__name__)
 
+
+class Numbered(Protocol):
+    """What has been read from a line of a file."""
+
+    @property
+    def line(self) -> int: ...
+
+
 Result = TypeVar("Result")
+Source = TypeVar("Source", bound=Numbered)
 
 
 @dataclass(frozen=True)
@@ -101,13 +110,13 @@ def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
 
 def encode_prompts(rows: Sequence[DatasetRow], path: Path, data: DataConfig, template: Template) -> Dataset:
     """The prompts of rows that were read from `path`. Raises DataError: a row is unusable, or too long under `overlong: error`."""
-    texts = _each_or_blame(lambda some: template.render([row.prompt for row in some]), rows, path)
+    texts = each_or_blame(lambda some: template.render([row.prompt for row in some]), rows, path)
     prompts, filtered = [], 0
     for row, text, ids in zip(rows, texts, template.encode_prompts(texts), strict=True):
         if len(ids) == 0:
             raise DataError(f"a prompt with tokens in {path}:{row.line}", "an empty one", "Remove or fill the row.")
         if len(ids) <= data.max_prompt_tokens:
-            _check_ids(ids, template, f"{path}:{row.line}")
+            check_ids(ids, template, f"{path}:{row.line}")
             metadata = json.dumps(row.metadata, ensure_ascii=False)
             prompts.append(Prompt(ids, text, row.label, metadata, plain_prompt(row.prompt)))
         elif data.overlong == "error":
@@ -141,7 +150,7 @@ def load_examples(path: Path, data: DataConfig, template: Template, max_tokens: 
 
 def encode_examples(rows: Sequence[DatasetRow], path: Path, template: Template, max_tokens: int) -> list[Example]:
     """The examples of rows that were read from `path`. Raises as `load_examples`."""
-    conversations = _each_or_blame(
+    conversations = each_or_blame(
         lambda some: template.converse([row.prompt for row in some], [row.response for row in some]), rows, path
     )
     examples = []
@@ -152,14 +161,14 @@ def encode_examples(rows: Sequence[DatasetRow], path: Path, template: Template, 
                 f"{len(ids)}",
                 "Shorten the row, or raise rollout.max_model_len.",
             )
-        _check_ids(ids, template, f"{path}:{row.line}")
+        check_ids(ids, template, f"{path}:{row.line}")
         mask = np.zeros(len(ids), dtype=np.uint8)
         mask[start:] = 1
         examples.append(Example(ids, mask))
     return examples
 
 
-def _check_ids(ids: np.ndarray, template: Template, where: str) -> None:
+def check_ids(ids: np.ndarray, template: Template, where: str) -> None:
     """Raises DataError for ids without an embedding: their losses and gradients would be meaningless."""
     if (highest := int(ids.max(initial=0))) >= template.embeddings:
         raise DataError(
@@ -169,10 +178,10 @@ def _check_ids(ids: np.ndarray, template: Template, where: str) -> None:
         )
 
 
-def _each_or_blame(apply: Callable[[Sequence[DatasetRow]], list[Result]], rows: Sequence[DatasetRow], path: Path) -> list[Result]:
-    """Applies `apply` to all rows at once. When that fails, finds the first bad row, so that the DataError names it."""
+def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Sequence[Source], path: Path) -> list[Result]:
+    """Applies `apply` to all rows at once, if there are any. When that fails, finds the first bad row, so that the DataError names it."""
     try:
-        return apply(rows)
+        return apply(rows) if rows else []
     except DataError:
         for row in rows:
             try:
@@ -183,11 +192,11 @@ def _each_or_blame(apply: Callable[[Sequence[DatasetRow]], list[Result]], rows: 
 
 
 def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, response_key: str | None) -> DatasetRow:
-    prompt = _prompt(_column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
+    prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
     label = _text(fields.get(data.label_key), f"{data.label_key!r} in {where}")
     response = ""
     if response_key is not None:
-        value = _column(fields, response_key, where, "the data")
+        value = column(fields, response_key, where, "the data")
         if not isinstance(value, str):
             raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
         response = value
@@ -195,14 +204,15 @@ def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, r
     return DatasetRow(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
 
 
-def _column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
+def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
+    """A required column; `setting` names it in the configuration. Raises DataError."""
     if key not in fields:
         raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", f"Fix the row, or {setting}.")
     return fields[key]
 
 
-def _prompt(value: Any, what: str) -> PromptSource:
-    """A text, a list with one text (PaddleNLP's `src`), or chat messages."""
+def prompt_of(value: Any, what: str) -> PromptSource:
+    """A text, a list with one text (PaddleNLP's `src`), or chat messages. Raises DataError."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     if isinstance(value, str):

@@ -18,7 +18,7 @@ from tokenizers import Encoding
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from polyreme.config.data import DataConfig
+from polyreme.config.data import TextConfig
 from polyreme.errors import ConfigError, DataError
 
 PromptSource = str | tuple[dict[str, Any], ...]
@@ -54,7 +54,7 @@ class Template:
             that does not open the assistant's turn.
     """
 
-    def __init__(self, files: Mapping[str, bytes], data: DataConfig) -> None:
+    def __init__(self, files: Mapping[str, bytes], data: TextConfig) -> None:
         self._tokenizer = _load_tokenizer(files)
         self.embeddings = _embeddings(files)
         self.tokens = 1 + max(self._tokenizer.get_vocab().values())
@@ -133,6 +133,33 @@ class Template:
             examples.append((np.append(ids, np.int32(self.end_id)), start))
         return examples
 
+    def encode_turns(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each conversation as int32 ids [length], and which of them an assistant's turns are made of, uint8 [length].
+
+        A turn's tokens are those that follow the prompt before it, up to its end token. The ids end with the last turn's end token.
+
+        Raises:
+            DataError: there is no chat template, it refuses the messages, or it writes an earlier answer in another way than the last.
+        """
+        if not self._chat:
+            raise DataError("data.template: chat for rows of messages", "none", "Use the chat template, or columns with texts.")
+        messages = [self._with_system([dict(message) for message in each]) for each in conversations]
+        wholes = self._apply(messages, generation_prompt=False)
+        return [self._mark_turns(*each) for each in zip(messages, wholes, self._encodings(wholes), strict=True)]
+
+    def encode_whole(self, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[np.ndarray]:
+        """Each conversation as int32 ids [length], as a reward model reads it: all that the chat template writes, also after the end token.
+
+        Under `template: none` it ends with the end token. Raises DataError as `converse`.
+        """
+        if not self._chat:
+            return [ids for ids, _ in self.encode_conversations(self.converse(prompts, responses))]
+        messages = [
+            [*self._messages(prompt), {"role": "assistant", "content": response.removesuffix(self._end)}]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        return self.encode(self._apply(messages, generation_prompt=False))
+
     def encode_prompts(self, texts: Sequence[str]) -> list[np.ndarray]:
         """int32 ids [length] of each rendered prompt.
 
@@ -172,10 +199,37 @@ class Template:
         return [each if np.array_equal(each[:size], lead) else np.concatenate([lead, each]) for each in ids]
 
     def _messages(self, prompt: PromptSource) -> list[dict[str, Any]]:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        return self._with_system([{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt])
+
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if self._system is not None and messages[0].get("role") != "system":
-            messages.insert(0, {"role": "system", "content": self._system})
+            return [{"role": "system", "content": self._system}, *messages]
         return messages
+
+    def _mark_turns(self, messages: list[dict[str, Any]], whole: str, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a conversation, written as `whole`, and its mask. See `encode_turns`."""
+        ids = np.array(encoding.ids, dtype=np.int32)
+        ends = np.array([end for _, end in encoding.offsets], dtype=np.int64)
+        mask, stop = np.zeros(len(ids), dtype=np.uint8), len(ids)
+        turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+        for place in turns:
+            before = self._apply([messages[:place]], generation_prompt=True)[0]
+            after = self._apply([messages[: place + 1]], generation_prompt=False)[0]
+            if not whole.startswith(before) or not whole.startswith(after):
+                raise DataError(
+                    "a chat template that writes an answer alike whether it is the last or not",
+                    f"another text in message {place + 1} of {len(messages)}",
+                    "Make one row of each answer, with the prompt and response columns.",
+                )
+            start = int(np.searchsorted(ends, len(before), side="right"))
+            stop = int(np.searchsorted(ends, len(after), side="right"))
+            if len(closing := np.flatnonzero(ids[start:stop] == self.end_id)):
+                stop = start + int(closing[0]) + 1
+            mask[start:stop] = 1
+        ids, mask = ids[:stop], mask[:stop]
+        if stop and ids[-1] != self.end_id:
+            return np.append(ids, np.int32(self.end_id)), np.append(mask, np.uint8(1))
+        return ids, mask
 
     def _apply(self, conversations: list[list[dict[str, Any]]], *, generation_prompt: bool) -> list[str]:
         try:

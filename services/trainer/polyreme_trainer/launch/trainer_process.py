@@ -23,10 +23,10 @@ from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, Store
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run, RunState
-from polyreme.net.ports import free_port
 from polyreme.process.lifecycle import stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.weights.arena import remove_stale
+from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.records import Recorder
 
@@ -70,7 +70,7 @@ class Trainer:
         self._trackers.start()
         try:
             await self._supervise()
-            self._end = await self._good_end()
+            self._end = await self._final_state()
             await self._run.set_state(*self._end)
         except StaleTermError:
             self._end = None
@@ -103,7 +103,7 @@ class Trainer:
         except OSError as error:
             logger.error("cannot write the run's end to summary.json: %s", error)
 
-    async def _good_end(self) -> tuple[RunState, str]:
+    async def _final_state(self) -> tuple[RunState, str]:
         """The final state and its reason when every child exited with status 0."""
         version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
         if self._stopped and version < iterations:
@@ -231,8 +231,7 @@ def rank_environment(config: RunConfig, run_id: str, redis_url: str) -> dict[str
     return {
         "POLYREME_REDIS": redis_url,
         "POLYREME_RUN": run_id,
-        "OMP_NUM_THREADS": str(config.trainer.parallel.threads),
-        "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core that another process needs
+        **compute_environment(config.trainer.parallel),
     }
 
 
@@ -256,23 +255,7 @@ def trainer_processes(
         ]
 
     def learner() -> list[ProcessSpec]:
-        ranks, port = config.trainer.parallel.world_size, free_port()
-        return [
-            ProcessSpec(
-                f"learner-{rank}",
-                (sys.executable, *learner_arguments),
-                {
-                    **rank_environment(config, run_id, redis_url),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(ranks),
-                    "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                },
-            )
-            for rank in range(ranks)
-        ]
+        return rank_programs(config.trainer.parallel, learner_arguments, rank_environment(config, run_id, redis_url))
 
     def leader() -> list[ProcessSpec]:
         options = (

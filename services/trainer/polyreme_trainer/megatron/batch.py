@@ -36,10 +36,12 @@ class Sequences:
     Attributes:
         ids: int64 [L] each, L >= 1.
         mask: float32 [t], 1 where the predicted token is trained on.
+        together: so many sequences in a row, counted from the first, stay in one micro-batch.
     """
 
     ids: Sequence[IntArray]
     mask: FloatArray
+    together: int = 1
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -69,7 +71,7 @@ class Sequences:
 def with_end(sequences: Sequences) -> Sequences:
     """Each sequence with one arbitrary token appended, the only trained one. Its prediction follows all real tokens."""
     ids = [np.append(each, each[-1]) for each in sequences.ids]
-    extended = Sequences(ids, np.zeros(sum(len(each) - 1 for each in ids), dtype=np.float32))
+    extended = Sequences(ids, np.zeros(sum(len(each) - 1 for each in ids), dtype=np.float32), sequences.together)
     extended.mask[extended.offsets[1:] - 1] = 1
     return extended
 
@@ -151,9 +153,10 @@ def _per_token(responses: Sequence[FloatArray | None], offsets: IntArray, missin
     return result
 
 
-def supervised(ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]]) -> Sequences:
+def supervised(ids: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.uint8]], together: int = 1) -> Sequences:
     """Supervised rows as sequences. `ids` is int32 [length] each; `loss_mask` is uint8 [length] each, 1 where the token is trained on."""
-    return Sequences([x.astype(np.int64) for x in ids], np.concatenate([x[1:] for x in loss_mask]).astype(np.float32))
+    mask = np.concatenate([x[1:] for x in loss_mask]).astype(np.float32)
+    return Sequences([x.astype(np.int64) for x in ids], mask, together)
 
 
 def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -> list[IntArray]:

@@ -100,9 +100,9 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
     roles[0].model.device.set_rng_state(torch.load(rng, map_location="cpu", weights_only=True))
 
 
-def iteration_path(root: Path, iteration: int) -> Path:
-    """The path of an iteration's checkpoint."""
-    return root / f"iteration-{iteration:06d}"
+def iteration_path(root: Path, iteration: int, prefix: str = "iteration") -> Path:
+    """The path of an iteration's checkpoint, or of a checkpoint whose number counts something else, `prefix`."""
+    return root / f"{prefix}-{iteration:06d}"
 
 
 def find(root: Path, prefix: str = "iteration") -> list[Checkpoint]:
@@ -111,9 +111,9 @@ def find(root: Path, prefix: str = "iteration") -> list[Checkpoint]:
     return [checkpoint for checkpoint in found if checkpoint is not None]
 
 
-def count(root: Path) -> int:
+def count(root: Path, prefix: str = "iteration") -> int:
     """The number of checkpoints, including damaged ones."""
-    return len(list(root.glob("iteration-*")))
+    return len(list(root.glob(f"{prefix}-*")))
 
 
 def newest(root: Path, prefix: str = "iteration") -> Checkpoint | None:
@@ -125,12 +125,12 @@ def newest(root: Path, prefix: str = "iteration") -> Checkpoint | None:
     return None
 
 
-def prune(root: Path, iteration: int, keep: int) -> None:
+def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> None:
     """Removes all but the newest `keep` checkpoints up to `iteration`, and damaged newer ones, which a resume has skipped."""
-    there = find(root)
+    there = find(root, prefix)
     kept = {checkpoint.path for checkpoint in [each for each in there if each.iteration <= iteration][-keep:]}
     newer = {each.path for each in there if each.iteration > iteration and each.intact()}
-    for path in root.glob("iteration-*"):
+    for path in root.glob(f"{prefix}-*"):
         if path not in kept | newer:
             if _number(path) > iteration:
                 logger.warning("checkpoint %s is damaged: removed", path)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,9 +47,13 @@ def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = Ma
             _write(temporary / name, as_classifier(model) if name == CRITIC else model)
 
 
-def as_classifier(model: Export) -> Export:
-    """The export of a language model with the config.json of a sequence classifier with one label."""
-    return replace(model, model_files={**model.model_files, "config.json": classifier_config(model.model_files["config.json"])})
+def as_classifier(model: Export, **fields: Any) -> Export:
+    """The export of a language model with the config.json of a sequence classifier with one label.
+
+    `fields` replace those of config.json.
+    """
+    config = json.loads(classifier_config(model.model_files["config.json"])) | fields
+    return replace(model, model_files={**model.model_files, "config.json": json.dumps(config).encode()})
 
 
 def _write(folder: Path, model: Export) -> None:

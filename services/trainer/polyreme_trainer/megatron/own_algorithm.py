@@ -35,11 +35,11 @@ def load_algorithm(config: RunConfig) -> Algorithm:
     if not any(map(callable, functions)):
         raise ConfigError(f"a function `advantages` or `loss` in {source.path}", "neither", "Define one of them, or both.")
     algorithm = OwnAlgorithm(config.recipe, longest, str(source.path), *functions)
-    try_out(algorithm, source, config.group_size)
+    run_on_synthetic_batch(algorithm, source, config.group_size)
     return algorithm
 
 
-def try_out(algorithm: OwnAlgorithm, source: AlgorithmSource, group_size: int) -> None:
+def run_on_synthetic_batch(algorithm: OwnAlgorithm, source: AlgorithmSource, group_size: int) -> None:
     """Runs the functions on a synthetic batch of two groups. Raises ConfigError when a function fails or its result is unusable."""
     batch = synthetic_batch(algorithm, group_size)
     try:

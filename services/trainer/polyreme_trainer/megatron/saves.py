@@ -24,6 +24,35 @@ WARM_START = "warm-start"
 """Prefix of the checkpoints between the steps of a warm start."""
 
 
+def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:
+    """The newest intact checkpoint; None when there is none. Collective.
+
+    Raises:
+        ConfigError: there are checkpoints, but all of them are damaged.
+    """
+
+    async def find() -> bytes:
+        found = await asyncio.to_thread(checkpoint.newest, root, prefix)
+        if found is None and (damaged := checkpoint.count(root, prefix)):
+            raise ConfigError(
+                f"an undamaged checkpoint in {root}",
+                f"{damaged}, all damaged (the log says how)",
+                "Restore one from a copy, or remove the directory and start the run again.",
+            )
+        return found.path.name.encode() if found else b""
+
+    name = ranks.broadcast_from_leader(find).decode()
+    return read_shared(root / name) if name else None
+
+
+def read_shared(path: Path) -> checkpoint.Checkpoint:
+    """Reads a checkpoint by path: a directory listing may be stale on a machine that is not the writer's. Raises ConfigError."""
+    found = checkpoint.read(path)
+    if found is None:
+        raise ConfigError(f"checkpoint {path}, which rank 0 found intact", "no readable manifest", "Share the run directory.")
+    return found
+
+
 class Saves:
     """The run directory's checkpoints and exports.
 
@@ -50,21 +79,10 @@ class Saves:
             ConfigError: there are checkpoints, but all of them are damaged.
         """
 
-        async def find() -> bytes:
-            found = await asyncio.to_thread(checkpoint.newest, self._root)
-            if found is None and (damaged := checkpoint.count(self._root)):
-                raise ConfigError(
-                    f"an undamaged checkpoint in {self._root}",
-                    f"{damaged}, all damaged (the log says how)",
-                    "Restore one from a copy, or remove the directory and start the run again.",
-                )
-            return str(found.iteration).encode() if found else b""
-
-        answer = self._ranks.broadcast_from_leader(find)
-        if not answer:
+        found = find_newest(self._ranks, self._root)
+        if found is None:
             return None
-        self.newest = int(answer)
-        found = self._read(checkpoint.iteration_path(self._root, self.newest))
+        self.newest = found.iteration
         checkpoint.load(found, roles)
         return self.newest, found.facts
 
@@ -122,7 +140,7 @@ class Saves:
             return found.path.name.encode() if found else b""
 
         name = self._ranks.broadcast_from_leader(find).decode()
-        return self._read(self._root / name) if name else None
+        return read_shared(self._root / name) if name else None
 
     def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
         """Writes a checkpoint between two steps of a warm start and removes older ones. `step` counts the steps of all phases. Collective."""
@@ -130,13 +148,6 @@ class Saves:
         checkpoint.save(path, roles, facts)
         if self._ranks.leads:
             self._discard_warm_starts(except_for=path)
-
-    def _read(self, path: Path) -> checkpoint.Checkpoint:
-        """Reads a checkpoint by name: a directory listing may be stale on a machine that is not the writer's."""
-        found = checkpoint.read(path)
-        if found is None:
-            raise ConfigError(f"checkpoint {path}, which rank 0 found intact", "no readable manifest", "Share the run directory.")
-        return found
 
     def _prune(self, version: int) -> None:
         checkpoint.prune(self._root, version, self._config.trainer.keep_checkpoints)

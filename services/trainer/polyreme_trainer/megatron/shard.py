@@ -6,6 +6,7 @@ Invariant: the data ranks' shares of a step are disjoint and together cover it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,11 +45,15 @@ class DataShard:
         """This rank's share of `indices`, padded.
 
         Args:
+            indices: the sequences; those that belong together are all there, one after the other.
             parameters: the parameters of the whole model; they decide how many tokens cost as much as one more micro-batch.
         """
-        mine = share(sequences.lengths, indices, self.rank, self.ranks)
-        for part in plan_micro_batches(sequences.lengths, mine, self.micro_batch_tokens, OVERHEAD_FLOPS / (6 * parameters)):
-            yield pad(sequences, part, self.device)
+        together = sequences.together
+        lengths = sequences.lengths.reshape(-1, together).max(axis=1)  # of each row of sequences that stay together
+        rows = indices[::together] // together
+        budget, overhead = self.micro_batch_tokens // together, OVERHEAD_FLOPS / (6 * parameters) / together
+        for part in plan_micro_batches(lengths, share(lengths, rows, self.rank, self.ranks), budget, overhead):
+            yield pad(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the data-parallel ranks in place, and returns it. Collective."""

@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
@@ -127,9 +127,12 @@ class Board:
     def add(self, lines: list[Record]) -> None:
         """Writes the scalars of lines of metrics.jsonl and flushes them."""
         for line in lines:
-            for tag, value, step in scalars(line):
-                event = self._event(wall_time=line["time"], step=step, summary=self._scalar(tag, value))
-                self._file.write(event.SerializeToString())
+            self.add_scalars(scalars(line), line["time"])
+
+    def add_scalars(self, numbers: Iterable[tuple[str, float, int]], at: float) -> None:
+        """Writes (tag, value, step), measured at Unix time `at`; they are on disk when it returns."""
+        for tag, value, step in numbers:
+            self._file.write(self._event(wall_time=at, step=step, summary=self._scalar(tag, value)).SerializeToString())
         self._file.flush()
 
     def close(self) -> None:
@@ -162,12 +165,12 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
         case "iteration":
             step = line["iteration"]
             for key, value in line.items():
-                if key not in ("iteration", "time") and _is_number(value):
+                if key not in ("iteration", "time") and is_number(value):
                     yield key, float(value), step
                 elif key == "staleness/samples":
                     yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
         case "rollout":
-            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and _is_number(value))
+            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and is_number(value))
             yield from ((key, float(value), line["iteration"]) for key, value in numbers)
         case "eval":
             yield *evaluation_of(line), line["version"]
@@ -196,5 +199,6 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a record's value can be plotted."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -126,7 +126,7 @@ class TeacherClient:
         return (await self._judged(ids, None)).logprobs[len(prompt_ids) - 1 :]
 
     async def _compare_vocabularies(self, server: _Server, template: Template, longest: int) -> None:
-        spaced = np.linspace(0, template.tokens - 1, _PROBED).astype(int)
+        spaced = np.linspace(0, min(template.tokens, template.embeddings) - 1, _PROBED).astype(int)
         probe = sorted({*map(int, spaced), *template.stop_ids})
         size = max(1, min(len(probe), longest - 1))
         texts: list[str] = []

@@ -49,16 +49,16 @@ def learning_rate(phase: SftPhase, step: int) -> float:
     return phase.lr * factor
 
 
-def batches(rows: int, phase: SftPhase, seed: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-    """Yields the row numbers of each step, int64 [batch_size]. Each pass over all rows has an order drawn from (seed, pass)."""
+def batches(rows: int, steps: int, size: int, seed: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+    """Yields the row numbers of each step, int64 [size]. Each pass over all rows has an order drawn from (seed, pass)."""
     waiting = np.empty(0, dtype=np.int64)
     number = 0
-    for _ in range(phase.steps):
-        while len(waiting) < phase.batch_size:
+    for _ in range(steps):
+        while len(waiting) < size:
             waiting = np.concatenate([waiting, np.random.default_rng([*seed, number]).permutation(rows)])
             number += 1
-        yield waiting[: phase.batch_size]
-        waiting = waiting[phase.batch_size :]
+        yield waiting[:size]
+        waiting = waiting[size:]
 
 
 def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks, report: Report) -> bool:
@@ -96,7 +96,7 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[i
         The number of the phase's completed steps; fewer than all when the run drains.
     """
     tokens, since = 0, time.perf_counter()
-    for step, chosen in enumerate(batches(len(rows.ids), phase, seed)):
+    for step, chosen in enumerate(batches(len(rows.ids), phase.steps, phase.batch_size, seed)):
         if step < start:
             continue
         lr = learning_rate(phase, step)

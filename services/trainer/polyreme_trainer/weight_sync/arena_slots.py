@@ -49,7 +49,7 @@ class ArenaSlots:
         """The replica has left, or is quarantined."""
         self._readers.pop(replica, None)
 
-    def laggards(self) -> list[str]:
+    def blocking_replicas(self) -> list[str]:
         """The smallest set of replicas whose removal frees a slot."""
         return min((self.readers(slot) for slot in self._others()), key=len)
 

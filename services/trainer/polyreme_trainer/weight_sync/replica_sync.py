@@ -135,7 +135,7 @@ class ReplicaSync:
                 leases = [lease for lease in await self._registry.leases("rollout") if lease.api == API_VERSION]
                 await self._match({lease.id: lease for lease in leases})
                 self._check_usable()
-                await self._update_hold()
+                await self._update_held_version()
                 await self._wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
         finally:
             for replica in self._replicas.values():
@@ -152,7 +152,7 @@ class ReplicaSync:
         self._hold.published(version, time.monotonic())
         self._pin()
 
-    async def _update_hold(self) -> None:
+    async def _update_held_version(self) -> None:
         """Releases the held version when it was evaluated or held too long."""
         if self._hold.version is not None and self._newest is not None:
             self._hold.update(await self._experience.evaluated(), self._newest, time.monotonic())
@@ -179,7 +179,7 @@ class ReplicaSync:
                 self._replicas[name].interrupt()
             slot = await self._wait_until(self._slots.free, max(0.0, seconds - STREAM_INTERRUPT_TIMEOUT))
         if slot is None:
-            for name in self._slots.laggards():
+            for name in self._slots.blocking_replicas():
                 self._slots.drop(name)
                 self._replicas[name].interrupt()
             slot = self._slots.free()

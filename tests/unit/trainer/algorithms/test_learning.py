@@ -15,7 +15,10 @@ TARGET = np.array([2, 0, 4])
 
 
 class Task:
-    """A table of logits that must learn to write TARGET; the score is the fraction of right tokens, in two parts."""
+    """A table of logits that must learn to write TARGET; the score is the fraction of right tokens, in two parts.
+
+    A teacher writes each token of TARGET with probability 0.9.
+    """
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm, self.state = algorithm, INITIAL
@@ -48,6 +51,7 @@ class Task:
             truncated=np.zeros(len(tokens), dtype=bool),
             greedy=greedy,
             old=behaviour,
+            teacher=np.where(right > 0, np.log(0.9), np.log(0.1 / (VOCABULARY - 1))).reshape(-1).astype(np.float32),
             reference=np.full(len(behaviour), -np.log(VOCABULARY), dtype=np.float32),
             values=np.tile(self.critic.detach().numpy(), len(tokens)).astype(np.float32),
             parts=np.stack([right[:, 0], right[:, 1:].mean(1)], 1),

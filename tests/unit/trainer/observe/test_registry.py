@@ -1,5 +1,6 @@
 """What the registry of metrics promises: MindSpeed RL's names are there, and what an iteration writes has a row."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,8 @@ DOCUMENTED = [
 ]
 """MindSpeed RL's metrics of a PPO run; `exact` is the verifier's name."""
 
+OF_OTHER_RUNS = ("ptx_loss", "reference/version", "actor/teacher_kl")
+"""Metrics of supervised rows, of a renewed reference and of a teacher, which these runs do not have."""
 NO_METRICS = {"kind", "iteration", "time"}
 
 
@@ -125,6 +128,8 @@ def ppo_record(config: RunConfig, **algorithm: Any) -> dict[str, Any]:
     models: Any = SimpleNamespace(actor=actor, critic=critic, reference=reference, shard=actor.shard)
     models.logprobs_and_entropies = lambda batch: torch.stack([actor.forward(batch), -actor.forward(batch)])
     sequences, tokens = collect(groups)
+    if algorithm.get("teacher_coef"):
+        tokens = replace(tokens, teacher=tokens.behaviour)
     steps, rows = split_steps(tokens.group, 2, 1, (0, 2)), supervised([np.arange(5, dtype=np.int32)], [np.ones(5, np.uint8)])
     batch = Iteration(2, sequences, tokens, steps, AlgorithmState(), 1e-3, 1e-3, mixed=[rows, rows], ptx_coef=0.1)
     followers = Followers(actor.model, lambda name, dtype: role(name), renew_interval=1, decay=None)
@@ -136,6 +141,13 @@ def ppo_record(config: RunConfig, **algorithm: Any) -> dict[str, Any]:
 
 KL_IN_LOSS = {"kl": {"place": "loss", "estimator": "k3"}, "entropy_coef": 0.01, "loss": {"dual": 3.0}}
 CORRECTED = {"correction": [{"kind": "token_tis"}]}
+DISTILLED = {"teacher_coef": 0.5}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "KL in the reward": {},
+    "KL in the loss": KL_IN_LOSS,
+    "corrected": CORRECTED,
+    "distilled": DISTILLED,
+}
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
@@ -149,7 +161,7 @@ def test_no_name_has_two_rows() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("algorithm", [{}, KL_IN_LOSS, CORRECTED], ids=["KL in the reward", "KL in the loss", "corrected"])
+@pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS)
 def test_everything_that_an_iteration_writes_has_a_row(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     record = ppo_record(run_config(tmp_path), **algorithm)
     assert [name for name in record.keys() - NO_METRICS if find(name) is None] == []
@@ -161,9 +173,9 @@ def test_a_ppo_iteration_writes_every_documented_metric(tmp_path: Path) -> None:
 
 def test_every_row_of_an_iteration_is_written_by_one(tmp_path: Path) -> None:
     written: set[str] = set()
-    for algorithm in ({}, KL_IN_LOSS, CORRECTED):
+    for algorithm in VARIANTS.values():
         written |= ppo_record(run_config(tmp_path), **algorithm).keys()
-    rows = set(METRICS) - set(BESIDE) - {find("ptx_loss"), find("reference/version")}
+    rows = set(METRICS) - set(BESIDE) - {find(name) for name in OF_OTHER_RUNS}
     assert [row.name for row in rows if not any(row.matches(name) for name in written)] == []
 
 

@@ -27,16 +27,16 @@ def test_without_ramps_the_rate_is_constant() -> None:
 
 
 def test_passes_over_the_rows_are_complete_shuffled_and_repeatable() -> None:
-    taken = np.concatenate(list(batches(7, phase(steps=7), seed=(3, 0))))
+    taken = np.concatenate(list(batches(7, 7, 4, seed=(3, 0))))
     assert len(taken) == 28
     passes = taken.reshape(4, 7)
     for one in passes:
         assert sorted(one.tolist()) == list(range(7))
     assert len({tuple(p) for p in passes}) > 1
-    np.testing.assert_array_equal(taken, np.concatenate(list(batches(7, phase(steps=7), seed=(3, 0)))))
-    assert (taken != np.concatenate(list(batches(7, phase(steps=7), seed=(4, 0))))).any()
+    np.testing.assert_array_equal(taken, np.concatenate(list(batches(7, 7, 4, seed=(3, 0)))))
+    assert (taken != np.concatenate(list(batches(7, 7, 4, seed=(4, 0))))).any()
 
 
 def test_fewer_rows_than_a_batch_repeat_within_it() -> None:
-    (rows,) = batches(3, phase(steps=1, batch_size=7), seed=(0, 0))
+    (rows,) = batches(3, 1, 7, seed=(0, 0))
     assert np.bincount(rows, minlength=3).tolist() in ([3, 2, 2], [2, 3, 2], [2, 2, 3])

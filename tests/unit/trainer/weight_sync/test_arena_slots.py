@@ -1,4 +1,4 @@
-"""No slot is given out while it may be read, and dropping the laggards always frees one."""
+"""No slot is given out while it may be read, and dropping the blocking_replicas always frees one."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +20,7 @@ def test_slots_against_a_model_of_who_reads_what(count: int, script: list[tuple[
         if step == "write":
             slot = slots.free()
             if slot is None:
-                in_the_way = slots.laggards()
+                in_the_way = slots.blocking_replicas()
                 assert in_the_way
                 for name in in_the_way:
                     slots.drop(name)
@@ -70,7 +70,7 @@ def test_the_fewest_replicas_are_in_the_way() -> None:
     slots.serving("c", 2)
     slots.loading("c", 0)
     assert slots.free() is None
-    assert slots.laggards() == ["c"]
+    assert slots.blocking_replicas() == ["c"]
 
 
 def test_one_slow_replica_leaves_a_slot_to_write() -> None:

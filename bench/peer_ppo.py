@@ -1,0 +1,141 @@
+"""One PPO iteration with four models against TRL's PPOTrainer on this machine: same models, batch, epochs, answers of five tokens.
+
+    python bench/peer_ppo.py [--work runs/bench-peer] [--turns 3] [--steps 30]
+
+Actor, critic and reference begin as one policy, the reward model is a sequence classifier of the same size. TRL holds all four in one
+process with two threads, in a venv made from requirements/peer-ppo.txt (1.12.0 is its last version with PPO). Polyreme runs whole: the
+reward service serves the reward model, the learner's two ranks share the batch. Both train each batch of 256 samples four times, with
+TRL's KL coefficient and at most eight new tokens, which TRL always samples. Both clocks leave out start-up. The sides run in turns, since a
+machine's speed drifts.
+
+ppo_throughput_vs_trl   samples/s of whole iterations, Polyreme's over TRL's (>= 2.0)
+"""
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from peer import trl_python
+from peer_side.tasks import ROOT, Task, short_task, up
+
+TARGET = {"ppo_throughput_vs_trl": 2.0}
+GROUPS, GROUP_SIZE = 32, 8
+SAMPLES = GROUPS * GROUP_SIZE
+EPOCHS = 4
+KL_COEF = 0.05
+LR = 1e-5
+WARM_UP = 3  # iterations that do not count
+PARTS = (
+    "time/learner_wait",
+    "timing/rollout",
+    "timing/reward_model",
+    "time/train",
+    "timing/update",
+    "timing/update_critic",
+    "time/write",
+)
+ALGORITHM = {"preset": "ppo", "epochs": EPOCHS, "minibatches": 1, "kl": {"coef": KL_COEF}}
+
+
+def reward_model(task: Task) -> Path:
+    """A sequence classifier with the policy's body and a head of random weights, made once."""
+    path = task.model.parent / "reward-model"
+    if not (path / "config.json").exists():
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(task.model, dtype=torch.float32, num_labels=1)
+        tokenizer = AutoTokenizer.from_pretrained(task.model)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        tokenizer.save_pretrained(path)
+        model.save_pretrained(path)
+    return path
+
+
+def trl(python: Path, task: Task, reward: Path, steps: int) -> list[float]:
+    """Seconds of TRL's steps."""
+    settings = {
+        "model": task.model,
+        "reward-model": reward,
+        "train": task.templated(task.train),
+        "steps": steps,
+        "samples": SAMPLES,
+        "epochs": EPOCHS,
+        "max-new-tokens": task.max_new_tokens,
+        "kl-coef": KL_COEF,
+        "lr": LR,
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    command = [str(python), str(ROOT / "bench" / "peer_side" / "trl_ppo.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"TRL failed:\n{done.stderr[-3000:]}")
+    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])["step_seconds"]
+    return seconds
+
+
+def polyreme(work: Path, task: Task, reward: Path, steps: int) -> list[dict[str, Any]]:
+    """The records of Polyreme's iterations."""
+    run_dir = up(
+        task.config,
+        work / "runs",
+        f"ppo-{time.time_ns()}",
+        f"model.path={task.model}",
+        f"iterations={steps}",
+        f"groups_per_iteration={GROUPS}",
+        f"group_size={GROUP_SIZE}",
+        "data.eval=null",
+        "rollout.vllm.threads=1",
+        f"reward.rewards={json.dumps([{'model': str(reward), 'name': 'preference', 'options': {'template': 'none'}}])}",
+        f"algorithm={json.dumps(ALGORITHM)}",
+        "trainer.sft=[]",
+        "trainer.parallel.tensor=1",
+        "trainer.parallel.data=2",
+        f"trainer.optimizer.lr={LR}",
+    )
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == "iteration"]
+
+
+def throughput(turns: Sequence[Sequence[float]]) -> float:
+    """Samples per second over a side's turns, after the warm-up of each."""
+    counted = [seconds for turn in turns for seconds in turn[WARM_UP:]]
+    return SAMPLES * len(counted) / sum(counted)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "bench-peer")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    options = parser.parse_args()
+    work: Path = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    python, task = trl_python(work, "trl-ppo-venv", "peer-ppo.txt"), short_task(work)
+    reward = reward_model(task)
+    theirs, ours, parts = [], [], []
+    for _ in range(options.turns):
+        theirs.append(trl(python, task, reward, options.steps))
+        records = polyreme(work, task, reward, options.steps)
+        ours.append([record["time/iteration"] for record in records])
+        parts += records[WARM_UP:]
+    for name, turns in (("TRL", theirs), ("Polyreme", ours)):
+        each = ", ".join(f"{throughput([turn]):.1f}" for turn in turns)
+        print(
+            f"{name:9} {throughput(turns):7.1f} samples/s ({each}), {median(s for turn in turns for s in turn[WARM_UP:]):.3f} s"
+        )
+    print("median seconds of " + ", ".join(f"{name} {median(record[name] for record in parts):.3f}" for name in PARTS))
+    measured = {"ppo_throughput_vs_trl": round(throughput(ours) / throughput(theirs), 3)}
+    met = all(measured[name] >= bound for name, bound in TARGET.items())
+    print(json.dumps({"bench": "peer_ppo", "measured": measured, "target": TARGET, "met": met}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,92 @@
+"""Supervised training, a reward model from comparisons, and PPO against it: three commands, one after the other.
+
+Each is started with `--resume`, so this script may be interrupted anywhere, within a step and between two, and goes on where it stopped when
+it is started again. Ctrl-C saves the step under way.
+
+    python examples/three_steps/run.py                       # a few minutes on two cores
+    python examples/three_steps/run.py --output DIR          # everything in another directory than runs/
+
+Invariant: a step begins when the one before is done, and its files are the earlier one's export.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+NAMES = {"sft": "three-steps-sft", "reward-model": "three-steps-reward-model", "up": "three-steps-ppo"}
+FILES = {"sft": "sft.yaml", "reward-model": "reward_model.yaml", "up": "ppo.yaml"}
+
+
+def overrides(command: str, output: Path) -> list[str]:
+    """What another output directory changes: where each step writes, and where it finds the earlier ones."""
+    base, scorer = output / NAMES["sft"] / "hf" / "final", output / NAMES["reward-model"] / "hf" / "final"
+    changed = [f"output_dir={output}"]
+    if command != "sft":
+        changed.append(f"model.path={base}")
+    if command == "up":
+        changed += [f"reward.rewards.0.model={scorer}", f"trainer.critic.path={scorer}"]
+    return changed
+
+
+def summary(command: str, output: Path) -> dict[str, Any]:
+    """The step's summary.json; empty before its first start."""
+    path = output / NAMES[command] / "summary.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def step(command: str, output: Path, extra: list[str]) -> int:
+    """Runs one step to its end. Returns its exit status; a signal that ends this script reaches the step first."""
+    words = [
+        sys.executable,
+        "-m",
+        "polyreme",
+        command,
+        str(HERE / FILES[command]),
+        *overrides(command, output),
+        *extra,
+        "--resume",
+    ]
+    print(f"== polyreme {command}", flush=True)
+    process = subprocess.Popen(words)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # A terminal sends Ctrl-C to the step itself; what this process alone gets goes on to it.
+        signal.signal(number, lambda received, frame: process.send_signal(received) if received != signal.SIGINT else None)
+    return process.wait()
+
+
+def report(output: Path) -> list[str]:
+    """What the three steps have reached."""
+    scored = summary("reward-model", output)["eval_after"]
+    lines = (output / NAMES["up"] / "metrics.jsonl").read_text().splitlines()
+    parts = [record["parts"] for record in map(json.loads, lines) if record["kind"] == "eval"]
+    before, after = parts[0], parts[-1]
+    return [
+        f"held-out pairs that the reward model orders correctly  {scored['accuracy']:.3f}",
+        f"reward model's score of answers to held-out prompts    {before['preference']:.2f} -> {after['preference']:.2f}",
+        f"share of vowels in them, which no step was trained on  {before['rule']:.3f} -> {after['rule']:.3f}",
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Supervised training, a reward model, PPO.")
+    parser.add_argument("--output", type=Path, default=HERE.parents[1] / "runs", help="Directory of the three run directories.")
+    parser.add_argument("overrides", nargs="*", help="key=value for all three steps, such as seed=1.")
+    options = parser.parse_args()
+    output: Path = options.output.resolve()
+    subprocess.run([sys.executable, str(HERE / "prepare.py")], check=True)
+    for command in FILES:
+        status = step(command, output, options.overrides)
+        if status or summary(command, output).get("state") != "done":
+            print(f"polyreme {command} has not ended its step; start this again to go on", flush=True)
+            return status
+    print("\n".join(report(output)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

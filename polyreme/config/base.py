@@ -1,0 +1,51 @@
+"""The fields that the configurations of a run and of a stage share.
+
+Invariant: the fingerprint depends on every field that decides the trained weights, and on no other field.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import Field
+
+from polyreme.config.section import Operational, Section, without_operational
+
+
+class BaseConfig(Section):
+    """The configuration of a run or a stage.
+
+    Attributes:
+        checkpoint_prefix: first part of a checkpoint's name, `PREFIX-NUMBER`.
+    """
+
+    checkpoint_prefix: ClassVar[str] = "iteration"
+
+    name: Operational[str] = Field(
+        "run", pattern=r"^[a-z0-9][a-z0-9-]*$", description="Name of the run: lower-case letters, digits, hyphens."
+    )
+    output_dir: Operational[Path] = Field(Path("runs"), description="Parent directory of the run directory output_dir/name.")
+    seed: int = Field(0, ge=0, description="Seed of data order, sampling and initial weights.")
+    device: Literal["cpu", "cuda", "npu"] = Field("cpu", description="Device type of learner and replicas.")
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output_dir / self.name
+
+    def to_yaml(self) -> str:
+        """The resolved configuration as YAML that `load_any` can read."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def fingerprint(self) -> str:
+        """Digest (16 hexadecimal digits) of the fields that decide the trained weights. A resume requires the same digest.
+
+        It excludes operational fields, except those of `decisive_length`.
+        """
+        fields = without_operational(self) | self.decisive_length()
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def decisive_length(self) -> dict[str, Any]:
+        """The operational fields that set the length of the training, when the learning rate depends on them."""
+        return {}

@@ -1,0 +1,129 @@
+"""Preference rows of a stage: pairs of answers to one prompt, and single answers that are good or bad.
+
+Invariant: both answers of a pair follow the same prompt.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyreme.config.dataset_rows import read_objects
+from polyreme.config.stage import ConversationData, PairData, PreferenceData, RewardModelConfig
+from polyreme.errors import DataError
+from polyreme_trainer.data.prompts import Example, column, each_or_blame, prompt_of
+from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
+from polyreme_trainer.data.supervised import text_of
+from polyreme_trainer.data.template import PromptSource, Template
+
+Encode = Callable[[Template, Sequence[PromptSource], Sequence[str]], list[Example]]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A prompt with its answers, of a pair the chosen one first, and the row's numbers."""
+
+    line: int
+    prompt: PromptSource
+    answers: tuple[str, ...]
+    columns: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_scored_pairs(path: Path, config: RewardModelConfig, template: Template, limit: int | None = None) -> StageRows:
+    """The pairs of a reward model: whole conversations, `margin` and `tie`.
+
+    A pair of equal answers is a tie. Under `ties: skip` ties are left out.
+
+    Args:
+        limit: how many lines to read; none: all.
+
+    Raises:
+        DataError: the file is missing or empty, or a row is unusable.
+    """
+    data, rows, ties = config.data, [], 0
+    for number, fields in islice(read_objects(path), limit):
+        where = f"{path}:{number}"
+        prompt, answers = _pair(fields, where, data)
+        tie = answers[0] == answers[1] or (data.tie_key is not None and _flag(fields, data.tie_key, where, "data.tie_key"))
+        margin = 0.0 if data.margin_key is None else _number(fields, data.margin_key, where)
+        if tie and config.ties == "skip":
+            ties += 1
+        else:
+            rows.append(Judged(number, prompt, answers, {"margin": margin, "tie": float(tie)}))
+    return _assemble(rows, path, data, template, _whole, {"ties": ties})
+
+
+def read_pairs(path: Path, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
+    """The pairs of a preference loss: both answers are trained on. Arguments and errors as `read_scored_pairs`."""
+    objects = islice(read_objects(path), limit)
+    rows = [Judged(number, *_pair(fields, f"{path}:{number}", data)) for number, fields in objects]
+    return _assemble(rows, path, data, template, examples_of)
+
+
+def read_labelled(path: Path, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
+    """The answers of KTO with the column `good`. Arguments and errors as `read_scored_pairs`."""
+    rows = []
+    for number, fields in islice(read_objects(path), limit):
+        where = f"{path}:{number}"
+        prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
+        answer = text_of(column(fields, data.response_key, where, "data.response_key"), data.response_key, where)
+        rows.append(Judged(number, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))}))
+    return _assemble(rows, path, data, template, examples_of)
+
+
+def _assemble(
+    rows: Sequence[Judged],
+    path: Path,
+    data: ConversationData,
+    template: Template,
+    encode: Encode,
+    left_out: Mapping[str, int] | None = None,
+) -> StageRows:
+    def encode_rows(some: Sequence[Judged]) -> list[list[Example]]:
+        prompts = [row.prompt for row in some for _ in row.answers]
+        examples = iter(encode(template, prompts, [answer for row in some for answer in row.answers]))
+        return [[next(examples) for _ in row.answers] for row in some]
+
+    encoded = each_or_blame(encode_rows, rows, path)
+    parts = [Encoded(row.line, examples, row.columns) for row, examples in zip(rows, encoded, strict=True)]
+    return assemble(parts, path, data, template, left_out)
+
+
+def _whole(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:
+    return [Example(ids, np.ones(len(ids), dtype=np.uint8)) for ids in template.encode_whole(prompts, responses)]
+
+
+def _pair(fields: Mapping[str, Any], where: str, data: PairData) -> tuple[PromptSource, tuple[str, str]]:
+    """The prompt and both answers. Without a prompt column the answers are whole conversations that differ in their last message."""
+    chosen = column(fields, data.chosen_key, where, "data.chosen_key")
+    rejected = column(fields, data.rejected_key, where, "data.rejected_key")
+    prompt = fields.get(data.prompt_key)
+    if prompt is None and all(isinstance(each, list) and len(each) > 1 for each in (chosen, rejected)):
+        if chosen[:-1] != rejected[:-1]:
+            raise DataError(
+                f"{data.chosen_key!r} and {data.rejected_key!r} with the same messages before the answer in {where}",
+                "other messages",
+                "Fix the row.",
+            )
+        prompt, chosen, rejected = chosen[:-1], chosen[-1:], rejected[-1:]
+    elif prompt is None:
+        prompt = column(fields, data.prompt_key, where, "data.prompt_key")
+    answers = text_of(chosen, data.chosen_key, where), text_of(rejected, data.rejected_key, where)
+    return prompt_of(prompt, f"{data.prompt_key!r} in {where}"), answers
+
+
+def _flag(fields: Mapping[str, Any], key: str, where: str, setting: str) -> bool:
+    value = column(fields, key, where, setting)
+    if value not in (True, False):
+        raise DataError(f"true or false in {key!r} in {where}", f"{value!r:.80}", "Fix the row.")
+    return bool(value)
+
+
+def _number(fields: Mapping[str, Any], key: str, where: str) -> float:
+    value = column(fields, key, where, "data.margin_key")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value):
+        raise DataError(f"a finite number in {key!r} in {where}", f"{value!r:.80}", "Fix the row.")
+    return float(value)

@@ -1,0 +1,99 @@
+"""Rows of a stage as token sequences, in the order of their file.
+
+Invariant: a row keeps all of its sequences or is left out, and what is left out is counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyreme.config.stage import ConversationData
+from polyreme.errors import DataError
+from polyreme_trainer.data.prompts import Example, check_ids
+from polyreme_trainer.data.template import PromptSource, Template
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """n rows of `width` sequences each; those of row i stand at `width * i`, of a pair the chosen one first.
+
+    Attributes:
+        ids: int32 [L] each.
+        loss_mask: uint8 [L] each, 1 where the token is trained on. A value head reads whole sequences and ignores it.
+        width: sequences of a row.
+        columns: further numbers of each row by name, float32 [n].
+        left_out: how many rows of the file are missing here, by reason.
+    """
+
+    ids: Sequence[NDArray[np.int32]]
+    loss_mask: Sequence[NDArray[np.uint8]]
+    width: int = 1
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids) // self.width
+
+    def take(self, rows: NDArray[np.int64]) -> "StageRows":
+        """These rows, in this order."""
+        places = (rows[:, None] * self.width + np.arange(self.width)).ravel()
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return StageRows([self.ids[i] for i in places], [self.loss_mask[i] for i in places], self.width, columns)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row: its sequences and its numbers."""
+
+    line: int
+    sequences: Sequence[Example]
+    columns: Mapping[str, float] = field(default_factory=dict)
+
+
+def assemble(
+    rows: Sequence[Encoded], path: Path, data: ConversationData, template: Template, left_out: Mapping[str, int] | None = None
+) -> StageRows:
+    """The rows within `data.max_tokens`.
+
+    Args:
+        left_out: rows that were left out before, by reason.
+
+    Raises:
+        DataError: a row is too long under `overlong: error`, has ids without an embedding, or no row is left.
+    """
+    kept = []
+    for row in rows:
+        where, longest = f"{path}:{row.line}", max(len(each.ids) for each in row.sequences)
+        if longest <= data.max_tokens:
+            for each in row.sequences:
+                check_ids(each.ids, template, where)
+            kept.append(row)
+        elif data.overlong == "error":
+            raise DataError(
+                f"at most data.max_tokens = {data.max_tokens} tokens in {where}",
+                f"{longest}",
+                "Raise data.max_tokens, shorten the row, or set data.overlong: filter.",
+            )
+    missing = {**(left_out or {}), f"longer than data.max_tokens = {data.max_tokens}": len(rows) - len(kept)}
+    missing = {reason: count for reason, count in missing.items() if count}
+    if not kept:
+        found = ", ".join(f"{count} {reason}" for reason, count in missing.items())
+        raise DataError(f"rows to train on in {path}", found or "none", "Fix the file, or the section data.")
+    sequences = [each for row in kept for each in row.sequences]
+    columns = {name: np.array([row.columns[name] for row in kept], dtype=np.float32) for name in kept[0].columns}
+    return StageRows(
+        [each.ids for each in sequences], [each.loss_mask for each in sequences], len(kept[0].sequences), columns, missing
+    )
+
+
+def examples_of(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:
+    """Each prompt with its response as the template writes it; the response and its end token are trained on. Raises DataError."""
+    examples = []
+    for ids, start in template.encode_conversations(template.converse(prompts, responses)):
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        mask[start:] = 1
+        examples.append(Example(ids, mask))
+    return examples

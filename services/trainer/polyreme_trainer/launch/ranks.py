@@ -1,0 +1,40 @@
+"""The ranks of a learner on this machine, as programs under torchrun's environment contract.
+
+Invariant: all ranks of one start meet at one port, which is chosen for that start.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from polyreme.config.trainer import ParallelConfig
+from polyreme.net.ports import free_port
+from polyreme.process.supervisor import ProcessSpec
+
+
+def compute_environment(parallel: ParallelConfig) -> dict[str, str]:
+    """Threads of one rank."""
+    return {
+        "OMP_NUM_THREADS": str(parallel.threads),
+        "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core that another process needs
+    }
+
+
+def rank_programs(parallel: ParallelConfig, arguments: Sequence[str], environment: Mapping[str, str]) -> list[ProcessSpec]:
+    """One program per rank: Python with `arguments`, `environment` and a rank's place."""
+    world, port = parallel.world_size, free_port()
+    return [
+        ProcessSpec(
+            f"learner-{rank}",
+            (sys.executable, *arguments),
+            {
+                **environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+        )
+        for rank in range(world)
+    ]

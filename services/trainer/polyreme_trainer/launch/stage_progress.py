@@ -1,0 +1,84 @@
+"""A stage's progress, folded from its records, for summary.json and the terminal.
+
+Invariant: pure, and of a bounded size however long the stage is.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Record = dict[str, Any]
+
+_NO_METRICS = ("run", "time", "kind", "step", "steps", "rows", "seconds")
+
+
+@dataclass
+class StageProgress:
+    """What is known of a stage.
+
+    Attributes:
+        step, steps: the newest step that was trained, and the last one; 0 before the first.
+        loss: of that step.
+        seconds: that all steps took.
+        before, after: the first and the newest evaluation.
+        hf_path: of the trained model.
+        complete: whether the newest record is the stage's end.
+    """
+
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    seconds: float = 0.0
+    before: Record | None = None
+    after: Record | None = None
+    hf_path: str | None = None
+    complete: bool = False
+
+    def add(self, record: Record) -> None:
+        """Adds the next record."""
+        self.complete = record["kind"] == "done"
+        match record["kind"]:
+            case "step":
+                self.step, self.steps, self.loss = record["step"], record["steps"], record["loss"]
+                self.seconds += record["time/step"]
+            case "eval":
+                self.after = {name: record[name] for name in ("step", "rows", *metrics_of(record))}
+                self.before = self.before or self.after
+            case "done":
+                self.hf_path = record["hf_path"]
+
+    def numbers(self) -> Record:
+        """For summary.json."""
+        return {
+            "step": self.step,
+            "steps": self.steps,
+            "loss": self.loss,
+            "step_seconds": self.seconds,
+            "eval_before": self.before,
+            "eval_after": self.after,
+            "hf_path": self.hf_path,
+        }
+
+
+def metrics_of(record: Record) -> list[str]:
+    """The names of an evaluation's metrics."""
+    return [name for name in record if name not in _NO_METRICS]
+
+
+def line_of(record: Record) -> str:
+    """A record as a line for the terminal; empty: it is not shown."""
+    match record["kind"]:
+        case "step":
+            numbers = _numbers(record, ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second"))
+            return f"step {record['step']}/{record['steps']}  {numbers}"
+        case "eval":
+            return f"held out after step {record['step']}  {_numbers(record, metrics_of(record))}"
+        case "saved":
+            return f"saved          {record['path']}"
+        case "done":
+            return f"done           {record['hf_path']}"
+    return ""
+
+
+def _numbers(record: Record, names: Iterable[str]) -> str:
+    return "  ".join(f"{name} {record[name]:.4g}" for name in names if name in record)

@@ -1,0 +1,65 @@
+"""What the loop of a stage needs of a training engine. No torch here.
+
+Invariant: every rank calls the same methods in the same order, so an engine may use collectives in any of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.gates import Gate
+
+Sums = Mapping[str, tuple[float, float]]
+"""Metric name -> (sum, weight); the metric is sum / weight."""
+
+
+class StageEngine(Protocol):
+    """The model of a stage on this rank, and what happens to it."""
+
+    def load(self) -> int:
+        """Restores the newest intact checkpoint. Returns the number of its step; 0 when there is none.
+
+        Raises:
+            ConfigError: there are checkpoints, and none can be used.
+        """
+        ...
+
+    def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
+        """Optimizer step `number` of 1 .. `steps`. Returns its metrics, the same on every rank; `lr` and `grad_norm` among them."""
+        ...
+
+    def measure(self, rows: StageRows) -> Sums:
+        """The metrics of rows that nothing is learned from, the same on every rank."""
+        ...
+
+    def save(self, number: int, facts: Mapping[str, Any]) -> Path:
+        """Writes the checkpoint of step `number`. `facts`: JSON values; those of rank 0 count. Returns its path."""
+        ...
+
+    def export(self, path: Path) -> Sequence[Gate]:
+        """Writes the model as a Hugging Face directory, and compares what transformers loads from it with this engine.
+
+        Returns:
+            The comparison's outcomes; empty on ranks other than 0.
+        """
+        ...
+
+
+def mismatched(rows: StageRows, longest: int) -> StageRows:
+    """Each row's prompt with the next row's answer, the first one's after the last, cut to `longest` tokens.
+
+    KTO estimates from them how far the policy is from the reference beyond the rows' own answers.
+    """
+    starts = [int(np.argmax(mask)) for mask in rows.loss_mask]
+    ids: list[NDArray[np.int32]] = []
+    masks: list[NDArray[np.uint8]] = []
+    for row, start in enumerate(starts):
+        other = (row + 1) % len(starts)
+        answer = rows.ids[other][starts[other] :]
+        ids.append(np.concatenate([rows.ids[row][:start], answer])[:longest])
+        masks.append((np.arange(len(ids[-1])) >= start).astype(np.uint8))
+    return StageRows(ids, masks)

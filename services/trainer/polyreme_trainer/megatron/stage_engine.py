@@ -1,0 +1,236 @@
+"""The megatron engine of a stage: one trained model, and a reference where the objective has one.
+
+Invariant: what a step computes depends on its rows, their order and the weights alone, never on ranks or micro-batches (but for rounding).
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from polyreme.config.stage import StageConfig
+from polyreme.errors import ConfigError
+from polyreme_trainer.algorithms.metrics import Metrics, finish
+from polyreme_trainer.algorithms.objective import Objective, StageInputs
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.gates import LIMITS, Gate
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.stage_engine import Sums, mismatched
+from polyreme_trainer.megatron import checkpoint, comparison
+from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
+from polyreme_trainer.megatron.critic import Critic, build_critic
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
+from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.roles import Loss, Role
+from polyreme_trainer.megatron.saves import find_newest
+from polyreme_trainer.megatron.shard import DataShard, data_shard
+from polyreme_trainer.megatron.step import over_ranks
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Rows as the model reads them, and what is known before the loss.
+
+    Attributes:
+        reference: float32 [t], log-probabilities under the reference.
+        baseline: of KTO.
+    """
+
+    rows: StageRows
+    sequences: Sequences
+    reference: FloatArray | None
+    baseline: float
+
+
+class MegatronStageEngine:
+    """One rank's share of a stage.
+
+    Args:
+        config: of the stage.
+        objective: what is minimised.
+        reference: Hugging Face directory of the reference; None: the stage has none.
+        files: the model's small files.
+        stop_ids: tokens that end an answer.
+        ranks, device: this rank's place. Needs `init_parallel`.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        objective: Objective,
+        reference: Path | None,
+        files: Mapping[str, bytes],
+        stop_ids: Sequence[int],
+        ranks: Ranks,
+        device: Device,
+    ) -> None:
+        self.config, self.objective, self.files, self.ranks, self.device = config, objective, files, ranks, device
+        self.stop_ids = stop_ids
+        self.shard = data_shard(config.trainer.micro_batch_tokens, device)
+        self.root = config.run_dir / "checkpoints"
+        self.prefix = config.checkpoint_prefix
+        self.model = self.make_model()
+        self.model.make_optimizer(adam_of(config.trainer.optimizer))
+        self.reference_path = reference
+        self.reference = None if reference is None else policy_role("reference", reference, config, self.shard, device, False)
+
+    def make_model(self) -> Role[Any]:
+        """The trained model, with the weights of its Hugging Face directory."""
+        model = self.config.model
+        if self.objective.head == "language":
+            return policy_role("model", model.path, self.config, self.shard, self.device, True)
+        critic = build_critic(model.path, model.dtype, self.device)
+        return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
+
+    def load(self) -> int:
+        found = find_newest(self.ranks, self.root, self.prefix)
+        if found is None:
+            return 0
+        saved = found.facts["reference"]
+
+        async def check_reference() -> None:
+            if saved != (digest := await asyncio.to_thread(self.reference_digest)):
+                raise ConfigError(
+                    f"digest {saved} of the reference's weights in {self.reference_path}, as the checkpoint has it",
+                    str(digest),
+                    "Restore the directory from a copy.",
+                )
+
+        self.ranks.on_leader(check_reference)
+        checkpoint.load(found, [self.model])
+        return found.iteration
+
+    def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
+        prepared, parts = self.prepare(rows), list[Metrics]()
+        lr = learning_rate(self.config.trainer.optimizer, number, steps)
+        every = np.arange(len(prepared.sequences))
+        norm = self.model.update(prepared.sequences, every, self.loss_of(prepared, parts), lr)
+        return {**finish(over_ranks(self.shard, parts)), "grad_norm": norm, "lr": lr}
+
+    @torch.no_grad()
+    def measure(self, rows: StageRows) -> Sums:
+        prepared, parts = self.prepare(rows), list[Metrics]()
+        loss = self.loss_of(prepared, parts)
+        every = np.arange(len(prepared.sequences))
+        for batch in self.shard.micro_batches(prepared.sequences, every, self.model.parameters):
+            loss(batch, self.model.forward(batch))
+        return over_ranks(self.shard, parts)
+
+    def save(self, number: int, facts: Mapping[str, Any]) -> Path:
+        path = checkpoint.iteration_path(self.root, number, self.prefix)
+        digest = self.reference_digest() if self.ranks.leads else None
+        checkpoint.save(path, [self.model], {**facts, "reference": digest})
+
+        async def prune() -> None:
+            keep = self.config.trainer.keep_checkpoints
+            await asyncio.to_thread(checkpoint.prune, self.root, number, keep, self.prefix)
+
+        self.ranks.on_leader(prune)
+        return path
+
+    def export(self, path: Path) -> Sequence[Gate]:
+        tensors = self.model.model.full_tensors()
+        ids = self.probe_ids()
+        mine = self.probe(ids.to(self.device.torch))
+        outcomes: list[Gate] = []
+
+        async def write_and_compare() -> None:
+            assert tensors is not None
+            export = Export(tensors, self.files)
+            if self.objective.head == "value":
+                export = as_classifier(export, pad_token_id=self.classifier_pad())
+            await asyncio.to_thread(export_hf, path, export)
+            outcomes.append(await asyncio.to_thread(self.compare, path, ids, mine))
+
+        self.ranks.on_leader(write_and_compare)
+        return outcomes
+
+    def prepare(self, rows: StageRows) -> Prepared:
+        """Rows as sequences, with the reference's log-probabilities and the baseline where the objective needs them."""
+        sequences = supervised(rows.ids, rows.loss_mask, rows.width)
+        if self.objective.head == "value":
+            sequences = with_end(sequences)
+        reference = None
+        if self.reference is not None:
+            reference = self.reference.infer(sequences, np.arange(len(sequences)))
+        return Prepared(rows, sequences, reference, self.baseline(rows) if self.objective.needs_baseline else 0.0)
+
+    def baseline(self, rows: StageRows) -> float:
+        """KTO's z: the mean log-ratio of mismatched answers over the whole step, 0 or more."""
+        assert self.reference is not None
+        other = mismatched(rows, self.model.model.arch.max_position)
+        sequences = supervised(other.ids, other.loss_mask)
+        every = np.arange(len(sequences))
+        log_ratios = self.model.infer(sequences, every).astype(np.float64) - self.reference.infer(sequences, every)
+        return max(0.0, float(log_ratios.sum()) / len(sequences))
+
+    def loss_of(self, prepared: Prepared, parts: list[Metrics]) -> Loss:
+        """The objective's loss of a micro-batch; its metrics go to `parts`."""
+        rows, tokens = prepared.rows, int(prepared.sequences.trained.sum())
+
+        def loss(batch: MicroBatch, output: Tensor) -> Tensor:
+            places = batch.indices[:: rows.width] // rows.width
+            columns = {name: torch.from_numpy(values[places]).to(output.device) for name, values in rows.columns.items()}
+            value, metrics = self.objective.loss(
+                StageInputs(
+                    output=output,
+                    sequence=batch.sequence,
+                    sequences=len(batch.indices),
+                    columns=columns,
+                    rows=len(rows),
+                    tokens=tokens,
+                    reference=None if prepared.reference is None else batch.take(prepared.reference),
+                    baseline=prepared.baseline,
+                )
+            )
+            parts.append(metrics)
+            return value
+
+        return loss
+
+    def reference_digest(self) -> str | None:
+        """Of the reference's weight files; None without a reference. On rank 0."""
+        if self.reference_path is None:
+            return None
+        files = {file.name: checkpoint.digest_of(file) for file in sorted(self.reference_path.glob("*.safetensors"))}
+        return xxhash.xxh3_64_hexdigest(json.dumps(files).encode())
+
+    def classifier_pad(self) -> int | None:
+        """The padding token for config.json. transformers scores a sequence at its last token that is none, so a stop token is never it."""
+        pad = json.loads(self.files["config.json"]).get("pad_token_id")
+        return None if pad in self.stop_ids else pad
+
+    def probe_ids(self) -> Tensor:
+        """Random tokens to compare models by, int64 [4, length]."""
+        arch = self.model.model.arch
+        return comparison.probe_ids(arch.vocab, min(32, arch.max_position), self.config.seed)
+
+    @torch.no_grad()
+    def probe(self, ids: Tensor) -> Tensor:
+        """The model's logits [b, s, vocab], or its values [b, s]. Collective."""
+        model = self.model.model
+        return model.values(ids) if isinstance(model, Critic) else model.logits(ids)
+
+    def compare(self, path: Path, ids: Tensor, mine: Tensor) -> Gate:
+        """What transformers computes with the exported model, against this engine's numbers. On rank 0."""
+        dtype, limits = self.config.model.dtype, LIMITS[self.config.model.dtype]
+        if self.objective.head == "value":
+            return comparison.values_gate(mine, comparison.load_hf_critic(path, dtype), ids, limits)
+        return comparison.logits_gate(mine, comparison.load_hf(path, dtype), ids, limits)
+
+
+def policy_role(name: str, path: Path, config: StageConfig, shard: DataShard, device: Device, trainable: bool) -> Role[Policy]:
+    """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
+    policy = Policy(load_architecture(path), config.model.dtype, device, trainable=trainable)
+    policy.load_hf(path)
+    return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), shard)

@@ -1,0 +1,60 @@
+"""Writes a stage's records: metrics.jsonl and tensorboard/.
+
+Invariant: each record is written once: of a step or evaluation that a restarted stage repeats, the first record is kept. Every write happens
+at once, so that a full disk raises OSError where it is handled.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from polyreme.cli.run_records import read_records
+from polyreme_trainer.observe.records import Board, cut_torn_line, is_number
+
+_NO_METRICS = ("step", "steps", "time", "rows", "seconds")
+
+
+class StageRecorder:
+    """The record files of one run directory, which exists."""
+
+    def __init__(self, run_dir: Path, run_id: str) -> None:
+        self._run_id, path = run_id, run_dir / "metrics.jsonl"
+        cut_torn_line(path)
+        self._newest = {"step": 0, "eval": -1}
+        for record in read_records(run_dir, run_id):
+            self._note(record)
+        with ExitStack() as files:
+            self._metrics = files.enter_context(open(path, "a"))
+            self._board = files.enter_context(closing(Board(run_dir / "tensorboard" / run_id)))
+            self._files = files.pop_all()
+
+    async def emit(self, record: Mapping[str, Any]) -> None:
+        """Writes a record, unless it repeats one."""
+        kind = record["kind"]
+        if kind in self._newest and record["step"] <= self._newest[kind]:
+            return
+        line = {"run": self._run_id, "time": time.time(), **record}
+        self._board.add_scalars(stage_scalars(line), line["time"])
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+        self._note(line)
+
+    def close(self) -> None:
+        """Closes every file, whatever one of them raises."""
+        self._files.close()
+
+    def _note(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] in self._newest:
+            self._newest[line["kind"]] = line["step"]
+
+
+def stage_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
+    """What TensorBoard plots of a record: (tag, value, step)."""
+    group = {"step": "train", "eval": "eval"}.get(line["kind"])
+    if group is not None:
+        for name, value in line.items():
+            if name not in _NO_METRICS and is_number(value):
+                yield f"{group}/{name}", float(value), line["step"]

@@ -1,0 +1,49 @@
+"""The trainer's check of a stage before anything starts: model family, tokenizer, chat template, columns and labels of the data.
+
+Invariant: no torch, and bounded work: of long files, the first rows stand for the rest, which are checked when they are read.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from polyreme.cli.input_files import read_model_files
+from polyreme.config.stage import StageConfig
+from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme_trainer.checks import check_template
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.stages.table import TABLE
+
+_ENCODED = 1_000
+"""Rows of a file that go through template and tokenizer."""
+
+
+def check(config: StageConfig) -> Iterator[str | PolyremeError]:
+    """Notices and errors of what a stage reads."""
+    stage = TABLE[config.stage]
+    try:
+        model = load_architecture(config.model.path)
+        if (reference := stage.reference(config)) is not None and load_architecture(reference).vocab < model.vocab:
+            yield ConfigError(
+                f"a reference with the model's {model.vocab} tokens",
+                f"{load_architecture(reference).vocab}",
+                "Take one of its tokenizer.",
+            )
+    except ConfigError as error:
+        yield error
+    template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check
+    yield from check_template(template)
+    for path in filter(None, (config.data.train, config.data.eval)):
+        yield from _check_rows(path, config, template)
+
+
+def _check_rows(path: Path, config: StageConfig, template: Template) -> Iterator[str | PolyremeError]:
+    try:
+        rows = TABLE[config.stage].read(path, config, template, _ENCODED)
+    except DataError as error:
+        yield error
+        return
+    seen = len(rows) + sum(rows.left_out.values())
+    for reason, count in rows.left_out.items():
+        first = "the first " if seen == _ENCODED else ""
+        yield f"{count} of {first}{seen} rows in {path} are left out: {reason}"

@@ -1,0 +1,75 @@
+"""`polyreme sft`, `polyreme reward-model`, `polyreme dpo`: a stage on this machine, from its check to the exported model.
+
+Invariant: a stage needs no rollout, no reward and no Redis; what it continues from is in its run directory.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from polyreme.cli.checks import check_run
+from polyreme.cli.run_directory import claim, next_attempt, open_stage, owned, read_stage_config
+from polyreme.cli.run_records import read_summary
+from polyreme.cli.summary import stage_lines
+from polyreme.cli.terminal import TerminalConsole
+from polyreme.config.load import load_stage
+from polyreme.config.stage import StageConfig
+from polyreme.experience.run import RunState
+from polyreme_trainer.launch.stage_process import StageProcess
+
+ConfigFile = Annotated[Path, typer.Argument(help="The stage's YAML file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the directory's stage from its newest checkpoint.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, print the summary, and start nothing.")]
+
+
+def sft(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+    """Train a model on answers (supervised fine-tuning)."""
+    run(load_stage(config, overrides or (), "sft"), resume, dry_run)
+
+
+def reward_model(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+    """Train a reward model on pairs of answers."""
+    run(load_stage(config, overrides or (), "reward-model"), resume, dry_run)
+
+
+def dpo(config: ConfigFile, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+    """Train a policy on preferences: DPO, IPO, KTO, SimPO or ORPO."""
+    run(load_stage(config, overrides or (), "dpo"), resume, dry_run)
+
+
+def run(config: StageConfig, resume: bool, dry_run: bool) -> None:
+    """Checks a stage and runs it to its end, in the foreground. Raises PolyremeError."""
+    console = TerminalConsole(sys.stdout)
+    notices = check_run(config)
+    if dry_run:
+        console.print("\n".join(stage_lines(config, notices)), soft_wrap=True)
+        return
+    with owned(config.run_dir):
+        existing = claim(config, resume)
+        if existing is not None and (step := finished(config, existing.run_id)):
+            console.print(f"stage {existing.run_id} is done: {step} steps are trained", soft_wrap=True)
+            return
+        console.print("\n".join(stage_lines(config, notices)), soft_wrap=True)
+        run_id = open_stage(config, existing).run_id
+        asyncio.run(_run(config, run_id, console))
+
+
+async def _run(config: StageConfig, run_id: str, console: Console) -> None:
+    log_dir = next_attempt(config.run_dir)
+    console.print(f"run            {run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
+    state = await StageProcess(config, run_id, log_dir, console).run()
+    if state is RunState.STOPPED:
+        console.print("stopped and saved; go on with --resume")
+
+
+def finished(config: StageConfig, run_id: str) -> int:
+    """How many steps a stage has trained that was done with the present length; 0: there is something to train."""
+    summary = read_summary(config.run_dir)
+    before = read_stage_config(config.run_dir).trainer
+    same = (before.steps, before.epochs) == (config.trainer.steps, config.trainer.epochs)
+    return int(summary["step"]) if same and summary.get("run") == run_id and summary.get("state") == RunState.DONE else 0

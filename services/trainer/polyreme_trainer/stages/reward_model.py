@@ -1,0 +1,29 @@
+"""The stage `reward-model`: a score at the last token of a conversation, from pairs of answers (Bradley-Terry).
+
+Invariant: a conversation's tokens are those that the reward service gives to the exported model.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyreme.config.stage import RewardModelConfig
+from polyreme_trainer.data.preferences import read_scored_pairs
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from polyreme_trainer.algorithms.objective import Objective
+
+
+def read(path: Path, config: RewardModelConfig, template: Template, limit: int | None) -> StageRows:
+    return read_scored_pairs(path, config, template, limit)
+
+
+def objective(config: RewardModelConfig) -> "Objective":
+    from polyreme_trainer.algorithms.objectives import PairwiseScores
+
+    return PairwiseScores(config.center_coef)
+
+
+REWARD_MODEL = Stage(read, objective)

@@ -1,0 +1,29 @@
+"""The stage `sft`: cross entropy of answers, of one turn or of several.
+
+Invariant: every trained token of a step counts alike.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polyreme.config.stage import SftConfig
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.supervised import read_supervised
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from polyreme_trainer.algorithms.objective import Objective
+
+
+def read(path: Path, config: SftConfig, template: Template, limit: int | None) -> StageRows:
+    return read_supervised(path, config.data, template, limit)
+
+
+def objective(config: SftConfig) -> "Objective":
+    from polyreme_trainer.algorithms.objectives import CrossEntropy
+
+    return CrossEntropy()
+
+
+SUPERVISED = Stage(read, objective)

@@ -1,0 +1,10 @@
+"""All stages, by the name that a configuration gives.
+
+Invariant: its names are those of `polyreme.config.stage.STAGES`.
+"""
+
+from polyreme_trainer.stages.preference import PREFERENCE
+from polyreme_trainer.stages.reward_model import REWARD_MODEL
+from polyreme_trainer.stages.supervised import SUPERVISED
+
+TABLE = {"sft": SUPERVISED, "reward-model": REWARD_MODEL, "dpo": PREFERENCE}

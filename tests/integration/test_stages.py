@@ -1,0 +1,174 @@
+"""The stages on learner ranks: the same numbers whatever the ranks, the same bits after a kill, and what transformers makes of the result."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from polyreme.config.stage import StageConfig
+from polyreme_reward.items import Item
+from polyreme_reward.model.classifier import Classifier
+from polyreme_reward.model.reward import ModelOptions
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.stages.table import TABLE
+from support.ranks import run_ranks
+from support.stages import prepared, run_rank, stage_config, write_data, write_model
+from support.tiny_tokenizer import model_files
+
+pytestmark = pytest.mark.real
+
+TOLERANCE = 1e-5
+SGD_LIKE = {"trainer__optimizer": {"lr": 1e-3, "eps": 1e-4}, "trainer__micro_batch_tokens": 64}
+"""A key bias has no gradient but rounding; with Adam's usual epsilon that noise alone would move it by the learning rate."""
+KINDS: dict[str, dict[str, Any]] = {
+    "sft": {"stage": "sft"},
+    "reward-model": {
+        "stage": "reward-model",
+        "ties": "half",
+        "center_coef": 0.01,
+        "data__margin_key": "margin",
+        "data__tie_key": "tie",
+    },
+    "dpo": {"stage": "dpo", "loss": {"kind": "dpo", "label_smoothing": 0.1}},
+    "kto": {"stage": "dpo", "loss": {"kind": "kto"}},
+}
+
+
+def configured(folder: Path, name: str, tensor: int, data: int) -> StageConfig:
+    parallel = {"trainer__parallel": {"tensor": tensor, "data": data}}
+    return stage_config(folder, **KINDS[name], **SGD_LIKE, **parallel, name=f"{name}-{tensor}-{data}")
+
+
+def train(folder: Path, tensor: int, data: int, *names: str, dies_at: str = "") -> dict[str, StageConfig]:
+    """Trains these kinds, one after the other, on so many ranks."""
+    configs = {name: configured(folder, name, tensor, data) for name in names}
+    run_dirs = json.dumps([str(prepared(config)) for config in configs.values()])
+    run_ranks(run_rank, tensor * data, run_dirs, dies_at)
+    return configs
+
+
+def weights(config: StageConfig) -> dict[str, torch.Tensor]:
+    return load_file(config.run_dir / "hf" / "final" / "model.safetensors")
+
+
+def records(config: StageConfig, kind: str) -> list[dict[str, Any]]:
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stages")
+    write_data(path)
+    write_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> dict[str, StageConfig]:
+    """Every kind, trained by one rank."""
+    return train(folder, 1, 1, *KINDS)
+
+
+@pytest.fixture(scope="module")
+def two_tensor_ranks(folder: Path) -> dict[str, StageConfig]:
+    """The same by two tensor ranks."""
+    return train(folder, 2, 1, *KINDS)
+
+
+@pytest.fixture(scope="module")
+def two_data_ranks(folder: Path) -> dict[str, StageConfig]:
+    """The same by two data ranks."""
+    return train(folder, 1, 2, *KINDS)
+
+
+@pytest.mark.parametrize("ranks", ["two_tensor_ranks", "two_data_ranks"])
+def test_every_layout_trains_to_the_weights_of_one_rank(
+    request: pytest.FixtureRequest, one_rank: dict[str, StageConfig], ranks: str
+) -> None:
+    for name, config in request.getfixturevalue(ranks).items():
+        torch.testing.assert_close(weights(config), weights(one_rank[name]), rtol=0, atol=TOLERANCE, msg=name)
+        for kind in ("step", "eval"):
+            for found, expected in zip(records(config, kind), records(one_rank[name], kind), strict=True):
+                measured = {
+                    key for key in expected if key not in ("run", "time", "time/step", "seconds", "tokens_per_second", "kind")
+                }
+                assert {key: found[key] for key in measured} == pytest.approx(
+                    {key: expected[key] for key in measured}, rel=1e-3, abs=TOLERANCE
+                ), name
+
+
+def test_a_killed_stage_is_resumed_to_the_same_bits(
+    folder: Path, two_tensor_ranks: dict[str, StageConfig], tmp_path: Path
+) -> None:
+    """Rank 0 is killed after the third step, of which the newest checkpoint (of the second) knows nothing."""
+    for part in ("model", "rows.jsonl", "held_out.jsonl"):
+        (tmp_path / part).symlink_to(folder / part)
+    with pytest.raises(AssertionError):
+        train(tmp_path, 2, 1, "kto", dies_at="6")
+    config = configured(tmp_path, "kto", 2, 1)
+    assert [record["step"] for record in records(config, "step")] == [1, 2, 3]
+    assert not (config.run_dir / "hf" / "final").exists()
+    train(tmp_path, 2, 1, "kto")
+    assert [record["step"] for record in records(config, "step")] == [1, 2, 3, 4, 5, 6]
+    torch.testing.assert_close(weights(config), weights(two_tensor_ranks["kto"]), rtol=0, atol=0)
+
+
+def rows_of(config: StageConfig) -> StageRows:
+    assert config.data.eval is not None
+    return TABLE[config.stage].read(config.data.eval, config, Template(model_files(), config.data), None)
+
+
+def logps(model: Any, rows: StageRows) -> list[torch.Tensor]:
+    """Of the trained tokens of each sequence, by transformers, one sequence at a time."""
+    result = []
+    for ids, mask in zip(rows.ids, rows.loss_mask, strict=True):
+        tokens = torch.from_numpy(ids.astype("int64"))[None]
+        with torch.no_grad():
+            every = F.log_softmax(model(tokens).logits[0, :-1], -1).gather(1, tokens[0, 1:, None])[:, 0]
+        result.append(every[torch.from_numpy(mask[1:].astype("bool"))])
+    return result
+
+
+def test_what_was_learned_is_what_transformers_computes(one_rank: dict[str, StageConfig]) -> None:
+    """The held-out loss of the last evaluation, computed again from the exported models."""
+    sft, dpo = one_rank["sft"], one_rank["dpo"]
+    trained = AutoModelForCausalLM.from_pretrained(sft.run_dir / "hf" / "final", dtype=torch.float32)
+    loss = -torch.cat(logps(trained, rows_of(sft))).mean().item()
+    assert records(sft, "eval")[-1]["loss"] == pytest.approx(loss, abs=1e-4)
+    assert records(sft, "eval")[-1]["loss"] < records(sft, "eval")[0]["loss"]
+    policy = AutoModelForCausalLM.from_pretrained(dpo.run_dir / "hf" / "final", dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(dpo.model.path, dtype=torch.float32)
+    rows = rows_of(dpo)
+    ratios = [float(p.sum() - r.sum()) for p, r in zip(logps(policy, rows), logps(reference, rows), strict=True)]
+    margins = [0.1 * (chosen - rejected) for chosen, rejected in zip(ratios[::2], ratios[1::2], strict=True)]
+    last = records(dpo, "eval")[-1]
+    assert last["rewards/margins"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    assert last["rewards/accuracies"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins), abs=1e-6)
+
+
+def test_the_reward_service_gives_the_scores_that_were_learned(one_rank: dict[str, StageConfig]) -> None:
+    """Prompt and response as text, through the exported model's own template and tokenizer."""
+    config = one_rank["reward-model"]
+    classifier = Classifier(str(config.run_dir / "hf" / "final"), asdict(ModelOptions(prompt_column=None)))
+    assert config.data.eval is not None
+    pairs = [json.loads(line) for line in config.data.eval.read_text().splitlines()]
+    scores = [
+        [
+            classifier.score([classifier.encode(Item("", pair["prompt"], pair[key], f"{pair[key]}<eos>"))])[0].value
+            for key in ("chosen", "rejected")
+        ]
+        for pair in pairs
+        if not pair["tie"]
+    ]
+    last = records(config, "eval")[-1]
+    assert last["accuracy"] == pytest.approx(sum(c > r for c, r in scores) / len(scores))
+    assert last["margin"] == pytest.approx(sum(c - r for c, r in scores) / len(scores), abs=1e-4)
+    assert last["margin"] > 0

@@ -1,0 +1,158 @@
+"""Stages for tests: configurations, rows, a rank that dies at a chosen record, and an engine whose weights are a digest of its steps."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyreme.cli.run_directory import open_stage, read_run_file, read_stage_config
+from polyreme.config.load import parse
+from polyreme.config.stage import STAGES, StageConfig
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.learner.gates import Gate
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.stage_engine import Sums
+from support.models import tiny_family_model
+from support.tiny_tokenizer import model_files
+
+
+def stage_config(folder: Path, stage: str, **changes: Any) -> StageConfig:
+    """A stage on `rows.jsonl` and `model` in `folder`: six steps of four rows, saved and evaluated every second one.
+
+    `changes`: dotted keys with `__` for the dot.
+    """
+    tree: dict[str, Any] = {
+        "stage": stage,
+        "name": stage,
+        "output_dir": str(folder / "runs"),
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "rows.jsonl"), "eval": str(folder / "held_out.jsonl"), "max_tokens": 64},
+        "trainer": {"optimizer": {"lr": 1e-2}, "batch_size": 4, "steps": 6, "save_interval": 2, "eval_interval": 2},
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return parse(tree, "the test", STAGES[stage])
+
+
+def write_data(folder: Path, rows: int = 22) -> None:
+    """Rows that every stage can read, of uneven lengths."""
+    for name, first in (("rows", 0), ("held_out", 100)):
+        lines = [
+            {
+                "prompt": f"{first + row}+{row}=",
+                "response": "a" * (1 + row % 5),
+                "chosen": "a" * (1 + row % 5),
+                "rejected": "zyx" * (1 + row % 3),
+                "label": row % 3 > 0,
+                "margin": 0.1 * (row % 4),
+                "tie": row % 7 == 3,
+            }
+            for row in range(rows)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_model(folder: Path, model_type: str = "qwen2") -> Path:
+    """A tiny model (tied embeddings, grouped-query attention, 49 tokens) with the tiny tokenizer."""
+    path = tiny_family_model(model_type, folder / "model", vocab_size=49, head_dim=8, eos_token_id=1, bos_token_id=2)
+    for name, content in model_files().items():
+        if name != "config.json":
+            (path / name).write_bytes(content)
+    return path
+
+
+def prepared(config: StageConfig) -> Path:
+    """The stage's run directory, as its command makes it."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    open_stage(config, read_run_file(config.run_dir))
+    return config.run_dir
+
+
+class Recorded:
+    """Takes records in memory. From record number `until` on, the stage is asked to stop."""
+
+    def __init__(self, until: int | None = None) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.until = until
+
+    async def emit(self, record: Mapping[str, Any]) -> None:
+        self.records.append(dict(record))
+
+    def drains(self) -> bool:
+        return self.until is not None and len(self.records) >= self.until
+
+
+class DigestEngine:
+    """A StageEngine whose weights are a SHA-256 chain over its steps' rows, so they prove what was trained, and in which order."""
+
+    def __init__(self, config: StageConfig) -> None:
+        self.root, self.weights = config.run_dir / "checkpoints", ""
+
+    def load(self) -> int:
+        found = sorted(self.root.glob("step-*.json"))
+        if not found:
+            return 0
+        self.weights = json.loads(found[-1].read_text())["weights"]
+        return int(found[-1].stem.removeprefix("step-"))
+
+    def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:
+        self.weights = hashlib.sha256(
+            f"{self.weights} {number}/{steps} {[ids.tolist() for ids in rows.ids]}".encode()
+        ).hexdigest()
+        return {"loss": 1 / number, "lr": 0.1, "grad_norm": 1.0}
+
+    def measure(self, rows: StageRows) -> Sums:
+        return {"loss": (float(sum(map(len, rows.ids))), float(len(rows))), "none": (0.0, 0.0)}
+
+    def save(self, number: int, facts: Mapping[str, Any]) -> Path:
+        self.root.mkdir(parents=True, exist_ok=True)
+        path = self.root / f"step-{number:06d}.json"
+        path.write_text(json.dumps({"weights": self.weights}))
+        return path
+
+    def export(self, path: Path) -> Sequence[Gate]:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "weights").write_text(self.weights)
+        return [Gate("difference", 0.0, 1e-3, "")]
+
+
+def one_rank() -> Ranks:
+    return Ranks()
+
+
+def run_rank(run_dirs: str, dies_at: str = "") -> None:
+    """One rank of the stages in `run_dirs` (JSON list), in turn. With `dies_at` rank 0 is killed after so many records of the first."""
+    from polyreme_trainer.learner import stage_main
+    from polyreme_trainer.megatron.build import init_parallel
+    from polyreme_trainer.megatron.channel import BroadcastChannel
+    from polyreme_trainer.megatron.device import Device
+    from polyreme_trainer.observe.stage_records import StageRecorder
+
+    if dies_at:
+        emit, count = StageRecorder.emit, 0
+
+        async def mortal(recorder: StageRecorder, record: Mapping[str, Any]) -> None:
+            nonlocal count
+            await emit(recorder, record)
+            count += 1
+            if count == int(dies_at):
+                os.kill(os.getpid(), signal.SIGKILL)
+                await asyncio.sleep(60)
+
+        StageRecorder.emit = mortal  # type: ignore[assignment,method-assign]
+    folders = [Path(each) for each in json.loads(run_dirs)]
+    first = read_stage_config(folders[0])
+    device = Device("cpu")
+    init_parallel(first.trainer.parallel, device)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
+    for folder in folders:
+        stage_main.run_stage(folder, ranks, device, lambda: False)

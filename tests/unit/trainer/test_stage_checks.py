@@ -1,0 +1,63 @@
+"""What is wrong with a stage is found before a process starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.cli.checks import check_run, findings
+from polyreme.config.stage import STAGES
+from polyreme.errors import ConfigError, DataError
+from support.stages import stage_config, write_data
+from support.tiny_tokenizer import model_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Data, and a model directory whose weights are empty."""
+    write_data(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name, content in model_files().items():
+        (tmp_path / "model" / name).write_bytes(content)
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_good_stage_passes(folder: Path, stage: str) -> None:
+    assert check_run(stage_config(folder, stage)) == ()
+
+
+def test_rows_that_are_left_out_are_a_notice(folder: Path) -> None:
+    config = stage_config(folder, "reward-model", data__tie_key="tie", data__eval=None)
+    (notice,) = check_run(config)
+    assert "ties" in notice and "3 of 22" in notice
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "kind"),
+    [
+        ("sft", {"data__response_key": "answer"}, DataError),
+        ("sft", {"data__max_tokens": 500}, ConfigError),
+        ("reward-model", {"data__margin_key": "prompt"}, DataError),
+        ("dpo", {"data__chosen_key": "good"}, DataError),
+        ("dpo", {"loss": {"kind": "kto"}, "data__label_key": "margin"}, DataError),
+        ("dpo", {"reference": "/nowhere"}, ConfigError),
+    ],
+    ids=["column", "context", "margin", "chosen", "label", "reference"],
+)
+def test_what_is_wrong_is_an_error(folder: Path, stage: str, changes: dict[str, Any], kind: type[Exception]) -> None:
+    found = findings(stage_config(folder, stage, **changes))
+    assert any(type(error) is kind for error in found.errors), found
+
+
+def test_a_tokenizer_larger_than_the_model_is_an_error(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 20}))
+    assert any(isinstance(error, ConfigError) for error in findings(stage_config(folder, "sft")).errors)
+
+
+def test_missing_data_is_an_error(folder: Path) -> None:
+    (folder / "held_out.jsonl").unlink()
+    assert [type(error) for error in findings(stage_config(folder, "sft")).errors] == [ConfigError]
