@@ -130,8 +130,14 @@ class Child:
         await self.reap()
 
     async def reap(self) -> None:
-        """Waits until the killed process has disappeared. Logs an error after REAP_TIMEOUT."""
-        if not await self.gone(REAP_TIMEOUT):
+        """Waits until the killed process has disappeared, also when cancelled. Logs an error after REAP_TIMEOUT."""
+        gone = asyncio.ensure_future(self.gone(REAP_TIMEOUT))
+        try:
+            await asyncio.shield(gone)
+        except asyncio.CancelledError:
+            await gone
+            raise
+        if not gone.result():
             logger.error("%s (pid %d) was killed but still exists", self.name, self.pid)
 
     def kill(self) -> None:

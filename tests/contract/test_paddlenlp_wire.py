@@ -9,10 +9,11 @@ import pytest
 import requests
 
 from polyreme_reward.remote import endpoints
-from support.raw_http import raw_server, reply
+from support.raw_http import message, raw_server, reply
 from support.rewards import EXACT, item, scoring, serving, summary
 from support.waiting import until
 
+FAILED = b'{"error_code":500,"error_msg":"%b","score":null}'
 GOOD = b'{"error_code":0,"error_msg":"Success","score":[1.0,0.0]}'
 
 
@@ -51,26 +52,20 @@ async def test_special_tokens_are_taken_off_prompts_and_labels_too(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("data", "golden"),
+    ("data", "form", "key"),
     [
-        ({"src": [], "tgt": [], "response": []}, b'{"error_code":0,"error_msg":"Success","score":[]}'),
-        (
-            {"src": ["p"], "tgt": ["3", "4"], "response": ["#3"]},
-            b'{"error_code":500,"error_msg":"expected src, tgt and response of one length; found 1, 2 and 1","score":null}',
-        ),
-        (
-            {"src": ["p", "p"], "tgt": ["3", ""], "response": ["#3", "#3"]},
-            b'{"error_code":500,"error_msg":"item 1: ERROR exact: expected a label to compare with; found none. '
-            b'Give every row one (data.label_key)","score":null}',
-        ),
+        ({"src": [], "tgt": [], "response": []}, b'{"error_code":0,"error_msg":"%b","score":[]}', "Success"),
+        ({"src": ["p"], "tgt": ["3", "4"], "response": ["#3"]}, FAILED, "found 1, 2 and 1"),
+        ({"src": ["p", "p"], "tgt": ["3", ""], "response": ["#3", "#3"]}, FAILED, "item 1: ERROR exact: expected a label"),
     ],
 )
-async def test_errors_are_theirs_but_never_zeros(data: Any, golden: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_errors_are_theirs_but_never_zeros(data: Any, form: bytes, key: str, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(EXACT) as (_, _, addresses):
         answer = await ask(addresses, data)
-        assert (answer.status_code, answer.content) == (200, golden)
+        assert answer.status_code == 200
+        assert key in message(answer.content, form)
     logged = [record.getMessage() for record in caplog.records if record.name == "polyreme_reward.http_errors"]
-    assert [line.partition(":")[0] for line in logged] == ["a request to / failed"] * (b"Success" not in golden)
+    assert [line.partition(":")[0] for line in logged] == ["a request to / failed"] * (form == FAILED)
 
 
 async def test_a_body_of_another_shape_is_a_422_as_theirs_is() -> None:
@@ -82,11 +77,11 @@ async def test_a_body_of_another_shape_is_a_422_as_theirs_is() -> None:
         )
 
 
-async def test_a_batch_beyond_the_queue_is_an_error_that_no_retry_mends() -> None:
+async def test_a_batch_beyond_the_queue_is_an_error_that_no_retry_repairs() -> None:
     async with serving(EXACT, queue=1) as (_, _, addresses):
         data = {"src": ["p"] * 2, "tgt": ["3"] * 2, "response": ["#3"] * 2}
         answer = await ask(addresses, data)
-        assert answer.content == b'{"error_code":500,"error_msg":"expected a batch of 1 to 1 items; found 2","score":null}'
+        assert "found 2" in message(answer.content, FAILED)
 
 
 async def test_a_full_queue_is_a_429_in_their_form(tmp_path: Path) -> None:
@@ -102,7 +97,7 @@ async def test_a_full_queue_is_a_429_in_their_form(tmp_path: Path) -> None:
         refused = await ask(addresses, data)
         gate.touch()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert refused.content == (b'{"error_code":429,"error_msg":"1 items are being scored and at most 1 may be","score":null}')
+        assert message(refused.content, b'{"error_code":429,"error_msg":"%b","score":null}')
         assert (await first).json()["score"] == [1.0]
 
 

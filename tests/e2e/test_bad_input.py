@@ -209,7 +209,7 @@ def test_a_redis_that_dies_again_and_again_ends_the_run(task: Path) -> None:
         stores(up)[0].kill()
         if count == 1:
             up.until(lambda: (up.run_dir / "redis" / "redis.log").read_text().count("Ready to accept connections") == 2)
-            assert "Redis has ended; restart 1 of 1" in up.output
+            assert "Redis ended; restart 1 of 1" in up.output
             time.sleep(5.0)  # now `up` has seen that it answers
     assert up.wait() == 3
     one_error(up.output, "the run's own Redis to keep running; found it ended 2 times", "redis.log", "--resume")

@@ -167,7 +167,7 @@ def test_a_killed_redis_restarts_and_a_fork_continues_from_the_last_checkpoint(t
     (redis,) = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(first.run_dir / "redis")]
     redis.kill()
     assert first.wait() == 0, first.output
-    assert "Redis has ended; restart 1 of" in first.output
+    assert "Redis ended; restart 1 of" in first.output
     assert audit(first.run_dir).returncode == 0
     assert len(list((first.run_dir / "samples").glob("iteration_*.jsonl"))) == 4
     parent = read_run_file(first.run_dir)

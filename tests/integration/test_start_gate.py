@@ -156,7 +156,7 @@ async def test_the_only_one_that_is_killed_is_waited_for_in_its_successor(start:
     assert of_replicas(await asyncio.wait_for(comparing, 300), 1)
 
 
-async def test_a_channel_that_closes_under_the_calls_is_a_replica_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_channel_that_closes_during_the_calls_is_a_replica_lost(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     channels, connect = [], rpc.connect
     monkeypatch.setattr(rpc, "connect", lambda *arguments: channels.append(connect(*arguments)) or channels[-1])
     asked = await start.replica("asked", failures=SILENT)
@@ -165,7 +165,7 @@ async def test_a_channel_that_closes_under_the_calls_is_a_replica_lost(start: St
     comparing = start.compare()
     await asked.asked.wait()
     await channels[0].close()
-    assert "closed under the call" in await start.notice()
+    assert "channel closed" in await start.notice()
     assert not comparing.done()
     comparing.cancel()
     await asyncio.wait({comparing})

@@ -65,3 +65,12 @@ async def raw_server(handler: Handler, tls: ssl.SSLContext | None = None) -> Asy
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def message(body: bytes, form: bytes) -> str:
+    """The text that stands in `body` where `form` has `%b`. Every other byte must be equal."""
+    before, after = form.split(b"%b")
+    assert body.startswith(before) and body.endswith(after), body
+    text = body[len(before) : len(body) - len(after)]
+    assert b'"' not in text, body
+    return text.decode()

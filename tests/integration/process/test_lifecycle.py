@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from polyreme.process.lifecycle import Child
@@ -94,3 +95,15 @@ def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
     finally:
         service.kill()
         service.communicate()
+
+
+async def test_a_cancelled_reap_still_leaves_no_zombie() -> None:
+    child = Child.spawn("long", [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+    reaping = asyncio.create_task(child.reap())
+    await asyncio.sleep(0)
+    reaping.cancel()
+    await asyncio.sleep(0)
+    child.kill()
+    with pytest.raises(asyncio.CancelledError):
+        await reaping
+    assert not psutil.pid_exists(child.pid)

@@ -101,7 +101,7 @@ async def test_a_childs_error_message_is_forwarded_unchanged(tmp_path: Path) -> 
     with pytest.raises(ChildFailedError) as caught:
         await Supervisor([unit(tmp_path, script)], max_restarts=5).run()
     assert str(caught.value) == message
-    assert str(RunFailedError("the run to go on", str(caught.value), "Mend it.")) == message
+    assert str(RunFailedError("the run to continue", str(caught.value), "Fix it.")) == message
 
 
 async def test_a_child_whose_role_was_taken_over_ends_supervision_as_such(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_version_without_evaluation_has_no_result(config: RunConfig) -> None:
     assert progress.summary()["failed_evaluations"] == {"2": failed["text"]}
     progress.add(evaluation(2, 0.9))
     assert "0.300 before, 0.900 after" in report(config, progress, config.run_dir)[0]
-    why = "a stop was asked for: 1 of 40 iterations are trained"
+    why = "stop requested: 1 of 40 iterations are trained"
     stopped = report(config, progress_of(evaluation(0, 0.3), iteration(1)), config.run_dir, RunState.STOPPED, why)
     assert stopped[0].split(maxsplit=1) == ["stopped", why]
     assert "0.300 before; version 1 was not evaluated" in stopped[1]

@@ -1,6 +1,7 @@
 """A password is removed from any Redis URL and never shown."""
 
 import os
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -68,10 +69,25 @@ def test_an_invalid_url_is_not_shown(url: str) -> None:
     assert os.environ[PASSWORD] == ""
 
 
-@pytest.mark.parametrize("name", [command.name for command in commands() if command.name != "config"])
+def redis_options(command: Any) -> list[Any]:
+    """The parameters of a command and its subcommands that concern Redis; none for a command that works on files only."""
+    found = [each for each in command.params if "redis" in f"{each.name} {each.opts} {each.envvar}".lower()]
+    return found + [each for inner in getattr(command, "commands", {}).values() for each in redis_options(inner)]
+
+
+def loaded(name: str) -> Any:
+    return vars(typer.main.get_command(build_app([name])))["commands"][name]
+
+
+@pytest.mark.parametrize("name", ["up", "audit", "rollout", "reward", "train"])
+def test_the_option_of_a_command_is_found(name: str) -> None:
+    assert len(redis_options(loaded(name))) == 1
+
+
+@pytest.mark.parametrize("name", [command.name for command in commands()])
 def test_every_command_takes_the_password_out(name: str) -> None:
-    command = vars(typer.main.get_command(build_app([name])))["commands"][name]
-    [option] = [option for option in command.params if "POLYREME_REDIS" in str(option.envvar)]
-    with typer.Context(command) as context:
-        assert option.process_value(context, "redis://:secret@redis:6379/0") == "redis://redis:6379/0"
-    assert os.environ[PASSWORD] == "secret"
+    command = loaded(name)
+    for option in redis_options(command):
+        with typer.Context(command) as context:
+            assert option.process_value(context, "redis://:secret@redis:6379/0") == "redis://redis:6379/0"
+        assert os.environ.pop(PASSWORD) == "secret"

@@ -6,7 +6,8 @@ placeholder, and its class is not imported.
 
 import collections
 import pickle
-from pathlib import Path
+import zipfile
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("torch", "Size"): torch.Size,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     **{("torch.distributed.checkpoint.metadata", name): getattr(metadata, name) for name in _INDEX},
@@ -57,8 +59,6 @@ class _Unpickler(pickle.Unpickler):
             return found
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
-        if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return super().find_class(module, name)
         return _Empty
 
 
@@ -69,9 +69,18 @@ _PICKLE: Any = SimpleNamespace(Unpickler=_Unpickler, load=lambda file, **_: _Unp
 def load(file: Path) -> Any:
     """The content of a file of torch.save. Tensors stay in the file until they are read. Raises ConfigError for a damaged file."""
     try:
+        if zipfile.is_zipfile(file):
+            _refuse_torchscript(file)
         return torch.load(file, map_location="cpu", mmap=True, weights_only=False, pickle_module=_PICKLE)
     except DAMAGED as error:
         raise ConfigError(f"a file of torch.save in {file}", f"{type(error).__name__}: {error}", "Restore the file.") from None
+
+
+def _refuse_torchscript(file: Path) -> None:
+    """Raises ValueError for a TorchScript archive, because torch.load runs the program in it whatever the pickle module is."""
+    with zipfile.ZipFile(file) as archive:
+        if any(PurePosixPath(name).name == "constants.pkl" for name in archive.namelist()):
+            raise ValueError("a TorchScript program")
 
 
 def load_index(stream: BinaryIO) -> Any:

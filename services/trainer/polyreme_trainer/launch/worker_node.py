@@ -86,11 +86,11 @@ async def follow(
                     await keeper.update({"status": here.result(), "why": why})
                 await leaving
             finally:
+                child.kill()  # before the first await, which a cancellation may end
                 for task in (here, leaving):
                     task.cancel()
-                await asyncio.gather(here, leaving, return_exceptions=True)
-                child.kill()
                 await child.reap()
+                await asyncio.gather(here, leaving, return_exceptions=True)
 
         while (found := await run.until(called)) and (call := found[0]):
             known = call.id

@@ -167,9 +167,9 @@ async def test_the_summary_says_how_the_run_is_doing(config: RunConfig) -> None:
         await recorder.take([], (RunState.STARTING, ""))
         assert json.loads((config.run_dir / "summary.json").read_text())["state"] == "starting"
         await recorder.take(stream(iteration(1)), RUNNING)
-        await recorder.take([], (RunState.DRAINING, "a stop was asked for"))
+        await recorder.take([], (RunState.DRAINING, "stop requested"))
     summary = json.loads((config.run_dir / "summary.json").read_text())
-    assert (summary["run"], summary["state"], summary["reason"]) == ("run-1", "draining", "a stop was asked for")
+    assert (summary["run"], summary["state"], summary["reason"]) == ("run-1", "draining", "stop requested")
     write_end(config.run_dir, "run-1", RunState.STOPPED, "1 of 8")
     ended = json.loads((config.run_dir / "summary.json").read_text())
     assert ended == {**summary, "state": "stopped", "reason": "1 of 8"}
