@@ -189,31 +189,35 @@ async def test_cancelling_a_call_ends_its_work(world: World) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_slots_under_way_survive_a_swap_and_say_where_it_was(world: World) -> None:
-    before = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)).version
-    staging = world.learner.write(before + 1, {name: array * 1.5 for name, array in world.arrays.items()})
-    await world.weights.StageArena(staging, timeout=300)
-    stream = aiter(world.rollout.Generate(world.ask([(0, [], 120, 3), (1, [], 120, 4)], temperature=1.0), timeout=300))
-    first = asyncio.ensure_future(anext(stream))
-    async with asyncio.timeout(300):
-        while not 0 < await world.outstanding() <= 2 * (120 - 20):  # noqa: ASYNC110 - it asks a server
-            await asyncio.sleep(0.001)
-    committed = await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id), timeout=300)
-    responses = [await first]
-    assert committed.version == before + 1
-    responses += [response async for response in stream]
-    ends = [end for response in responses for end in response.ends]
-    assert [end.slot for end in sorted(ends, key=lambda end: end.slot)] == [0, 1]
+async def test_sequences_survive_a_swap_and_say_where_it_was(world: World) -> None:
+    """A generation that ends before its swap shows nothing, so there are further ones: which comes first depends on the machine."""
+    for _ in range(30):
+        responses, before = await swapped_generation(world)
+        ends = sorted((end for response in responses for end in response.ends), key=lambda end: end.slot)
+        assert [end.slot for end in ends] == [0, 1]
+        assert all((end.spans[0].start, end.spans[-1].end) == (0, 120) for end in ends)
+        if all(len(end.spans) > 1 for end in ends):
+            break
     for end in ends:
-        assert (end.spans[0].version, end.spans[0].start) == (before, 0)
-        assert end.spans[-1].end == 120
         assert [span.version for span in end.spans] == [before, before + 1]
-        assert end.spans[0].end == end.spans[1].start >= 16
+        assert end.spans[0].end == end.spans[1].start
     oldest = [chunk.oldest_version for response in responses for chunk in response.chunks if chunk.slot == 0]
     assert oldest == sorted(oldest)
     assert oldest[0] == before
     after = (await world.generate([(0, [], 20, 0)]))[0]
     assert after.spans == [(before + 1, 0, 20)]
+
+
+async def swapped_generation(world: World) -> tuple[list[rollout_pb2.GenerateResponse], int]:
+    """Two sequences of 120 tokens, during which the next version is committed if the machine is quick enough; and the version before."""
+    before = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)).version
+    staging = world.learner.write(before + 1, {name: array * 1.5 for name, array in world.arrays.items()})
+    await world.weights.StageArena(staging, timeout=300)
+    stream = aiter(world.rollout.Generate(world.ask([(0, [], 120, 3), (1, [], 120, 4)], temperature=1.0), timeout=300))
+    responses = [await anext(stream)]
+    committed = await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id), timeout=300)
+    assert committed.version == before + 1
+    return responses + [response async for response in stream], before
 
 
 async def test_describe(world: World) -> None:

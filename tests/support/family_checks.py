@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyreme_trainer.megatron import hf_mapping, policy
+from polyreme_trainer.megatron import hf_mapping, mcore, policy
 from polyreme_trainer.megatron.accelerator import ACCELERATOR
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.critic import build_critic
@@ -111,6 +111,7 @@ def both_specs_agree(model: str, device: Device) -> None:
         torch.testing.assert_close(ours.logits(ids)[ids > 0], theirs.logits(ids)[ids > 0], rtol=0, atol=1e-4)
         for actor in (ours, theirs):
             actor.logprobs(ids, targets, 0.9).sum().backward()
+            mcore.finalize_model_grads([actor.ddp])
     for (name, one), (_, other) in zip(ours.module.named_parameters(), theirs.module.named_parameters(), strict=True):
         torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=partial("{}: {}".format, name))
 
