@@ -84,15 +84,16 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     from polyreme.config.trainer import ParallelConfig
     from polyreme_trainer.algorithms.algorithm import Algorithm
     from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
+    from polyreme_trainer.algorithms.state import AlgorithmState
     from polyreme_trainer.megatron.batch import MicroBatch, Sequences
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.families import load_architecture
-    from polyreme_trainer.megatron.losses import Losses
     from polyreme_trainer.megatron.optimizer import Adam
     from polyreme_trainer.megatron.policy import Policy
     from polyreme_trainer.megatron.roles import Role
     from polyreme_trainer.megatron.shard import DataShard
+    from polyreme_trainer.megatron.step import Iteration, Losses
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)
@@ -122,10 +123,11 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     per_token = Advantages(np.repeat(advantages[:, 0].numpy(), width - 1), None, ones)
     algorithm = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=width - 1)
     sequences = Sequences(list(ids.numpy()), ones)
+    iteration = Iteration(1, sequences, tokens, [every], AlgorithmState(), lr=1e-4)
 
     def step() -> None:
-        losses = Losses(algorithm, tokens, per_token, every, shard)
-        actor.update(sequences, every, losses.of_policy(every), lr=1e-4)
+        losses = Losses(iteration, algorithm, tokens, per_token, shard)
+        actor.update(sequences, every, losses.of_policy(every), iteration.lr)
         losses.reduced()
 
     return step

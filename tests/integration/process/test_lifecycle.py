@@ -67,7 +67,8 @@ def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], bu
 
 
 def test_a_hang_up_drains_however_often_it_comes() -> None:
-    script = SERVICE.replace("BUSY", "0.0")
+    # As in a terminal, also where this process ignores hang-ups: a child inherits that.
+    script = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n" + SERVICE.replace("BUSY", "0.0")
     service = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert service.stdout is not None

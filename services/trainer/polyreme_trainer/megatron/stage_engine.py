@@ -29,12 +29,12 @@ from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.losses import over_ranks
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import Loss, Role
 from polyreme_trainer.megatron.saves import find_newest
 from polyreme_trainer.megatron.shard import DataShard, data_shard
+from polyreme_trainer.megatron.step import over_ranks
 
 
 @dataclass(frozen=True)

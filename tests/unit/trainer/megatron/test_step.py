@@ -13,10 +13,9 @@ from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import IGNORE, Sequences, collect, supervised
-from polyreme_trainer.megatron.losses import Losses
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import DataShard
-from polyreme_trainer.megatron.step import Iteration, Models, Trained, fresh_sequences, train_iteration, values_after_end
+from polyreme_trainer.megatron.step import Iteration, Losses, Models, Trained, train_iteration, values_after_end
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
 
@@ -142,7 +141,7 @@ def gradient_of_mixed_step(shards: list[DataShard]) -> torch.Tensor:
         model: Any = Table()
         actor = Role("actor", model, model.forward, shard)
         actor.optimizer = model
-        losses = Losses(ALGORITHM, tokens, advantages, fresh_sequences(batch), shard)
+        losses = Losses(batch, ALGORITHM, tokens, advantages, shard)
         beside = [losses.of_rows(rows, 0.7)]
         actor.update(sequences, np.arange(4), losses.of_policy(np.arange(4)), 1e-3, beside=beside)
         total += torch.zeros(9) if model.table.grad is None else model.table.grad
