@@ -15,10 +15,10 @@ MAKE, REWARD, CHECK, UP, AUDIT, ANSWER = guide.commands(PAGE)
 
 
 def documented(name: str) -> bool:
-    """Whether docs/reference/records.md has a name. Words in capitals stand for any other."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "records.md").read_text()
-    patterns = [re.sub(r"[A-Z]{3,}", r"\\S+", found) for found in re.findall(r"`([\w/]+)`", page)]
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
+    """Whether docs/reference/ has a name, among a record's fields or the metrics. Words in capitals stand for any other."""
+    pages = Path(__file__).resolve().parents[2] / "docs" / "reference"
+    names = re.findall(r"`([\w/]+)`", "".join((pages / f"{page}.md").read_text() for page in ("records", "metrics")))
+    return any(re.fullmatch(re.sub(r"[A-Z]{3,}", r"\\S+", found), name) for found in names)
 
 
 @pytest.fixture
