@@ -5,7 +5,7 @@
 Actor, critic and reference begin as one policy, the reward model is a sequence classifier of the same size. TRL holds all four in one
 process with two threads, in a venv made from requirements/peer-ppo.txt (1.12.0 is its last version with PPO). Polyreme runs whole: the
 reward service serves the reward model, the learner's two ranks share the batch. Both train each batch of 256 samples four times, with
-TRL's KL coefficient and at most eight new tokens, which TRL always samples. Both clocks leave out start-up. The sides run in turns, since a
+TRL's KL coefficient and at most five new tokens, which TRL always samples. Both clocks leave out start-up. The sides run in turns, since a
 machine's speed drifts.
 
 ppo_throughput_vs_trl   samples/s of whole iterations, Polyreme's over TRL's (>= 2.0)
@@ -27,9 +27,10 @@ TARGET = {"ppo_throughput_vs_trl": 2.0}
 GROUPS, GROUP_SIZE = 32, 8
 SAMPLES = GROUPS * GROUP_SIZE
 EPOCHS = 4
+NEW_TOKENS = 5  # TRL always samples as many; a limit above the answers' length would cost only its side
 KL_COEF = 0.05
 LR = 1e-5
-WARM_UP = 3  # iterations that do not count
+WARM_UP = 5  # iterations that do not count
 PARTS = (
     "time/learner_wait",
     "timing/rollout",
@@ -67,7 +68,7 @@ def trl(python: Path, task: Task, reward: Path, steps: int) -> list[float]:
         "steps": steps,
         "samples": SAMPLES,
         "epochs": EPOCHS,
-        "max-new-tokens": task.max_new_tokens,
+        "max-new-tokens": NEW_TOKENS,
         "kl-coef": KL_COEF,
         "lr": LR,
     }
@@ -91,6 +92,7 @@ def polyreme(work: Path, task: Task, reward: Path, steps: int) -> list[dict[str,
         f"groups_per_iteration={GROUPS}",
         f"group_size={GROUP_SIZE}",
         "data.eval=null",
+        f"rollout.max_new_tokens={NEW_TOKENS}",
         "rollout.vllm.threads=1",
         f"reward.rewards={json.dumps([{'model': str(reward), 'name': 'preference', 'options': {'template': 'none'}}])}",
         f"algorithm={json.dumps(ALGORITHM)}",
