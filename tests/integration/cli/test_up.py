@@ -106,10 +106,17 @@ def test_a_run_continues_after_its_reader_has_gone(config_file: Path, live: bool
 
 def test_a_server_that_ends_during_the_run_is_restarted(config_file: Path) -> None:
     started = config_file.parent / "reward"
+
+    def pids() -> list[int]:
+        """Of the reward servers that have started. A line without its end is still being written."""
+        lines = started.read_text().splitlines(keepends=True) if started.exists() else []
+        return [int(line) for line in lines if line.endswith("\n")]
+
     with up(config_file) as process:
         until(process, "running")
-        os.kill(int(started.read_text()), signal.SIGTERM)
-        wait_until(lambda: len(started.read_text().split()) == 2)
+        wait_until(lambda: len(pids()) == 1)
+        os.kill(pids()[0], signal.SIGTERM)
+        wait_until(lambda: len(pids()) == 2)
         (config_file.parent / "trained").touch()
         assert process.wait(300) == 0
 
