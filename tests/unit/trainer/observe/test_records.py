@@ -223,7 +223,7 @@ async def test_tensorboard_has_the_events(config: RunConfig) -> None:
 ON_A_FULL_DISK = """
 import asyncio, json, os, resource, sys, threading
 from contextlib import suppress
-from polyreme.cli.reader.scalars import scalars
+from pathlib import Path
 from polyreme.cli.progress import stream_time
 from polyreme.experience.run import RunState
 from polyreme_trainer.observe.records import Recorder
