@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from polyreme.cli.reader import run_directories
 from polyreme.cli.run_directory import read_config, read_run_file
 from polyreme.cli.ui.api import PATH, application, is_open
 from polyreme.cli.ui.live_servers import LiveServers
@@ -42,7 +43,10 @@ def ui(
 async def _serve(paths: list[Path], redis: str | None, host: str, port: int) -> None:
     if redis is not None:
         paths.append(await _run_dir(redis))
-    runs = Runs(paths or [Path("runs")])
+    paths = paths or [Path("runs")]
+    for path in paths:
+        run_directories(path)
+    runs = Runs(paths)
     security = _security(runs)
     following = asyncio.create_task(runs.follow())
     try:
