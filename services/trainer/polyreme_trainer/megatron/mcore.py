@@ -44,6 +44,7 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.layers import (
@@ -75,6 +76,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "GPTModel",
     "IdentityOp",
     "MLPSubmodules",
