@@ -64,7 +64,7 @@ class CriticConfig(Section):
 class SftPhase(Section):
     """One phase of supervised training before the first iteration, on the learner's ranks."""
 
-    data: Path = Field(description="JSON lines file with the prompt column and a `response` column.")
+    data: Path = Field(description="Data file with the prompt column and a `response` column.")
     steps: int = Field(ge=1, description="Number of optimizer steps.")
     batch_size: int = Field(ge=1, description="Rows per step.")
     lr: float = Field(gt=0, description="Peak learning rate.")
