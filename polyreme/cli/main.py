@@ -39,6 +39,11 @@ def commands() -> list[Command]:
         Command(
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
         ),
+        Command(
+            "init",
+            "Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags.",
+            lambda: _attribute("polyreme.cli.init", "init"),
+        ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
         Command(
