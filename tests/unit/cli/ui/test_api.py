@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from polyreme.cli.ui.api import application, is_open
 from polyreme.cli.ui.runs import Runs
-from support.recorded_run import record_run
+from support.seeded_run import record_run
 
 
 @pytest.fixture(scope="module")
