@@ -21,6 +21,7 @@ from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config
 
 GROUPS, SAMPLES = 4, 4
+"""Per iteration, and per group."""
 SECONDS = 8.0
 """Wall time of an iteration."""
 REPLICAS = ("rollout-a", "rollout-b")
@@ -28,9 +29,9 @@ VOCABULARY = ["<pad>", "<eos>", *"0123456789", " ", "+", "=", "so", "the", "sum"
 Made = Iterator[tuple[dict[str, Any], list[GroupRecord], TrainedSamples | None]]
 
 
-def skill(iteration: int, iterations: int) -> float:
-    """How often the policy is right by then."""
-    return 0.15 + 0.8 / (1 + np.exp(-8 * (iteration / iterations - 0.45)))
+def skill(iteration: int, iterations: int, seed: int = 0) -> float:
+    """How often the policy is right by then. Seeds learn at different speeds."""
+    return float(0.15 + (0.8 - 0.05 * (seed % 3)) / (1 + np.exp(-8 * (iteration / iterations - 0.35 - 0.1 * (seed % 3)))))
 
 
 def answer(random: np.random.Generator, total: int, right: bool, wordy: float) -> list[int]:
@@ -42,13 +43,13 @@ def answer(random: np.random.Generator, total: int, right: bool, wordy: float) -
     return [*thought, *(VOCABULARY.index(digit) for digit in str(shown)), 1]
 
 
-def made_group(random: np.random.Generator, index: int, iteration: int, iterations: int, began: float) -> GroupRecord:
+def made_group(random: np.random.Generator, index: int, iteration: int, right_share: float, began: float) -> GroupRecord:
     """A group of answers to one sum; prompts repeat after 40 groups."""
     a, b = 11 + index % 40, 7 + (3 * index) % 40
     replica, samples = REPLICAS[index % 2], []
     for place in range(SAMPLES):
-        right = bool(random.random() < skill(iteration, iterations))
-        ids = np.array(answer(random, a + b, right, 0.9 - 0.6 * iteration / iterations), dtype=np.int32)
+        right = bool(random.random() < right_share)
+        ids = np.array(answer(random, a + b, right, 1.0 - 0.7 * right_share), dtype=np.int32)
         mixed = iteration > 2 and len(ids) > 4 and random.random() < 0.2
         spans = [(iteration - 2, 0, 3), (iteration - 1, 3, len(ids))] if mixed else [(iteration - 1, 0, len(ids))]
         calls = [RewardCall("reward-1", "ok", "", 0.05 + 0.1 * random.random())]
@@ -58,7 +59,7 @@ def made_group(random: np.random.Generator, index: int, iteration: int, iteratio
         samples.append(
             SampleRecord(
                 token_ids=ids,
-                logprobs=-random.exponential(0.5 * (1.2 - skill(iteration, iterations)), len(ids)).astype(np.float32),
+                logprobs=-random.exponential(0.5 * (1.2 - right_share), len(ids)).astype(np.float32),
                 loss_mask=np.ones(len(ids), dtype=np.uint8),
                 finish_reason=pb.FINISH_REASON_LENGTH if cut else pb.FINISH_REASON_STOP,
                 spans=spans,
@@ -102,16 +103,16 @@ def made_run(iterations: int, seed: int, started: float, group_count: int = GROU
     )
     index = 0
     for iteration in range(1, iterations + 1):
-        end = started + SECONDS * iteration
+        end, share = started + SECONDS * iteration, skill(iteration, iterations, seed)
         groups = []
         for place in range(group_count):
-            groups.append(made_group(random, index, iteration, iterations, end - SECONDS + 0.4 + 0.5 * place))
+            groups.append(made_group(random, index, iteration, share, end - SECONDS + 0.4 + 0.5 * place))
             index += 1
         scores = np.array([sample.score for group in groups for sample in group.samples] or [0.0])
         wait, train = 4.0 + float(random.random()), 2.0 + float(random.random())
         record = {
             "kind": "iteration", "iteration": iteration, "time": end, "reward/mean": float(scores.mean()), "reward/std": float(scores.std()),
-            "response_length/mean": 9 - 4 * iteration / iterations + float(random.normal(0, 0.3)), "entropy": 0.6 * (1.2 - skill(iteration, iterations)),
+            "response_length/mean": 9 - 4 * iteration / iterations + float(random.normal(0, 0.3)), "entropy": 0.6 * (1.2 - share),
             "mismatch_kl": 1e-4 * float(random.lognormal(0, 0.3)), "grad_norm": float(random.lognormal(-1, 0.3)), "actor/lr": 1e-5,
             "actor/pg_loss": float(random.normal(0, 0.02)), "staleness/mean": 0.2 * float(random.random()), "stop/length_fraction": 0.02 * float(random.random()),
             "tokens_per_second": 2400 + 200 * float(random.normal()), "time/iteration": SECONDS, "time/learner_wait": wait, "time/train": train, "time/write": 0.4,
@@ -133,7 +134,7 @@ def made_run(iterations: int, seed: int, started: float, group_count: int = GROU
             result = {
                 "kind": "eval",
                 "version": iteration,
-                "accuracy": skill(iteration, iterations),
+                "accuracy": share,
                 "samples": 20,
                 "seconds": 1.2,
                 "parts": {},

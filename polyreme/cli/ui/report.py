@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from polyreme.cli.reader import RunReader, SampleFilter
+from polyreme.cli.reader import RunReader, SampleQuery
 from polyreme.cli.run_records import write_atomically
 from polyreme.cli.ui import answers
 from polyreme.cli.ui.api import STATIC
@@ -62,13 +62,11 @@ def newest_timeline(reader: RunReader) -> dict[str, Any]:
 
 def chosen_samples(reader: RunReader, count: int) -> list[dict[str, Any]]:
     """At most `count` samples with their lives: half of the newest answers of evaluations and samples, half of iterations spread evenly."""
-    newest = reader.find_samples(SampleFilter(order="newest"), limit=count // 2)[1]
+    newest = reader.find_samples(SampleQuery(order="newest"), limit=count // 2)[1]
     chosen = {sample["id"] for sample in newest}
     steps, left = spread(reader.iterations(), 10), count - len(chosen)
     for step in steps:
-        found = reader.find_samples(SampleFilter(kind="train", first=step, last=step, order="oldest"), limit=left // len(steps))[
-            1
-        ]
+        found = reader.find_samples(SampleQuery(kind="train", first=step, last=step, order="oldest"), limit=left // len(steps))[1]
         chosen |= {sample["id"] for sample in found}
     lives = (answers.life(reader, each) for each in sorted(chosen))
     return [{**life, "peers": [peer for peer in life["peers"] if peer["id"] in chosen]} for life in lives if life]

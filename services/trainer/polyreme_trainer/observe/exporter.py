@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
 from polyreme.cli.run_records import read_records
 from polyreme.cli.ui.api import PATH, application, is_open
-from polyreme.cli.ui.live_servers import LiveServers
 from polyreme.cli.ui.runs import Runs
+from polyreme.cli.ui.server_status import ServerStatus
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.run import Run, RunState
@@ -118,7 +118,7 @@ async def export(run: Run, config: RunConfig, host: str, port: int | None) -> As
         return
     exporter, runs = Exporter(run, config), Runs([config.run_dir])
     following = [asyncio.create_task(exporter.follow()), asyncio.create_task(runs.follow())]
-    page = application(runs, LiveServers(run))
+    page = application(runs, ServerStatus(run))
     try:
         async with serve_http(host, port, _application(exporter, page), security=config.security, is_open=is_open) as bound:
             yield bound

@@ -38,7 +38,7 @@ _SHOWN = {
 }
 
 
-class LiveServers:
+class ServerStatus:
     """Asks for the servers of runs, and keeps each answer for MAX_AGE seconds.
 
     Args:
