@@ -129,7 +129,7 @@ class Optimizer:
                 norm, are not finite; the model is unusable then.
         """
         mcore.finalize_model_grads([self._ddp])
-        norm = self._norm(fragment.cut(fragment.param.main_grad) for fragment in self._counted)
+        norm = self._norm(fragment.cut(fragment.param.main_grad) for fragment in self._counted)  # type: ignore[attr-defined]
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:

@@ -43,9 +43,9 @@ def test_values_and_gradients_are_those_of_torch(
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs)
-    ours, theirs = (torch.autograd.grad(objective(results), layer) for results in (got, want))
-    torch.testing.assert_close(ours, theirs)
-    assert (ours[1][37:] == 0).all()
+    gradients, expected = (torch.autograd.grad(objective(results), layer) for results in (got, want))
+    torch.testing.assert_close(gradients, expected)
+    assert (gradients[1][37:] == 0).all()
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
