@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
-from polyreme.config.trainer import OptimizerConfig
+from polyreme.config.trainer import OptimizerConfig, ParallelConfig
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
 """Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
@@ -32,7 +32,7 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
         f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
         f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
-        f"trainer        tensor {trainer.parallel.tensor} x data {trainer.parallel.data}{spread} on {config.device}, {config.model.dtype}",
+        f"trainer        {_layout(trainer.parallel)}{spread} on {config.device}, {config.model.dtype}",
         f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
@@ -67,7 +67,7 @@ def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
         f"learning rate  {learning_rate(trainer.optimizer, trainer.steps, 'steps')}",
         f"evaluates      {evaluates}{between}",
         f"saves          {saves}, keeping {trainer.keep_checkpoints}",
-        f"trainer        tensor {parallel.tensor} x data {parallel.data} on {config.device}, {config.model.dtype}",
+        f"trainer        {_layout(parallel)} on {config.device}, {config.model.dtype}",
     ]
     late = {
         "trainer.save_interval": trainer.save_interval,
@@ -137,6 +137,11 @@ def redis_bytes(config: RunConfig) -> int:
     since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest checkpoint always stays
     held = min(config.iterations, since_oldest) + 1 + config.max_staleness
     return group * config.groups_per_iteration * held
+
+
+def _layout(parallel: ParallelConfig) -> str:
+    stages = f"pipeline {parallel.pipeline} x " if parallel.pipeline > 1 else ""
+    return f"tensor {parallel.tensor} x {stages}data {parallel.data}"
 
 
 def _when(interval: int, iterations: int, samples: int) -> str:

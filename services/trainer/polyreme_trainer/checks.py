@@ -116,7 +116,7 @@ def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
         models["reference"] = (actor, width)
     if config.trainer.ema_decay is not None:
         models["moving average"] = (actor, 4)
-    copies = max(1, parallel.ranks_per_node // parallel.tensor)
+    copies = max(1, parallel.ranks_per_node // (parallel.tensor * parallel.pipeline))
     needed = copies * sum(parameters * each for parameters, each in models.values())
     if needed > total:
         terms = " + ".join(f"{name} {parameters:,} x {each} bytes" for name, (parameters, each) in models.items())
