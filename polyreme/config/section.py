@@ -67,7 +67,10 @@ def without_operational(section: Section) -> dict[str, Any]:
             if isinstance(value, Section):
                 plain[name] = without_operational(value)
             elif isinstance(value, list | tuple):
-                plain[name] = [without_operational(each) if isinstance(each, Section) else each for each in value]
+                plain[name] = [
+                    without_operational(each) if isinstance(each, Section) else same
+                    for each, same in zip(value, plain[name], strict=True)
+                ]
     return plain
 
 

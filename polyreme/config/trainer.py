@@ -41,6 +41,12 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.data
 
     @property
+    def layout(self) -> str:
+        """The ranks in words."""
+        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        return f"tensor {self.tensor} x {stages}data {self.data}"
+
+    @property
     def ranks_per_node(self) -> int:
         return self.world_size // self.nodes
 
@@ -71,7 +77,7 @@ class CriticConfig(Section):
 class SftPhase(Section):
     """One phase of supervised training before the first iteration, on the learner's ranks."""
 
-    data: Path = Field(description="JSON lines file with the prompt column and a `response` column.")
+    data: Path = Field(description="Data file with the prompt column and a `response` column.")
     steps: int = Field(ge=1, description="Number of optimizer steps.")
     batch_size: int = Field(ge=1, description="Rows per step.")
     lr: float = Field(gt=0, description="Peak learning rate.")

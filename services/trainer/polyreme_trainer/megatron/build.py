@@ -37,7 +37,7 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
         raise ConfigError(
-            f"{parallel.world_size} learner ranks (tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {parallel.data})",
+            f"{parallel.world_size} learner ranks ({parallel.layout})",
             f"WORLD_SIZE={world}",
             "Start as many ranks as trainer.parallel requires.",
         )
