@@ -39,6 +39,11 @@ def commands() -> list[Command]:
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
         ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
+        Command(
+            "doctor",
+            "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
+            lambda: _attribute("polyreme.cli.doctor", "doctor"),
+        ),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
     ]
     for point in sorted(entry_points(group="polyreme.commands")):
