@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from polyreme.cli.checks import findings, memory_report
+from polyreme.cli.completion import Overrides
 from polyreme.cli.summary import lines_of
 from polyreme.config.describe import annotated_yaml, reference
 from polyreme.config.load import load_any
 from polyreme.errors import PolyremeError
 
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file of a run or a stage.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
 
 config = typer.Typer(no_args_is_help=True, help="Show or check a run's configuration.")
 

@@ -39,7 +39,5 @@ class Sharding:
 
 def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
     """The different shares of the layout: one for each pipeline stage. Ranks of one stage hold equally much."""
-    sequence_ranks = (
-        parallel.tensor if arch.experts else 1
-    )  # megatron-core divides experts over tensor ranks only with the sequence
-    return [Sharding(Rank(tp=parallel.tensor), sequence_ranks=sequence_ranks)]
+    sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
+    return [Sharding(Rank(tp=parallel.tensor), optimizer_ranks=parallel.data, sequence_ranks=sequence)]
