@@ -46,6 +46,11 @@ def commands() -> list[Command]:
         ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
         Command(
+            "doctor",
+            "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
+            lambda: _attribute("polyreme.cli.doctor", "doctor"),
+        ),
+        Command(
             "ui",
             "Show runs in a web page: curves, samples, timeline, servers, alarms.",
             lambda: _attribute("polyreme.cli.ui.command", "ui"),

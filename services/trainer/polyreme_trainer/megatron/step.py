@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from polyreme.experience.trained_samples import TrainedSamples
@@ -219,12 +218,9 @@ def fresh_sequences(batch: Iteration) -> IntArray:
     return np.flatnonzero((stale == 0) & (batch.sequences.trained > 0))
 
 
-@torch.no_grad()
 def probe(actor: Role[Any], forward: Forward, losses: "Losses", indices: IntArray) -> None:
     """Runs the policy's loss on `indices` without a gradient, so that their metrics measure the mismatch."""
-    loss = losses.of_policy(indices)
-    for batch in actor.shard.micro_batches(losses.sequences, indices, actor.parameters):
-        loss(batch, forward(batch))
+    actor.measure(LossTerm(losses.sequences, indices, losses.of_policy(indices), forward))
 
 
 class Losses:
@@ -338,9 +334,11 @@ class Losses:
 
 
 def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:
-    """Combines the metrics of all data ranks' micro-batches. Collective.
+    """Combines the metrics of all data ranks' micro-batches, which are on the last stage. Collective.
 
     Ranks may have different numbers of micro-batches, or none, so they exchange names together with numbers.
     """
-    mine = combine(parts)
-    return mine if shard.ranks == 1 else combine(json.loads(other) for other in shard.gather(json.dumps(mine).encode()))
+    found = combine(parts)
+    for group in shard.groups:
+        found = combine(json.loads(other) for other in shard.gather(json.dumps(found).encode(), group))
+    return found
