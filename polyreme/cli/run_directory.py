@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from redis.asyncio import Redis
 
 from polyreme.cli.input_files import read_model_files
@@ -145,7 +146,7 @@ async def open_run(
         run = await Run.resume(redis, existing.run_id, config, files)
         found = replace(existing, data=data, redis=store, redis_url=redis_url, replicas={})
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
-    _write_run_file(config.run_dir, found)
+    write_run_file(config.run_dir, found)
     await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
     return run
 
@@ -154,7 +155,7 @@ def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
     """Writes config.yaml and run.json of a stage. Returns the content of run.json."""
     found = existing or RunFile(new_run_id(config), NO_REDIS, data=digest_of(config.data.train))
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
-    _write_run_file(config.run_dir, found)
+    write_run_file(config.run_dir, found)
     return found
 
 
@@ -235,10 +236,11 @@ def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> N
     """Writes the registered replicas to run.json if it belongs to this run."""
     found = read_run_file(run_dir)
     if found is not None and found.run_id == run_id:
-        _write_run_file(run_dir, replace(found, replicas=replicas))
+        write_run_file(run_dir, replace(found, replicas=replicas))
 
 
-def _write_run_file(run_dir: Path, content: RunFile) -> None:
+def write_run_file(run_dir: Path, content: RunFile) -> None:
+    """Writes run.json."""
     write_atomically(run_dir / "run.json", json.dumps(asdict(content), indent=1) + "\n")
 
 
@@ -252,6 +254,21 @@ def read_stage_config(run_dir: Path) -> StageConfig:
     return _read_config(run_dir, StageConfig)
 
 
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """The values in the directory's config.yaml, unchecked, so that those of another release can be read; {} without the file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = run_dir / "config.yaml"
+    try:
+        return dict(yaml.safe_load(path.read_text()) or {})
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(f"valid YAML in {path}", str(error), "Restore the file.") from None
+
+
 def _read_config(run_dir: Path, kind: type[Config]) -> Config:
     config = load_any(run_dir / "config.yaml")
     if not isinstance(config, kind):
@@ -262,8 +279,13 @@ def _read_config(run_dir: Path, kind: type[Config]) -> Config:
 
 def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
     """The dotted keys whose values differ, sorted."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    old, new = flat_settings(before.model_dump(mode="json")), flat_settings(after.model_dump(mode="json"))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration by dotted key. A list is one value."""
+    return _flat(dict(tree))
 
 
 def next_attempt(run_dir: Path) -> Path:

@@ -12,12 +12,14 @@ from polyreme.config.section import Operational, Section
 
 
 class ParallelConfig(Section):
-    tensor: int = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's weights.")
-    data: int = Field(1, ge=1, description="Data-parallel size: copies of the model that share an iteration's samples.")
+    tensor: Operational[int] = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's weights.")
+    data: Operational[int] = Field(
+        1, ge=1, description="Data-parallel size: copies of the model that share an iteration's samples and the optimizer's state."
+    )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
     )
-    threads: int = Field(1, ge=1, description="Compute threads per learner rank on CPU.")
+    threads: Operational[int] = Field(1, ge=1, description="Compute threads per learner rank on CPU.")
 
     @model_validator(mode="after")
     def _divides(self) -> "ParallelConfig":

@@ -5,13 +5,9 @@ checks are answered without the token.
 """
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
-
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would repeat our errors on stderr
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 from google.protobuf.message import DecodeError

@@ -1,6 +1,7 @@
 """What several files of integration tests have in common."""
 
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis.asyncio import Redis
@@ -14,6 +15,16 @@ from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_sync
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.publishing import CONFIG, LAYOUT, World
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers_of_before() -> Iterator[None]:
+    """What runs in the test's own process may change its handlers. The processes of later tests inherit a signal that is ignored."""
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

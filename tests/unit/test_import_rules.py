@@ -104,6 +104,8 @@ def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
         "command",
         "stage_command",
         "stage_checks",
+        "memory_estimate",
+        "megatron.memory",
         "stages",
         "launch.trainer_process",
         "launch.stage_process",

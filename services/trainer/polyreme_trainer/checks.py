@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
-
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
 from polyreme.config.data import Sources
@@ -20,9 +18,11 @@ from polyreme.config.run import RunConfig
 from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.data.prompts import encode_examples, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.memory_estimate import refuse
 
 _PARSED = 20_000
 """How many rows of a file have their columns checked."""
@@ -44,8 +44,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     except ConfigError as error:
         yield error
     else:
-        if config.device == "cpu":
-            yield from _check_memory(config, psutil.virtual_memory().total)
+        yield from refuse(config, memory_limit() if config.device == "cpu" else None)
     template = Template(
         read_model_files(config.model.path), config.data
     )  # raises when there is none: nothing else can be checked then
@@ -104,30 +103,6 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
             f"a critic that reads the actor's {actor.vocab} tokens and {config.rollout.max_model_len} positions",
             f"vocab_size {critic.vocab} and max_position_embeddings {critic.max_position} in {path}",
             "Use a critic with the actor's tokenizer, or remove trainer.critic.path.",
-        )
-
-
-def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
-    """Compares the memory of the learner's models with the `total` bytes of this machine. Activations, replicas and rewards need more."""
-    parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
-    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32, plus bfloat16 weights
-    actor = load_architecture(config.model.path).parameters
-    models = {"actor": (actor, trained)}
-    if config.algorithm.has_critic:
-        path = config.trainer.critic.path
-        models["critic"] = (actor if path is None else load_architecture(path).parameters, trained)
-    if config.recipe.kl is not None:
-        models["reference"] = (actor, width)
-    if config.trainer.ema_decay is not None:
-        models["moving average"] = (actor, 4)
-    copies = max(1, parallel.ranks_per_node // parallel.tensor)
-    needed = copies * sum(parameters * each for parameters, each in models.values())
-    if needed > total:
-        terms = " + ".join(f"{name} {parameters:,} x {each} bytes" for name, (parameters, each) in models.items())
-        yield ConfigError(
-            f"a learner that fits the {total / 2**30:,.1f} GiB of this machine",
-            f"{copies} x ({terms}) = {needed / 2**30:,.1f} GiB, before activations",
-            "Use fewer data ranks, more machines (trainer.parallel), a smaller model, or an algorithm with fewer models.",
         )
 
 

@@ -130,6 +130,7 @@ def test_a_terminal_that_is_closed_drains_the_run(config_file: Path, run_dir: Pa
     leader, follower = os.openpty()
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under `nohup`
         fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
 
     with up(config_file, stdout=follower, prepare=take_terminal, TERM="xterm") as process:

@@ -108,3 +108,27 @@ async def test_a_cancelled_reap_still_leaves_no_zombie() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reaping
     assert not psutil.pid_exists(child.pid)
+
+
+FORKS = """
+import subprocess
+import polyreme
+import grpc
+from concurrent.futures import ThreadPoolExecutor
+
+server = grpc.server(ThreadPoolExecutor(1))
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+grpc.channel_ready_future(channel).result(60)
+print(sum(subprocess.run(["/bin/true"], preexec_fn=int).returncode != 0 for _ in range(300)))
+channel.close()
+server.stop(0)
+"""
+
+
+def test_a_process_that_speaks_grpc_starts_children_that_live() -> None:
+    """Without our settings gRPC's fork handlers abort some of them before exec: about 3 in 100."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    done = subprocess.run([sys.executable, "-c", FORKS], env=clean, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.stderr) == ("0\n", "")

@@ -112,7 +112,7 @@ class Trainer:
 
     async def _supervise(self) -> None:
         work = asyncio.create_task(self._supervisor.run())
-        stopped = asyncio.create_task(stop_event().wait())
+        stopped = asyncio.create_task(self._stop_requested(stop_event()))
         failed = asyncio.create_task(self._declared_failed())
         tasks = (work, stopped, failed)
         try:
@@ -143,6 +143,16 @@ class Trainer:
             logger.error("cannot ask the children to drain: %s", error)
         if not work.done():
             await self._supervisor.stop(_STOP_GRACE_SECONDS)
+
+    async def _stop_requested(self, signalled: asyncio.Event) -> None:
+        """Waits for a signal, or until another process has set the run to draining."""
+        while not signalled.is_set():
+            with suppress(PolyremeError):  # `_declared_failed` handles what cannot be retried
+                if (await self._run.state())[0] is RunState.DRAINING:
+                    return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STATE_POLL_SECONDS):
+                    await signalled.wait()
 
     async def _declared_failed(self) -> None:
         """Waits until a process declares the run failed, and raises that."""
