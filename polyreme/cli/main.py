@@ -55,6 +55,11 @@ def commands() -> list[Command]:
             "Show runs in a web page: curves, samples, timeline, servers, alarms.",
             lambda: _attribute("polyreme.cli.ui.command", "ui"),
         ),
+        Command(
+            "report",
+            "Write one offline HTML file that compares runs.",
+            lambda: _attribute("polyreme.cli.ui.report", "report"),
+        ),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
         Command(
             "status",
