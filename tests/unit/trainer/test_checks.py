@@ -7,7 +7,7 @@ import pytest
 
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
-from polyreme.config.notices import CommandConfig, WebhookConfig
+from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
 from polyreme.config.rollout import RolloutConfig
 from polyreme.config.trackers import WandbConfig
 from polyreme.config.trainer import ParallelConfig
@@ -58,7 +58,7 @@ def test_a_tracker_without_its_package_is_an_error_with_the_command(tmp_path: Pa
 def test_a_receiver_of_notices_that_cannot_be_reached_is_an_error() -> None:
     missing = CommandConfig(command=["no-such-program"])
     unset = WebhookConfig(url="https://example.org/hook", token_env="POLYREME_TEST_NO_TOKEN")
-    fine = [CommandConfig(command=["sh"]), WebhookConfig(url="http://127.0.0.1:1/")]
+    fine: list[ReceiverConfig] = [CommandConfig(command=["sh"]), WebhookConfig(url="http://127.0.0.1:1/")]
     errors = list(_check_notices([missing, unset, *fine]))
     assert ["no-such-program" in errors[0].expected, "POLYREME_TEST_NO_TOKEN" in errors[1].expected] == [True, True]
     assert len(errors) == 2
