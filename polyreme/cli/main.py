@@ -45,6 +45,11 @@ def commands() -> list[Command]:
             lambda: _attribute("polyreme.cli.init", "init"),
         ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
+        Command(
+            "ui",
+            "Show runs in a web page: curves, samples, timeline, servers, alarms.",
+            lambda: _attribute("polyreme.cli.ui.command", "ui"),
+        ),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
         Command(
             "status",

@@ -12,12 +12,14 @@ from polyreme.config.section import Operational, Section
 
 
 class ParallelConfig(Section):
-    tensor: int = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's weights.")
-    data: int = Field(1, ge=1, description="Data-parallel size: copies of the model that share an iteration's samples.")
+    tensor: Operational[int] = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's weights.")
+    data: Operational[int] = Field(
+        1, ge=1, description="Data-parallel size: copies of the model that share an iteration's samples and the optimizer's state."
+    )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
     )
-    threads: int = Field(1, ge=1, description="Compute threads per learner rank on CPU.")
+    threads: Operational[int] = Field(1, ge=1, description="Compute threads per learner rank on CPU.")
 
     @model_validator(mode="after")
     def _divides(self) -> "ParallelConfig":
@@ -62,7 +64,7 @@ class CriticConfig(Section):
 class SftPhase(Section):
     """One phase of supervised training before the first iteration, on the learner's ranks."""
 
-    data: Path = Field(description="JSON lines file with the prompt column and a `response` column.")
+    data: Path = Field(description="Data file with the prompt column and a `response` column.")
     steps: int = Field(ge=1, description="Number of optimizer steps.")
     batch_size: int = Field(ge=1, description="Rows per step.")
     lr: float = Field(gt=0, description="Peak learning rate.")

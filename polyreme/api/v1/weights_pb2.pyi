@@ -48,6 +48,28 @@ class Manifest(_message.Message):
     nbytes: int
     def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
+class TensorDelta(_message.Message):
+    __slots__ = ("changed", "words", "nbytes", "digest_before")
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    WORDS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    changed: int
+    words: int
+    nbytes: int
+    digest_before: int
+    def __init__(self, changed: _Optional[int] = ..., words: _Optional[int] = ..., nbytes: _Optional[int] = ..., digest_before: _Optional[int] = ...) -> None: ...
+
+class DeltaManifest(_message.Message):
+    __slots__ = ("manifest", "base", "tensors")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    base: VersionId
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorDelta]
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., base: _Optional[_Union[VersionId, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[TensorDelta, _Mapping]]] = ...) -> None: ...
+
 class ProbeRequest(_message.Message):
     __slots__ = ("run_id", "term", "arena_path", "nonce")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -81,14 +103,16 @@ class StageArenaRequest(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., arena_path: _Optional[str] = ..., slot: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class StageStreamRequest(_message.Message):
-    __slots__ = ("manifest", "offset", "data")
+    __slots__ = ("manifest", "offset", "data", "delta")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     manifest: Manifest
     offset: int
     data: bytes
-    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    delta: DeltaManifest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., delta: _Optional[_Union[DeltaManifest, _Mapping]] = ...) -> None: ...
 
 class StageStreamResponse(_message.Message):
     __slots__ = ("begin_at", "staged")
@@ -99,10 +123,12 @@ class StageStreamResponse(_message.Message):
     def __init__(self, begin_at: _Optional[int] = ..., staged: _Optional[_Union[StageResponse, _Mapping]] = ...) -> None: ...
 
 class StageResponse(_message.Message):
-    __slots__ = ("verify_seconds",)
+    __slots__ = ("verify_seconds", "apply_seconds")
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    APPLY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     verify_seconds: float
-    def __init__(self, verify_seconds: _Optional[float] = ...) -> None: ...
+    apply_seconds: float
+    def __init__(self, verify_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("id",)

@@ -85,6 +85,9 @@ class WeightsServiceServicer(object):
         this one with CANCELLED.
         INVALID_ARGUMENT: not in order, or beyond the part. DATA_LOSS: a digest does not match. RESOURCE_EXHAUSTED: no room.
         DEADLINE_EXCEEDED: nothing came for too long.
+        A stream may bring a delta instead: the delta's manifest first, then its payload. The replica copies the base, which it has
+        received by stream before, applies the changes to the copy and verifies the result.
+        FAILED_PRECONDITION: the replica does not have the base; send the whole part.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from polyreme.errors import ConfigError
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.megatron.cpu.cuda_stand_ins import CudaIsCpu, install_cuda_stand_ins, keep_freed_memory
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -73,6 +74,13 @@ class Device:
         """Waits for the device's queued work. Does nothing on CPU."""
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
+
+    def memory(self) -> int:
+        """Bytes of memory of the device; on CPU, of the machine or of the container that this process runs in."""
+        if self.kind == "cpu":
+            return memory_limit()
+        _, total = getattr(torch, self.kind).mem_get_info()
+        return int(total)
 
     def megatron(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which megatron-core code that names CUDA works on this device. On npu, `transfer_to_npu` does that for the whole

@@ -46,7 +46,8 @@ class ShardedModel:
         self._params = dict(self.module.named_parameters())
         self.ddp: DistributedDataParallel | None = None
         if trainable:
-            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+            several = parallel_state.get_data_parallel_world_size() > 1
+            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
             with device.megatron():
                 self.ddp = DistributedDataParallel(self.module.config, config, self.module)
         else:

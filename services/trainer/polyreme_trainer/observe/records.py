@@ -8,17 +8,16 @@ flushed at once, so that a full disk raises OSError where it is handled. Nothing
 
 import json
 import logging
-import math
 import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
 
 from polyreme.api.v1.experience_pb2 import FinishReason
-from polyreme.cli.progress import Progress, Record, evaluation_of, stream_time
+from polyreme.cli.progress import Progress, Record, stream_time
+from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_records, write_atomically, write_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
@@ -164,30 +163,6 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
         }
 
 
-def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
-    """The scalars of a record for TensorBoard: (tag, value, step). A step is an iteration, or an optimizer step of a warm start."""
-    match line["kind"]:
-        case "iteration":
-            step = line["iteration"]
-            for key, value in line.items():
-                if key not in ("iteration", "time") and is_number(value):
-                    yield key, float(value), step
-                elif key == "staleness/samples":
-                    yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
-        case "rollout":
-            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and is_number(value))
-            yield from ((key, float(value), line["iteration"]) for key, value in numbers)
-        case "eval":
-            yield *evaluation_of(line), line["version"]
-        case "commit":
-            for key in {"stall_seconds", "reload_seconds"} & line.keys():
-                yield f"weights/{key}", float(line[key]), line["version"]
-        case "saved" if "seconds" in line:
-            yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]
-        case "sft":
-            yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
-
-
 def cut_torn_line(path: Path) -> None:
     """Truncates a file after its last whole line; a crash may have left part of another."""
     with suppress(FileNotFoundError), open(path, "r+b") as file:
@@ -202,8 +177,3 @@ def cut_torn_line(path: Path) -> None:
             end = start
         if end < size:
             file.truncate(end)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a record's value can be plotted."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

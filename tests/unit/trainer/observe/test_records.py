@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
 from polyreme.errors import StoreError
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
 from polyreme.experience.run import RunState
-from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines, scalars
+from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines
 from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
