@@ -28,6 +28,7 @@ from polyreme.experience.run import RunState
 logger = logging.getLogger(__name__)
 
 _TAIL = 1 << 16
+COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds"}
 
 GroupsOf = Callable[[int], Awaitable[list[bytes]]]
 """The payloads of an iteration's groups. Raises PolyremeError when the log no longer has them."""
@@ -175,7 +176,7 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
         case "eval":
             yield *evaluation_of(line), line["version"]
         case "commit":
-            for key in {"stall_seconds", "reload_seconds"} & line.keys():
+            for key in sorted(COMMIT_METRICS & line.keys()):
                 yield f"weights/{key}", float(line[key]), line["version"]
         case "saved" if "seconds" in line:
             yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]
