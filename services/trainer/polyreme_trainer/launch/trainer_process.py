@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from polyreme.cli.progress import stream_time
 from polyreme.cli.run_directory import write_replicas
 from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
@@ -26,6 +27,8 @@ from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.weights.arena import remove_stale
+from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
+from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.records import Recorder
@@ -57,6 +60,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet], owner: int | None = None) -> None:
         self._trackers = TrackerProcesses(config, run.run_id, run.emit)
+        self._notifier = Notifier(config, run.run_id, run.emit)
         self._config, self._run, self._owner, self._orphaned = config, run, owner, False
         self._stopped = False
         self._end: tuple[RunState, str] | None = None
@@ -69,6 +73,7 @@ class Trainer:
         records = asyncio.create_task(self._write_records(ended))
         replicas = asyncio.create_task(self._report_replicas())
         self._trackers.start()
+        self._notifier.start()
         try:
             await self._supervise()
             self._end = await self._final_state()
@@ -91,6 +96,7 @@ class Trainer:
             try:
                 await asyncio.gather(records, return_exceptions=self._orphaned)
                 self._write_end()
+                await self._notifier.close(self._end, 0.0 if self._orphaned else NOTICE_SECONDS)
                 await self._trackers.close(0.0 if self._orphaned else CLOSE_SECONDS)
             finally:  # also when a second signal interrupts this
                 remove_stale(self._run.run_id)
@@ -190,10 +196,12 @@ class Trainer:
     async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
         """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
+        self._notifier.know(recorder.evaluations)
         while True:
             last = ended.is_set()
             batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
             await recorder.take(batch, await self._run.state())
+            self._notifier.take([{"time": stream_time(at), **record} for at, record in batch])
             if recorder.recorded > recorded:
                 recorded = recorder.recorded
                 await self._run.set_recorded(recorded)

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -67,6 +67,11 @@ class Recorder:
     def recorded(self) -> int:
         """The newest iteration whose samples are on disk; 0 before the first."""
         return self._progress.newest
+
+    @property
+    def evaluations(self) -> Mapping[int, float]:
+        """The recorded evaluation results by version."""
+        return self._progress.evaluations
 
     async def take(self, records: list[tuple[str, Record]], state: tuple[RunState, str]) -> None:
         """Writes the records that follow the cursor, in order, and the summary when it changes.
