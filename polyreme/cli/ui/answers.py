@@ -27,7 +27,8 @@ _TIMES = {
 def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
     """A run in the list of runs: its state, how far it is, and which metrics it has."""
     summary, config = reader.summary(), reader.config()
-    steps = reader.iterations() or len(reader.series("train/loss")[0])
+    is_stage = "stage" in config
+    steps = len(reader.series("train/loss")[0]) if is_stage else reader.iterations()
     return {
         "name": name,
         "run": reader.run_id,
@@ -37,8 +38,8 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "iterations": config.get("iterations") or (config.get("trainer") or {}).get("steps"),
         "metrics": reader.metrics(),
         "indexed": indexed,
-        "is_stage": "stage" in config,
-        "samples": reader.find_samples(SampleQuery(), limit=0)[0],
+        "is_stage": is_stage,
+        "samples": reader.sample_count(),
     }
 
 
@@ -82,7 +83,6 @@ def life(reader: RunReader, sample_id: str) -> Answer | None:
         "trained_at": _at(reader, found),
         "peers": [_peer(other) for other in others],
         "peers_total": total,
-        "commits": [event for event in reader.events(["commit"]) if event["version"] == (found["oldest"] or 0)][:8],
     }
 
 
@@ -94,19 +94,17 @@ def _at(reader: RunReader, sample: Sample) -> float | None:
     """Unix time at which the sample's iteration ended; None for answers in evaluations."""
     if sample["kind"] != "train":
         return None
-    steps, times = reader.series(WALL_TIME)
-    found = times[steps == sample["step"]]
+    _, found = reader.series(WALL_TIME, sample["step"], sample["step"])
     return float(found[0]) if len(found) else None
 
 
 def timeline(reader: RunReader, first: int, last: int) -> Answer:
     """What every process did in iterations `first` to `last`: the learner's iterations, the groups, and the events of that time."""
-    found = {name: dict(zip(*(part.tolist() for part in reader.series(name)), strict=True)) for name in _TIMES}
+    found = {name: dict(zip(*(part.tolist() for part in reader.series(name, first, last)), strict=True)) for name in _TIMES}
     ended = found.pop(WALL_TIME)
     iterations = [
         {"iteration": number, "end": ended[number], **{_TIMES[name]: times.get(number, 0.0) for name, times in found.items()}}
         for number in sorted(ended)
-        if first <= number <= last
     ]
     if not iterations:
         return {"iterations": [], "groups": [], "events": []}

@@ -81,7 +81,7 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
         Route(PATH, to_page),
         Route("/", to_page),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=2048)])
+    return Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)])
 
 
 def is_open(path: str) -> bool:

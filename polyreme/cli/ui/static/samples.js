@@ -1,6 +1,6 @@
 // The samples browser: filters, a list that the keyboard walks through, and two chosen samples to compare.
 
-import {html, useEffect, useState} from "./vendor/preact.js";
+import {html, useEffect, useLayoutEffect, useState} from "./vendor/preact.js";
 import {Empty, Failure, number, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
@@ -57,7 +57,7 @@ export function Samples({run, at, go, stamp}) {
   const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-2));
   const compare = () => chosen.length === 2 && go("compare", [run.name, ...chosen]);
   useEffect(() => { history.replaceState(null, "", `#/samples?${new URLSearchParams(Object.entries({...filter, run: run.name}).filter(([, text]) => text !== ""))}`); }, [settled, run.name]);
-  useEffect(() => {
+  useLayoutEffect(() => { // before the list is seen, so that no key meets the one before
     const pressed = (event) => {
       if (/^(input|select)$/i.test(event.target.tagName) && event.target.type !== "checkbox") return;
       if (event.key === "j") setMarked((place) => Math.min(place + 1, found.length - 1));
