@@ -27,7 +27,13 @@ def save_model(path: Path) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 333, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "vocab_size": 333,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     config = Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=128)
     Qwen2ForCausalLM(config).save_pretrained(path)
 

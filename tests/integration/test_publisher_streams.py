@@ -101,9 +101,9 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
     begun: list[tuple[str, int]] = []
     real = replica_client.ReplicaClient.stream
 
-    async def noted(link: replica_client.ReplicaClient, version: replica_client.Version) -> None:
+    async def noted(link: replica_client.ReplicaClient, version: replica_client.Version) -> replica_client.Sent:
         begun.append((link._address, version.number))
-        await real(link, version)
+        return await real(link, version)
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
     monkeypatch.setattr(replica_sync, "STREAM_INTERRUPT_TIMEOUT", 0.05)
@@ -152,7 +152,7 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
     full = threading.Event()
     real = replica_client.ReplicaClient.stream
 
-    async def counted(link: replica_client.ReplicaClient, version: replica_client.Version) -> None:
+    async def counted(link: replica_client.ReplicaClient, version: replica_client.Version) -> replica_client.Sent:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -160,8 +160,9 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
             full.set()
         await until(full.is_set)
         await asyncio.sleep(0.01)
-        await real(link, version)
+        sent = await real(link, version)
         running -= 1
+        return sent
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", counted)
     world.arena.unlink()

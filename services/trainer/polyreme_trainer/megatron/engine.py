@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
+from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
@@ -68,6 +69,7 @@ class MegatronEngine:
         self.reference: Role[Policy] | None = self.followers.reference
         self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
+        self.trained_samples: TrainedSamples | None = None
         """The algorithm's state between iterations."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
         self.saves = Saves(config, files, ranks)
@@ -207,7 +209,7 @@ class MegatronEngine:
             ptx_coef=config.algorithm.ptx.coef if config.algorithm.ptx else 0.0,
         )
         trained = train_iteration(iteration, self.algorithm, self)
-        self.state = trained.state
+        self.state, self.trained_samples = trained.state, trained.samples
         metrics = {**trained.metrics, **self.followers.follow(batch.iteration)}
         self.device.synchronize()
         return metrics | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
