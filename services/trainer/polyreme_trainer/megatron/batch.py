@@ -86,6 +86,7 @@ class MicroBatch:
         targets: int64 [b, w], the next token, or IGNORE where it is not trained on.
         tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the row-major order of `targets`.
         sequence: int64 [k], the row of each trained token.
+        padding: the number of positions of `ids` that are padding.
     """
 
     indices: IntArray
@@ -93,6 +94,7 @@ class MicroBatch:
     targets: Tensor
     tokens: IntArray
     sequence: Tensor
+    padding: int
 
     def take(self, values: NDArray[np.generic]) -> Tensor:
         """The [k] entries of a per-token array [t] for the micro-batch's trained tokens, on its device."""
@@ -237,4 +239,5 @@ def pad(sequences: Sequences, indices: IntArray, device: torch.device) -> MicroB
         targets=torch.from_numpy(targets).to(device),
         tokens=tokens[trained],
         sequence=torch.from_numpy(rows[trained]).to(device),
+        padding=ids.size - len(rows),
     )

@@ -246,7 +246,7 @@ class Losses:
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
             logprobs, entropy = output if self.with_entropy else (output, None)
             value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight, entropy))
-            self._policy.append(metrics)
+            self._policy.append({**metrics, "padding_fraction": (torch.tensor(batch.padding), torch.tensor(batch.ids.numel()))})
             return value
 
         return loss

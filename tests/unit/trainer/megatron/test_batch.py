@@ -117,6 +117,7 @@ def test_padding_puts_every_token_over_its_prediction() -> None:
     batch = pad(sequences, np.array([0, 3]), torch.device("cpu"))
     assert batch.ids.tolist() == [[5, 6, 7, 8], [3, 2, 0, 0]]
     assert batch.targets.tolist() == [[IGNORE, IGNORE, 8, 9], [2, 1, IGNORE, IGNORE]]
+    assert batch.padding == 2
     assert batch.sequence.tolist() == [0, 0, 1, 1]
     torch.testing.assert_close(batch.take(tokens.behaviour), torch.tensor([-0.1, -0.2, -0.1, -0.2]))
     assert tokens.ids is not None
