@@ -98,7 +98,7 @@ def test_a_device_must_hold_one_rank_and_a_machine_all_of_them(tmp_path: Path) -
     assert not list(refuse(on_device, rank))
     [error] = refuse(on_device, rank - 1)
     assert isinstance(error, ConfigError)
-    assert all(term in error.found for term in ("actor weights", "actor optimizer", "actor activations", "actor logits"))
+    assert all(term in error.found for term in ("actor weights", "actor optimizer", "actor activations", "actor backward"))
     machine = 4 * learner_memory(on_cpu).rank.nbytes + 3 * 2 * PARAMETERS[NAME]
     assert not list(refuse(on_cpu, machine))
     assert len(list(refuse(on_cpu, machine - 1))) == 1

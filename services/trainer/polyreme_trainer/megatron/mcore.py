@@ -52,6 +52,7 @@ with warnings.catch_warnings(), _light_import():
         RowParallelLinear,
         linear_with_grad_accumulation_and_async_allreduce,
     )
+    from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -105,4 +106,5 @@ __all__ = [
     "is_layer_window_attention",
     "linear_with_grad_accumulation_and_async_allreduce",
     "parallel_state",
+    "random_states",
 ]
