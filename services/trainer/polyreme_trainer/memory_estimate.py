@@ -96,7 +96,7 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
 def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
     """The estimate as lines of text. Raises ConfigError."""
     memory, parallel = learner_memory(config), config.trainer.parallel
-    yield f"memory         of each learner rank (tensor {parallel.tensor} x data {parallel.data}), in GiB:"
+    yield f"memory         of each learner rank ({parallel.layout}), in GiB:"
     for term in memory.rank.terms:
         yield f"  {term.nbytes / GIB:>9,.3f}    {term.name}: {term.arithmetic}"
     yield f"  {memory.rank.nbytes / GIB:>9,.3f}    in all"

@@ -46,13 +46,14 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,
         linear_with_grad_accumulation_and_async_allreduce,
     )
-    from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -98,6 +99,7 @@ __all__ = [
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "finalize_model_grads",
+    "forward_backward_pipelining_without_interleaving",
     "gather_from_sequence_parallel_region",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",

@@ -18,6 +18,7 @@ from polyreme_trainer.megatron.memory.state import Addend, Model
 
 BLOCK_LOGITS = 2**24
 """The largest number of logits that exist at a time on a rank, `logprobs.BLOCK_LOGITS`."""
+_ALIGNED = 16  # columns of the smallest block
 FLOAT = 4
 
 
@@ -112,16 +113,18 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[tupl
 
 
 def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize, table: int) -> tuple[str, int, str]:
-    """The logits of one block of the vocabulary and their gradient, beside the output layer's gradient and the final hidden states."""
-    width, columns = model.width, padded_vocab(model.arch, sharding.rank.tp) // sharding.rank.tp
-    padded = padded_vocab(model.arch, sharding.rank.tp) != model.arch.vocab
-    block = columns if batch.trained * columns <= BLOCK_LOGITS else max(16, BLOCK_LOGITS // batch.trained // 16 * 16)
-    forward = 2 * FLOAT  # logits and their exponentials
-    backward = FLOAT * (2 + padded + batch.entropy) + (width if width < FLOAT else 0)
-    summed = FLOAT * batch.trained * model.arch.hidden if block < columns else 0  # the hidden states' gradient, over the blocks
-    hidden = (batch.tokens + batch.trained) * model.arch.hidden * width
-    logits = batch.trained * block
-    shape, final = f"{batch.trained:,} tokens x {block:,} columns", f"final hidden states {hidden + summed:,}"
-    if logits * forward > logits * backward + table + summed:
-        return "logits", hidden + logits * forward, f"{shape} x {forward} bytes, {final}"
-    return "logits", hidden + summed + logits * backward + table, f"{shape} x {backward} bytes, a gradient of {table:,}, {final}"
+    """A block of logits and its gradient, beside the output layer's gradient and the final hidden states."""
+    width, hidden = model.width, model.arch.hidden
+    vocab = padded_vocab(model.arch, sharding.rank.tp)
+    columns = vocab // sharding.rank.tp
+    several = batch.trained * columns > BLOCK_LOGITS
+    block = min(columns, max(_ALIGNED, BLOCK_LOGITS // batch.trained // _ALIGNED * _ALIGNED)) if several else columns
+    each = FLOAT * (2 + batch.entropy) + (
+        width if width < FLOAT else 0
+    )  # logits, their gradient, and its copy in the model's dtype
+    if vocab != model.arch.vocab:
+        each += FLOAT  # the gradient is copied to add the padding's
+    logits, states = batch.trained * block * each, (batch.tokens + batch.trained) * hidden * width
+    parts = (block * width + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
+    arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {each} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
+    return "logits", logits + table + parts + states, arithmetic

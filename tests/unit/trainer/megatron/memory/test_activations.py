@@ -27,7 +27,7 @@ def step(arch: Architecture, batch: MicroBatchSize, sharding: Sharding = ALONE, 
     return [term.nbytes for term in step_terms(Model("actor", arch, dtype, trained=True), sharding, batch)]
 
 
-def test_the_block_of_logits_is_the_learners() -> None:
+def test_the_block_of_logits_is_that_of_the_log_probabilities() -> None:
     assert activations.BLOCK_LOGITS == logprobs.BLOCK_LOGITS
 
 
@@ -83,8 +83,11 @@ def test_logits_beside_their_gradient(dtype: str, changes: dict[str, bool], each
 
 def test_logits_stay_within_a_block() -> None:
     arch = architecture()
-    longer, longest = (step(arch, MicroBatchSize(count, count))[1] for count in (128, 256))
-    assert longest - longer == 128 * 3584 * (2 * 2 + 4)  # the final hidden states and their float32 gradient alone
+    whole = 4096 * 152064 * 10
+    [_, blocks] = step(arch, MicroBatchSize(4096, 4096))
+    table, block = 152064 * 3584 * 2, 2**24 // 4096
+    assert blocks == 4096 * block * 10 + table + (block * 2 + 4096 * 4) * 3584 + 2 * 4096 * 3584 * 2
+    assert blocks < whole / 4
 
 
 def test_a_critic_has_no_logits() -> None:
