@@ -181,7 +181,7 @@ class MegatronEngine:
     def make_critic(self) -> Role[Critic]:
         """Creates the critic role with the weights of its Hugging Face directory."""
         path = self.config.trainer.critic.path or self.config.model.path
-        critic = build_critic(path, self.config.model.dtype, self.device)
+        critic = build_critic(path, self.config.model.dtype, self.device, recompute=self.config.trainer.recompute)
         role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
         role.make_optimizer(adam_of(self.critic_optimizer))
         return role

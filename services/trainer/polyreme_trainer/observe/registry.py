@@ -69,6 +69,11 @@ ACTOR = (
         "Mean entropy of the policy's distribution at the trained tokens where the loss has an entropy term, else equal to `entropy`.",
     ),
     Metric("actor/lr", "1", "Learning rate of the iteration; 0 while only the critic is trained."),
+    Metric(
+        "padding_fraction",
+        "1",
+        "Positions of the actor's micro-batches that are padding; the only metric that depends on the layout.",
+    ),
     Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
     Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),
     Metric(
