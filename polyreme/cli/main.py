@@ -50,6 +50,11 @@ def commands() -> list[Command]:
             "Show runs in a web page: curves, samples, timeline, servers, alarms.",
             lambda: _attribute("polyreme.cli.ui.command", "ui"),
         ),
+        Command(
+            "import-config",
+            "Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP.",
+            lambda: _attribute("polyreme.cli.import_config", "import_config"),
+        ),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
         Command(
             "status",
