@@ -46,6 +46,11 @@ def commands() -> list[Command]:
         ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
         Command(
+            "doctor",
+            "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
+            lambda: _attribute("polyreme.cli.doctor", "doctor"),
+        ),
+        Command(
             "ui",
             "Show runs in a web page: curves, samples, timeline, servers, alarms.",
             lambda: _attribute("polyreme.cli.ui.command", "ui"),
@@ -54,6 +59,11 @@ def commands() -> list[Command]:
             "import-config",
             "Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP.",
             lambda: _attribute("polyreme.cli.import_config", "import_config"),
+        ),
+        Command(
+            "report",
+            "Write one offline HTML file that compares runs.",
+            lambda: _attribute("polyreme.cli.ui.report", "report"),
         ),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
         Command(

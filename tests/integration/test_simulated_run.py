@@ -157,13 +157,17 @@ async def test_replicas_are_let_go_when_an_evaluation_takes_too_long(redis_url: 
 
 
 async def test_a_stop_through_redis_saves_and_ends_the_run(redis_url: str, run_id: str, tmp_path: Path) -> None:
-    async with simulated_run(redis_url, run_id, tmp_path, iterations=10_000) as started:
+    notices = [
+        {"kind": "command", "command": ["sh", "-c", 'echo "$POLYREME_NOTICE_TEXT"'], "events": ["stopped"], "timeout": 300}
+    ]
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=10_000, notices=notices) as started:
         handle = await asyncio.to_thread(RunHandle, redis_url, run_id)
         await until(lambda: trained(started.run, 2))
         status = await asyncio.to_thread(handle.stop, timeout=300)
         state, reason = await started.ended(60)
         assert status.state == state == "stopped", started.logs()
         assert "of 10000 iterations" in reason
+        assert (tmp_path / "run" / "notices.log").read_text() == f"run stopped: {reason}\n"
         assert handle.status().iteration == len(handle.records("iteration"))
         assert read_summary(tmp_path / "run")["state"] == "stopped"
         assert newest(tmp_path / "run" / "checkpoints").version == handle.status().iteration

@@ -5,14 +5,17 @@ run reads them.
 """
 
 import inspect
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from shutil import which
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
 from polyreme.config.data import Sources
+from polyreme.config.notices import CommandConfig, ReceiverConfig
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import as_sources, name_of
@@ -39,6 +42,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
                 "none that Python finds here",
                 f"Install it where the trainer runs: pip install {tracker.package}",
             )
+    yield from _check_notices(config.notices)
     try:
         load_architecture(config.model.path)
     except ConfigError as error:
@@ -63,6 +67,22 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_functions(config.algorithm.source)
     if config.algorithm.has_critic and config.trainer.critic.path is not None:
         yield from _check_critic(config.trainer.critic.path, config)
+
+
+def _check_notices(receivers: Sequence[ReceiverConfig]) -> Iterator[PolyremeError]:
+    """Yields an error for each receiver that could never be reached."""
+    for receiver in receivers:
+        if isinstance(receiver, CommandConfig):
+            if which(receiver.command[0]) is None:
+                yield ConfigError(
+                    f"a program {receiver.command[0]} for notices", "none on the PATH", "Fix the path in notices.command."
+                )
+        elif receiver.token_env is not None and not os.environ.get(receiver.token_env):
+            yield ConfigError(
+                f"a token in the environment variable {receiver.token_env}",
+                "none",
+                "Set it where the trainer runs, or remove notices.token_env.",
+            )
 
 
 def check_template(template: Template) -> Iterator[str | PolyremeError]:

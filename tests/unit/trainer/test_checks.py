@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from polyreme.config.model import ModelConfig
+from polyreme.config.notices import CommandConfig, ReceiverConfig, WebhookConfig
 from polyreme.config.rollout import RolloutConfig
 from polyreme.config.trackers import WandbConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer import checks
-from polyreme_trainer.checks import _check_critic, check
+from polyreme_trainer.checks import _check_critic, _check_notices, check
 from support.configs import run_config
 from support.models import tiny_family_model, tiny_model
 
@@ -39,3 +40,12 @@ def test_a_tracker_without_its_package_is_an_error_with_the_command(tmp_path: Pa
     found = next(check(config))
     assert isinstance(found, ConfigError)
     assert "pip install wandb" in found.do
+
+
+def test_a_receiver_of_notices_that_cannot_be_reached_is_an_error() -> None:
+    missing = CommandConfig(command=["no-such-program"])
+    unset = WebhookConfig(url="https://example.org/hook", token_env="POLYREME_TEST_NO_TOKEN")
+    fine: list[ReceiverConfig] = [CommandConfig(command=["sh"]), WebhookConfig(url="http://127.0.0.1:1/")]
+    errors = list(_check_notices([missing, unset, *fine]))
+    assert ["no-such-program" in errors[0].expected, "POLYREME_TEST_NO_TOKEN" in errors[1].expected] == [True, True]
+    assert len(errors) == 2

@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     for name, content in model_files().items():
         (tmp_path / "model" / name).write_bytes(content)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": "1+1=", "answer": 2},
         {"prompt": "2+2=", "answer": 4},
         {"prompt": "1+1=", "answer": 3},
