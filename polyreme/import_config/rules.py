@@ -16,12 +16,12 @@ class Nothing:
     """What a conversion returns when the value has no counterpart or belongs to another rule."""
 
 
-class Part(Nothing):
+class ReadElsewhere(Nothing):
     """What a conversion returns when the rule of another key reads the value."""
 
 
 NOTHING: Final = Nothing()
-PART: Final = Part()
+PART: Final = ReadElsewhere()
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def apply(system: System, given: Values) -> Imported:
         entries = list(_entries(system, key, value, values))
         used = [entry for entry in entries if entry.target]
         if not used and key in given:
-            (found.parts if isinstance(entries[0].ours, Part) else found.missing).append(entries[0])
+            (found.parts if isinstance(entries[0].ours, ReadElsewhere) else found.missing).append(entries[0])
         for entry in used:
             origin = f"{key}: {_short(value)}" if entry.note or key not in given else key
             default = "" if key in given else f", {system.title}'s default"
@@ -131,7 +131,7 @@ def _entries(system: System, key: str, value: Any, values: Values) -> Iterator[E
         yield Entry(key, value, "", None, "unknown to this importer")
     for rule in rules:
         ours = value if rule.convert is None else rule.convert(value, values)
-        if isinstance(ours, Part):
+        if isinstance(ours, ReadElsewhere):
             yield Entry(key, value, "", ours, f"read for {rule.target}")
         elif isinstance(ours, Nothing):
             why = f"no effect beside the other values{f' ({rule.note})' if rule.note else ''}" if rule.target else rule.note
