@@ -11,6 +11,7 @@ from polyreme.config.recipe import Clip, Gae, Kl
 from polyreme.config.run import RunConfig
 from polyreme.config.section import known_keys
 from polyreme.errors import ConfigError
+from polyreme.import_config.openrlhf_names import RENAMED
 from polyreme.import_config.read import read_values
 from polyreme.import_config.render import text_of
 from polyreme.import_config.systems import SYSTEMS, import_file
@@ -46,8 +47,6 @@ def test_every_key_is_in_the_text(file: Path) -> None:
 
 
 def renamed(key: str, comments: list[str]) -> bool:
-    from polyreme.import_config.openrlhf import RENAMED
-
     return key in RENAMED and any(RENAMED[key] in comment for comment in comments)
 
 
@@ -156,3 +155,10 @@ def test_what_is_no_configuration(tmp_path: Path) -> None:
         import_file(tmp_path / "missing.yaml")
     _, found = import_file(tmp_path / "d.yaml", "verl")
     assert {entry.note for entry in found.missing} == {"unknown to this importer"}
+
+
+def test_the_guide_shows_what_an_import_writes() -> None:
+    guide = Path(__file__).resolve().parents[3] / "docs" / "import.md"
+    block = guide.read_text().partition("```yaml file=part.yaml\n")[2].partition("```")[0]
+    system, found = import_file(next(path for path in FILES if path.stem == "verl_grpo"))
+    assert set(block.splitlines()) <= set(text_of(found, system.title, "run.sh").splitlines())
