@@ -17,10 +17,12 @@ from rich.console import Console
 from polyreme.cli import report, view
 from polyreme.cli.progress import Progress, stream_time
 from polyreme.cli.run_records import read_records, write_end
+from polyreme.cli.ui import PATH
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import EmbeddedServer
+from polyreme.net.ports import free_port
 from polyreme.net.redis_url import without_password
 from polyreme.process.supervisor import (
     FINAL_CODES,
@@ -41,7 +43,11 @@ _BEFORE_HANDLERS = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT)
 
 
 class Session:
-    """Runs and supervises the services, the trainer and the own Redis of one run, and shows their progress."""
+    """Runs and supervises the services, the trainer and the own Redis of one run, and shows their progress.
+
+    Attributes:
+        page: URL of the run page, on the trainer's HTTP port.
+    """
 
     def __init__(
         self, config: RunConfig, run: Run, url: str, own_store: EmbeddedServer | None, log_dir: Path, console: Console
@@ -63,7 +69,9 @@ class Session:
         ]
         limit = config.trainer.max_restarts
         self._serving = Supervisor(services, limit, on_restart=run.report_restart)
-        ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start))
+        port = free_port()
+        self.page = f"{'https' if config.security and config.security.certificate else 'http'}://127.0.0.1:{port}{PATH}/"
+        ours = ("--log-dir", str(log_dir), "--owner", str(os.getpid()), "--start", str(run.start), "--http-port", str(port))
         self._trainer = process("train", "train", str(config.run_dir / "config.yaml"), *server, *ours, serves=False)
         self._training = Supervisor([self._trainer], limit, on_restart=run.report_restart)
 

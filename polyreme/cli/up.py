@@ -73,13 +73,14 @@ async def _up(start: Start, redis_url: str | None, console: Console, announce: C
             console.print(f"forked from    {start.origin.run_id} at iteration {start.origin.iteration}", soft_wrap=True)
         log_dir = next_attempt(config.run_dir)
         console.print(f"run            {run.run_id} in {config.run_dir}, logs in {log_dir}", soft_wrap=True)
+        session = Session(config, run, url, own, log_dir, console)
         console.print(f"Redis          {without_password(url)}", soft_wrap=True)
+        console.print(f"page           {session.page}", soft_wrap=True)
         if announce:
             pid = os.getpid()
             announce(
                 f"run {run.run_id} in {config.run_dir} continues in the background; `kill {pid}` saves and ends it; output: up.log"
             )
-        session = Session(config, run, url, own, log_dir, console)
         try:
             return await session.run(_stop_signals())
         finally:

@@ -19,6 +19,7 @@ from anyio.from_thread import start_blocking_portal
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from polyreme.cli.reader.index_rows import sample_id
 from polyreme.cli.run_directory import RunFile, owned, write_run_file
 from support.seeded_run import record_run
 from support.simulated_run import simulated_run
@@ -26,7 +27,8 @@ from support.simulated_run import simulated_run
 CHROMIUM = os.environ.get("POLYREME_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 60
 SERIOUS = ("serious", "critical")
-VIEWS = ("curves", "samples", "life/first/21.1", "compare/first/1.0/41.1", "timeline", "servers", "events", "setup")
+VIEWS = ("curves", "samples", "life/first/{telling}", "compare/first/1.0/41.1", "timeline", "servers", "events", "setup")
+PICTURES = {"curves": "light", "samples": "light", "life": "dark", "timeline": "light"}
 WIDE, NARROW = {"width": 1600, "height": 950}, {"width": 375, "height": 800}
 expect.set_options(timeout=SECONDS * 1000)
 
@@ -101,6 +103,13 @@ def open_page(browser: Browser, complaints: list[str]) -> Iterator[Any]:
     assert not complaints
 
 
+def telling_sample(run_dir: Path) -> dict[str, Any]:
+    """The first sample that two versions wrote and whose first reward call failed."""
+    files = sorted((run_dir / "samples").glob("iteration_*.jsonl"))
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    return next(line for line in lines if len(line["calls"]) > 1 and len(line["spans"]) > 1)
+
+
 def ready(page: Page) -> None:
     """Waits until the view has its data."""
     page.wait_for_load_state("networkidle")
@@ -115,9 +124,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("size", "theme"), [(WIDE, "light"), (WIDE, "dark"), (NARROW, "light"), (NARROW, "dark")])
-def test_every_view_fits_and_is_accessible(address: str, open_page: Any, pictures: Path, size: Any, theme: str) -> None:
-    page = open_page(address, size, theme)
-    for view in VIEWS:
+def test_every_view_fits_and_is_accessible(
+    address: str, open_page: Any, runs: Path, pictures: Path, size: Any, theme: str
+) -> None:
+    page, telling = open_page(address, size, theme), telling_sample(runs / "first")
+    for view in (view.format(telling=sample_id(telling)) for view in VIEWS):
         page.goto(f"{address}#/{view}")
         ready(page)
         expect(page.locator("main > :not(nav)").first).to_be_visible()
@@ -125,8 +136,9 @@ def test_every_view_fits_and_is_accessible(address: str, open_page: Any, picture
         serious = [(each["id"], [node["html"] for node in each["nodes"]]) for each in found if each["impact"] in SERIOUS]
         assert not serious, view
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the window"
-        if (size, theme) == (WIDE, "light") or ((size, theme) == (WIDE, "dark") and view.startswith("life")):
-            page.screenshot(path=pictures / f"ui-{view.partition('/')[0]}{'-dark' if theme == 'dark' else ''}.png")
+        name = view.partition("/")[0]
+        if size == WIDE and PICTURES.get(name) == theme:
+            page.screenshot(path=pictures / f"ui-{name}.png")
         if (size, theme) == (NARROW, "dark") and view == "curves":
             page.screenshot(path=pictures / "ui-narrow.png")
 
@@ -175,13 +187,8 @@ def test_the_keyboard_walks_through_samples(address: str, open_page: Any, runs: 
 
 
 def test_the_life_of_a_sample_is_what_the_run_recorded(address: str, open_page: Any, runs: Path) -> None:
-    lines = [
-        json.loads(line)
-        for path in sorted((runs / "first" / "samples").glob("iteration_*.jsonl"))
-        for line in path.read_text().splitlines()
-    ]
-    sample = next(line for line in lines if len(line["calls"]) > 1 and len(line["spans"]) > 1)
-    page = open_page(f"{address}#/life/first/{sample['group']}.{sample['sample']}")
+    sample = telling_sample(runs / "first")
+    page = open_page(f"{address}#/life/first/{sample_id(sample)}")
     life = page.locator("article.life")
     for text in (
         sample["prompt"],

@@ -2,3 +2,6 @@
 
 Invariant: the page shows what `polyreme.cli.reader` reads, and changes nothing. It loads nothing from another host.
 """
+
+PATH = "/ui"
+"""Where a server has the page."""

@@ -18,12 +18,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from polyreme.cli.reader import SampleQuery
-from polyreme.cli.ui import answers
+from polyreme.cli.ui import PATH, answers
 from polyreme.cli.ui.runs import Runs
 from polyreme.cli.ui.server_status import ServerStatus
 
 STATIC = Path(__file__).parent / "static"
-PATH = "/ui"
 _LARGEST_PAGE = 500
 _HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",

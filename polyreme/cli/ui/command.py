@@ -13,7 +13,8 @@ from rich.console import Console
 
 from polyreme.cli.reader import run_directories
 from polyreme.cli.run_directory import read_config, read_run_file
-from polyreme.cli.ui.api import PATH, application, is_open
+from polyreme.cli.ui import PATH
+from polyreme.cli.ui.api import application, is_open
 from polyreme.cli.ui.runs import Runs
 from polyreme.cli.ui.server_status import ServerStatus
 from polyreme.config.security import SecurityConfig

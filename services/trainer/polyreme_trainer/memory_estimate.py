@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 _SMALLER = (
-    "Use more tensor ranks (trainer.parallel.tensor), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an algorithm with"
+    "Use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an algorithm with"
     " fewer models, a smaller model, or larger devices."
 )
 

@@ -70,6 +70,9 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.transformer.utils import is_layer_window_attention
 
 logging.getLogger("megatron").setLevel(logging.WARNING)
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+)  # by the distributed optimizer, in each process
 
 __all__ = [
     "MLP",

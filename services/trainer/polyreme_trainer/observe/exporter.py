@@ -16,7 +16,8 @@ from prometheus_client.registry import Collector
 
 from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
 from polyreme.cli.run_records import read_records
-from polyreme.cli.ui.api import PATH, application, is_open
+from polyreme.cli.ui import PATH
+from polyreme.cli.ui.api import application, is_open
 from polyreme.cli.ui.runs import Runs
 from polyreme.cli.ui.server_status import ServerStatus
 from polyreme.config.run import RunConfig
