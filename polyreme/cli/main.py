@@ -56,6 +56,11 @@ def commands() -> list[Command]:
             lambda: _attribute("polyreme.cli.ui.command", "ui"),
         ),
         Command(
+            "import-config",
+            "Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP.",
+            lambda: _attribute("polyreme.cli.import_config", "import_config"),
+        ),
+        Command(
             "report",
             "Write one offline HTML file that compares runs.",
             lambda: _attribute("polyreme.cli.ui.report", "report"),
