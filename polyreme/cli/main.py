@@ -56,6 +56,11 @@ def commands() -> list[Command]:
             "List runs: state, iteration, newest result, replicas, and why a run ended.",
             lambda: _attribute("polyreme.cli.status", "status"),
         ),
+        Command(
+            "chat",
+            "Talk to the policy of a run, live or exported, or to a model directory.",
+            lambda: _attribute("polyreme.cli.chat", "chat"),
+        ),
         Command("logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.logs", "logs")),
         Command(
             "samples",

@@ -14,7 +14,9 @@ from polyreme.config.section import Operational, Section
 class ParallelConfig(Section):
     tensor: Operational[int] = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's weights.")
     data: Operational[int] = Field(
-        1, ge=1, description="Data-parallel size: copies of the model that share an iteration's samples and the optimizer's state."
+        1,
+        ge=1,
+        description="Data-parallel size: copies of the model that share an iteration's samples and the optimizer's state.",
     )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
