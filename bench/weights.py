@@ -63,7 +63,7 @@ from polyreme_trainer.megatron.families import find_family, load_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
 from polyreme_trainer.weight_sync.publisher import Publisher
-from polyreme_trainer.weight_sync.replica_sync import Commit
+from polyreme_trainer.weight_sync.replica_state import Commit
 
 LEAST = {"arena_vs_memcpy": 0.5, "stream_vs_socket": 0.35, "stream_vs_shaped_link": 0.9}
 MOST = {"stall_over_reload_ms": 25.0}

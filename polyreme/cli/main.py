@@ -46,9 +46,19 @@ def commands() -> list[Command]:
         ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
         Command(
+            "doctor",
+            "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
+            lambda: _attribute("polyreme.cli.doctor", "doctor"),
+        ),
+        Command(
             "ui",
             "Show runs in a web page: curves, samples, timeline, servers, alarms.",
             lambda: _attribute("polyreme.cli.ui.command", "ui"),
+        ),
+        Command(
+            "report",
+            "Write one offline HTML file that compares runs.",
+            lambda: _attribute("polyreme.cli.ui.report", "report"),
         ),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
         Command(
@@ -132,13 +142,17 @@ def _not_imported() -> None:
 
 
 def _first_line(point: EntryPoint) -> str:
-    """The first line of a function's docstring. Reads the source, since an import may take seconds."""
+    """The first line of a function's docstring, or the help of a typer application. Reads the source: an import may take seconds."""
     package, *inside = point.module.split(".")
     spec = find_spec(package)
     [folder] = spec.submodule_search_locations or [] if spec else []
     source = Path(folder, *inside).with_suffix(".py").read_text()
-    [function] = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == point.attr]
-    return (ast.get_docstring(function) or "").partition("\n")[0]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == point.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.targets[0]) == point.attr:
+            return next((ast.literal_eval(word.value) for word in node.value.keywords if word.arg == "help"), "")
+    raise AssertionError(f"{point.value} is neither a function nor a typer application")
 
 
 def _attribute(module: str, name: str) -> Any:

@@ -25,6 +25,7 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
+from polyreme.dataset.source import digest_of
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
 
@@ -54,6 +55,7 @@ class RunFile:
         redis: URL of the run's Redis, or "embedded" for the run's own one in the directory's redis/.
         redis_url: address of that Redis at the newest start, without a password.
         forked_from: origin of the run if it is a fork.
+        data: digest of the training data, as `digest_of` returns it.
         replicas: URL of the OpenAI-compatible /v1 by replica id, for the registered replicas.
     """
 
@@ -61,10 +63,11 @@ class RunFile:
     redis: str
     redis_url: str = ""
     forked_from: Origin | None = None
+    data: str = ""
     replicas: Mapping[str, str] = field(default_factory=dict)
 
 
-def claim(config: BaseConfig, resume: bool) -> RunFile | None:
+def claim(config: RunConfig | StageConfig, resume: bool) -> RunFile | None:
     """Decides whether a start in the configuration's directory continues its run.
 
     Args:
@@ -75,7 +78,7 @@ def claim(config: BaseConfig, resume: bool) -> RunFile | None:
         The run to continue, or None for a new run. A run that ended before its first checkpoint is replaced by the next run.
 
     Raises:
-        ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run was trained with other values.
+        ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run was trained with other values or data.
     """
     existing = read_run_file(config.run_dir)
     saved = checkpoints(config.run_dir, config.checkpoint_prefix)
@@ -96,6 +99,13 @@ def claim(config: BaseConfig, resume: bool) -> RunFile | None:
             f"the configuration that run {existing.run_id} was trained with",
             "other values of " + ", ".join(differences(before, config)),
             "Resume with the same values, or use --fork to start a new run with other values from a copy of its checkpoint.",
+        )
+    now = digest_of(config.data.train) if existing.data and saved else existing.data
+    if now not in ("", existing.data):
+        raise ConfigError(
+            f"the training data that run {existing.run_id} was trained with (digest {existing.data})",
+            f"other content at the same path (digest {now})",
+            "Restore the files, or use --fork to start a new run with other data from a copy of its checkpoint.",
         )
     return existing
 
@@ -126,12 +136,15 @@ async def open_run(
     files = read_model_files(config.model.path)
     if existing is None:
         run = await Run.create(redis, new_run_id(config), config, files, first_group=origin.group if origin else 0)
-        found = RunFile(run.run_id, store, redis_url, origin)
+        found = RunFile(run.run_id, store, redis_url, origin, digest_of(config.data.train))
     else:
+        data = existing.data
         if checkpoints(config.run_dir):
             _check_same_files(await Run(redis, existing.run_id).model_files(), files, config)
+        else:
+            data = digest_of(config.data.train)
         run = await Run.resume(redis, existing.run_id, config, files)
-        found = replace(existing, redis=store, redis_url=redis_url, replicas={})
+        found = replace(existing, data=data, redis=store, redis_url=redis_url, replicas={})
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
     write_run_file(config.run_dir, found)
     await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
@@ -140,7 +153,7 @@ async def open_run(
 
 def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
     """Writes config.yaml and run.json of a stage. Returns the content of run.json."""
-    found = existing or RunFile(new_run_id(config), NO_REDIS)
+    found = existing or RunFile(new_run_id(config), NO_REDIS, data=digest_of(config.data.train))
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
     write_run_file(config.run_dir, found)
     return found

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyreme.cli.reader import Sample, SampleFilter
+from polyreme.cli.reader import Sample, SampleQuery
 from polyreme.errors import ConfigError
 
 _NAMES = {"train": "iteration", "eval": "evaluation"}
@@ -18,7 +18,7 @@ Range = tuple[float | None, float | None]
 EVERYTHING: Range = (None, None)
 
 
-def read_samples(run_dir: Path, wanted: SampleFilter) -> Iterator[Sample]:
+def read_samples(run_dir: Path, wanted: SampleQuery) -> Iterator[Sample]:
     """Yields the lines of the sample files that match, by iteration, in the order of their file.
 
     Args:
@@ -41,7 +41,7 @@ def read_samples(run_dir: Path, wanted: SampleFilter) -> Iterator[Sample]:
                     raise ConfigError(f"a sample in line {place} of {path}", repr(error), "Restore or remove the file.") from None
 
 
-def matches(sample: Sample, wanted: SampleFilter) -> bool:
+def matches(sample: Sample, wanted: SampleQuery) -> bool:
     """Whether a line of a sample file matches. Its iteration is not looked at, since whole files are chosen by it."""
     texts = (str(sample[name]).lower() for name in ("prompt", "label", "response"))
     return (
@@ -67,13 +67,13 @@ def parse_range(text: str) -> Range:
     return (float(low) if low else None), (float(high) if high else None)
 
 
-def sample_filter(kind: str, iterations: Range, score: Range, tokens: Range, text: str) -> SampleFilter:
+def sample_filter(kind: str, iterations: Range, score: Range, tokens: Range, text: str) -> SampleQuery:
     """A filter from ranges."""
 
     def whole(bound: float | None) -> int | None:
         return None if bound is None else int(bound)
 
-    return SampleFilter(
+    return SampleQuery(
         kind=kind,
         first=whole(iterations[0]),
         last=whole(iterations[1]),

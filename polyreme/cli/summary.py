@@ -34,7 +34,7 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
         f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
         f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
-        f"trainer        tensor {trainer.parallel.tensor} x data {trainer.parallel.data}{spread} on {config.device}, {config.model.dtype}",
+        f"trainer        {trainer.parallel.layout}{spread} on {config.device}, {config.model.dtype}",
         f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
@@ -69,7 +69,7 @@ def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
         f"learning rate  {learning_rate(trainer.optimizer, trainer.steps, 'steps')}",
         f"evaluates      {evaluates}{between}",
         f"saves          {saves}, keeping {trainer.keep_checkpoints}",
-        f"trainer        tensor {parallel.tensor} x data {parallel.data} on {config.device}, {config.model.dtype}",
+        f"trainer        {parallel.layout} on {config.device}, {config.model.dtype}",
     ]
     late = {
         "trainer.save_interval": trainer.save_interval,

@@ -21,6 +21,7 @@ from polyreme.config.security import SecurityConfig
 from polyreme.config.teacher import TeacherConfig
 from polyreme.config.trackers import TrackerConfig
 from polyreme.config.trainer import TrainerConfig
+from polyreme.config.weights import WeightsConfig
 
 
 class RunConfig(BaseConfig):
@@ -49,6 +50,7 @@ class RunConfig(BaseConfig):
     )
     teacher: TeacherConfig | None = Field(None, description="The teacher of an on-policy distillation.")
     trainer: TrainerConfig
+    weights: WeightsConfig = WeightsConfig()
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
     trackers: Operational[list[TrackerConfig]] = Field(
         [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."

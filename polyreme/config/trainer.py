@@ -1,6 +1,6 @@
 """The section `trainer`: ranks, optimizer, warm start, checkpoints.
 
-Invariant: the ranks divide evenly over the machines, and the ranks of a tensor-parallel group share a machine.
+Invariant: the ranks divide evenly over the machines, and the ranks that share one copy of a model share a machine.
 """
 
 from pathlib import Path
@@ -18,6 +18,9 @@ class ParallelConfig(Section):
         ge=1,
         description="Data-parallel size: copies of the model that share an iteration's samples and the optimizer's state.",
     )
+    pipeline: Operational[int] = Field(
+        1, ge=1, description="Pipeline-parallel size: stages that share the layers evenly, one after the other."
+    )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
     )
@@ -29,11 +32,19 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
             )
+        if self.pipeline > 1 and self.nodes > 1:
+            raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
         return self
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def layout(self) -> str:
+        """The ranks in words."""
+        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        return f"tensor {self.tensor} x {stages}data {self.data}"
 
     @property
     def ranks_per_node(self) -> int:

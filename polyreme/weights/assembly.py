@@ -7,7 +7,7 @@ the part.
 import numpy as np
 import xxhash
 
-from polyreme.weights.digest import DigestError
+from polyreme.weights.digest import DigestError, verify
 from polyreme.weights.manifest import Manifest, ManifestError
 
 
@@ -40,6 +40,14 @@ class Assembly:
         self._hash = xxhash.xxh3_64()
         self.broken = False
         self._check_empty()
+
+    @classmethod
+    def verified(cls, manifest: Manifest, buffer: memoryview) -> "Assembly":
+        """A complete part that is in the buffer already. Reads it once. Raises DigestError, and as the constructor."""
+        verify(manifest, buffer)
+        assembly = cls(manifest, buffer)
+        assembly.position, assembly._pending = manifest.nbytes, []
+        return assembly
 
     @property
     def complete(self) -> bool:

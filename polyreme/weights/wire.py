@@ -44,14 +44,21 @@ def encode_manifest(manifest: pb.Manifest) -> bytes:
     return pb.StageStreamRequest(manifest=manifest).SerializeToString()
 
 
+def encode_delta(delta: pb.DeltaManifest) -> bytes:
+    """The first message of a stream that brings a delta."""
+    return pb.StageStreamRequest(delta=delta).SerializeToString()
+
+
 def encode_chunk(offset: int, data: memoryview) -> bytes:
     """A message with bytes. Copies `data` once."""
     return b"".join((bytes([_OFFSET]), offset.to_bytes(8, "little"), bytes([_DATA]), _varint(len(data)), data))
 
 
-def decode_manifest(message: bytes) -> pb.Manifest:
-    """Raises WireError when the message has no manifest."""
+def decode_manifest(message: bytes) -> pb.Manifest | pb.DeltaManifest:
+    """The manifest of a part or of a delta. Raises WireError when the message has none."""
     request = _parse(message)
+    if request.HasField("delta"):
+        return request.delta
     if not request.HasField("manifest"):
         raise WireError("expected the manifest first; found bytes")
     return request.manifest
@@ -72,7 +79,7 @@ def decode_chunk(message: bytes) -> tuple[int, memoryview]:
         if start + size == len(view):
             return _checked(int.from_bytes(view[1:9], "little"), view[start:])
     request = _parse(message)
-    if request.HasField("manifest") or not request.HasField("offset"):
+    if request.HasField("manifest") or request.HasField("delta") or not request.HasField("offset"):
         raise WireError("expected bytes at an offset; found a manifest or no offset")
     return _checked(request.offset, memoryview(request.data))
 

@@ -6,15 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.config.load import parse_config
-from polyreme.experience.leases import Registry
-from polyreme.experience.ledger import ExperienceLog, Writer
-from polyreme.experience.run import Run
 from polyreme.process.backoff import Backoff
-from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_sync
-from polyreme_trainer.weight_sync.publisher import Publisher
-from support.publishing import CONFIG, LAYOUT, World
+from support.publishing import World, publishing
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +25,5 @@ def signal_handlers_of_before() -> Iterator[None]:
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
     monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
-    run = await Run.create(redis, run_id, parse_config(CONFIG, "test"), {})
-    log = ExperienceLog(run)
-    term = await log.take(Writer.LEARNER)
-    arena = Arena.create(run.run_id, LAYOUT.nbytes)
-    publisher = Publisher(redis_url, run.run_id, term, arena)
-    publisher.start()
-    yield World(run, log, Registry(run), arena, publisher)
-    publisher.close()
-    arena.close()
-    assert not arena.path.exists()
+    async with publishing(redis, redis_url, run_id) as world:
+        yield world

@@ -6,7 +6,7 @@ The model has tied embeddings, grouped queries, biases and 45 tokens, so every r
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.real
 
 TOLERANCE = 1e-5
-LAYOUTS = {"one": {}, "tensor": {"tensor": 2}, "data": {"data": 2}}
+LAYOUTS = {"one": {}, "tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}}
 """Each on as few ranks as it needs."""
 
 Train = Callable[..., dict[str, Any]]
@@ -114,3 +114,9 @@ def test_bfloat16_weights_and_their_copies_pass_from_layout_to_layout_bit_for_bi
         if layout == "data":
             assert found["state_bytes"] <= 0.6 * whole["state_bytes"]
         before = path
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_a_version_that_stages_write_is_the_exported_model_bit_for_bit(kind: Literal["tied", "untied"], tmp_path: Path) -> None:
+    path = tiny_model(kind, tmp_path / "model")
+    run_ranks(layout_checks.push_and_export, 2, str(path), str(tmp_path), json.dumps({"pipeline": 2}), timeout=240)

@@ -74,8 +74,6 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
-    monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
     world.arena.unlink()
     receiver = world.receiver()
     async with (
@@ -85,9 +83,13 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
     ):
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
+        monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
+        monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
         proxy.hold()  # nothing gets through, and nobody is told
         weights = await world.step()
         await world.notice("the connection to replica far is broken", "no progress after 0 of")
+        monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 300.0)
+        monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 300.0)
         proxy.heal()
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
@@ -99,9 +101,9 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
     begun: list[tuple[str, int]] = []
     real = replica_client.ReplicaClient.stream
 
-    async def noted(link: replica_client.ReplicaClient, version: replica_client.Version) -> None:
+    async def noted(link: replica_client.ReplicaClient, version: replica_client.Version) -> replica_client.Sent:
         begun.append((link._address, version.number))
-        await real(link, version)
+        return await real(link, version)
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
     monkeypatch.setattr(replica_sync, "STREAM_INTERRUPT_TIMEOUT", 0.05)
@@ -150,7 +152,7 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
     full = threading.Event()
     real = replica_client.ReplicaClient.stream
 
-    async def counted(link: replica_client.ReplicaClient, version: replica_client.Version) -> None:
+    async def counted(link: replica_client.ReplicaClient, version: replica_client.Version) -> replica_client.Sent:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -158,8 +160,9 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
             full.set()
         await until(full.is_set)
         await asyncio.sleep(0.01)
-        await real(link, version)
+        sent = await real(link, version)
         running -= 1
+        return sent
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", counted)
     world.arena.unlink()

@@ -1,25 +1,32 @@
 """What test_layouts runs inside the ranks: a role trains, saves and resumes on one layout; the test compares the files of all layouts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from polyreme.config.trainer import ParallelConfig
+from polyreme.weights.digest import verify
+from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint
 from polyreme_trainer.megatron.batch import MicroBatch, Sequences, supervised
 from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, rank_slices
 from polyreme_trainer.megatron.optimizer import Adam
 from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.reshard import Layout, Shard, reshard
+from polyreme_trainer.megatron.reshard import Layout, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import data_shard
+from polyreme_trainer.megatron.version_writer import VersionWriter
 
 ADAM = Adam(beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad=0.3)  # eps: keeps rounding of tiny gradients from becoming steps
 LENGTHS = (19, 7, 13, 10, 18)
@@ -92,7 +99,7 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
     arch, here = load_architecture(model), Rank()
     layout = Layout(*(found.layout[name] for name in ("tensor", "pipeline", "data")))
     shards = [
-        Shard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
+        SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
         for rank, numbers in layout.files(here)
     ]
     names = sorted({piece.param for piece in rank_slices(arch, here)})
@@ -106,3 +113,31 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
         for piece in rank_slices(arch, here):
             state[kind][piece.hf_name][piece.hf_index] = params[piece.param][piece.param_index]
     return state
+
+
+def push_and_export(model: str, folder: str, layout: str) -> None:
+    """A trained version in the arena, written by every stage and tensor rank, is the exported model bit for bit."""
+    device = Device("cpu")
+    init_parallel(ParallelConfig(**json.loads(layout)), device)
+    role, number = make_role(model, "float32", device), torch.distributed.get_rank()
+    step(role)
+    ranks = Ranks(number, BroadcastChannel(device.torch))
+    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.shard.rank == 0)
+    try:
+        written = writer.write(0, version=1, term=1)
+        full = role.model.full_tensors()
+        if number:
+            assert full is None
+            return
+        assert full is not None and written.manifest is not None
+        verify(written.manifest, writer.arena.slot_view(0))
+        export_hf(Path(folder) / "hf", Export(full, {"config.json": (Path(model) / "config.json").read_bytes()}))
+        pushed, exported = writer.tensors(0), load_file(Path(folder) / "hf" / "model.safetensors")
+        before = load_file(Path(model) / "model.safetensors")
+        assert pushed.keys() == exported.keys() == before.keys()
+        assert all(torch.equal(pushed[name], exported[name]) for name in exported)
+        assert not any(torch.equal(before[name], exported[name]) for name in exported)
+    finally:
+        torch.distributed.barrier()
+        writer.close()
+        ranks.close()

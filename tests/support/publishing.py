@@ -1,13 +1,17 @@
 """A publisher at work: a run with a learner that writes random weights, and replicas that receive them."""
 
 import asyncio
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from redis.asyncio import Redis
 
+from polyreme.config.load import parse_config
 from polyreme.experience.leases import Registry
-from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
@@ -38,22 +42,27 @@ class World:
     publisher: Publisher
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     version: int = -1
+    layout: Manifest = LAYOUT
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
 
-    async def step(self) -> dict[str, np.ndarray]:
-        """Writes and publishes the next version, as the learner does; gives its tensors."""
+    async def step(self, fraction: float = 1.0) -> dict[str, np.ndarray]:
+        """Writes and publishes the next version, as the learner does; gives its tensors. `fraction` of the elements get random bits."""
         self.version += 1
         slot = await self.publisher.acquire_slot(300)
         self.arena.begin(slot)
-        views = tensor_views(LAYOUT, self.arena.slot_view(slot))
-        views["embed"][:] = self.rng.normal(size=(7, 4))
-        views["norm"][:] = self.rng.integers(0, 2**16, size=5)
-        weights = {name: view.copy() for name, view in views.items()}
+        views = tensor_views(self.layout, self.arena.slot_view(slot))
+        for name, view in views.items():
+            if name != "head":
+                before = self.weights.get(name, view)
+                noise = np.frombuffer(self.rng.bytes(view.nbytes), view.dtype).reshape(view.shape)
+                view[...] = np.where(self.rng.random(view.shape) < fraction, noise, before)
+        self.weights = weights = {name: view.copy() for name, view in views.items()}
         generation = self.arena.complete(slot, self.version, self.term)
         self.publisher.publish(self.manifest(), slot, generation)
         return weights
 
     def manifest(self) -> Manifest:
-        return LAYOUT.stamped(self.run.run_id, self.term, self.version)
+        return self.layout.stamped(self.run.run_id, self.term, self.version)
 
     @property
     def term(self) -> int:
@@ -79,5 +88,20 @@ class World:
         return [record["text"] for _, record in await self.run.records("0", 0) if record["kind"] == "notice"]
 
 
+@asynccontextmanager
+async def publishing(redis: Redis, redis_url: str, run_id: str, layout: Manifest = LAYOUT, **config: Any) -> AsyncIterator[World]:
+    """A run whose publisher has started."""
+    run = await Run.create(redis, run_id, parse_config({**CONFIG, **config}, "test"), {})
+    log = ExperienceLog(run)
+    term = await log.take(Writer.LEARNER)
+    arena = Arena.create(run.run_id, layout.nbytes)
+    publisher = Publisher(redis_url, run.run_id, term, arena)
+    publisher.start()
+    yield World(run, log, Registry(run), arena, publisher, layout=layout)
+    publisher.close()
+    arena.close()
+    assert not arena.path.exists()
+
+
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(left[name].tobytes() == right[name].tobytes() for name in left)

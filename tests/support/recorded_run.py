@@ -56,8 +56,8 @@ def record_run(
 
 
 async def _write(config: RunConfig, run_id: str, stream: list[tuple[str, dict[str, Any]]]) -> None:
-    async def groups_of(iteration: int) -> list[bytes]:
-        return [_group(iteration, place) for place in range(4)]
+    async def groups_of(iteration: int) -> tuple[list[bytes], bytes | None]:
+        return [_group(iteration, place) for place in range(4)], None
 
     with closing(Recorder(config, run_id, groups_of)) as recorder:
         await recorder.take(stream, (RunState.RUNNING, ""))

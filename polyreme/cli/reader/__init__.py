@@ -4,6 +4,6 @@ Invariant: a reader changes no file of the run. What it derives is in `index.sql
 """
 
 from polyreme.cli.reader.run import RunReader, run_directories
-from polyreme.cli.reader.samples import Sample, SampleFilter
+from polyreme.cli.reader.samples import Sample, SampleQuery
 
-__all__ = ["RunReader", "Sample", "SampleFilter", "run_directories"]
+__all__ = ["RunReader", "Sample", "SampleQuery", "run_directories"]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from polyreme.cli.reader import samples
 from polyreme.cli.reader.downsample import Series, downsample
 from polyreme.cli.reader.index import Index, read_meta
-from polyreme.cli.reader.samples import Sample, SampleFilter
+from polyreme.cli.reader.samples import Sample, SampleQuery
 from polyreme.cli.run_directory import read_run_file, read_settings, unused
 from polyreme.cli.run_records import read_summary
 from polyreme.errors import ConfigError
@@ -128,7 +128,7 @@ class RunReader:
 
     # -- samples
 
-    def find_samples(self, wanted: SampleFilter, offset: int = 0, limit: int = 50) -> tuple[int, list[Sample]]:
+    def find_samples(self, wanted: SampleQuery, offset: int = 0, limit: int = 50) -> tuple[int, list[Sample]]:
         """The number of matching samples, and `limit` of them from `offset` on."""
         with self._index.read() as connection:
             return samples.find(connection, wanted, offset, limit) if read_meta(connection) else (0, [])

@@ -31,7 +31,7 @@ _FIELDS = (
 
 
 @dataclass(frozen=True)
-class SampleFilter:
+class SampleQuery:
     """Which samples of a run, and in which order. None and "" exclude nothing.
 
     Attributes:
@@ -82,7 +82,7 @@ class SampleFilter:
         return " AND ".join(terms), values
 
 
-def find(connection: sqlite3.Connection, wanted: SampleFilter, offset: int, limit: int) -> tuple[int, list[Sample]]:
+def find(connection: sqlite3.Connection, wanted: SampleQuery, offset: int, limit: int) -> tuple[int, list[Sample]]:
     """The number of matching samples, and `limit` of them from `offset` on."""
     where, values = wanted.where()
     order = ORDERS.get(wanted.order, ORDERS["newest"])

@@ -9,6 +9,7 @@ from typing import Any
 
 from polyreme.cli.progress import Record, evaluation_of
 
+COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds"}
 _NO_METRICS = ("step", "steps", "time", "rows", "seconds")
 
 
@@ -28,7 +29,7 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
         case "eval" if "version" in line:
             yield *evaluation_of(line), line["version"]
         case "commit":
-            for key in {"stall_seconds", "reload_seconds"} & line.keys():
+            for key in sorted(COMMIT_METRICS & line.keys()):
                 yield f"weights/{key}", float(line[key]), line["version"]
         case "saved" if "seconds" in line and "iteration" in line:
             yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]

@@ -6,7 +6,7 @@ Invariant: functions of a reader that change nothing. The offline report embeds 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from polyreme.cli.reader import RunReader, Sample, SampleFilter
+from polyreme.cli.reader import RunReader, Sample, SampleQuery
 from polyreme.cli.reader.index_rows import WALL_TIME
 
 Answer = dict[str, Any]
@@ -38,7 +38,7 @@ def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
         "metrics": reader.metrics(),
         "indexed": indexed,
         "is_stage": "stage" in config,
-        "samples": reader.find_samples(SampleFilter(), limit=0)[0],
+        "samples": reader.find_samples(SampleQuery(), limit=0)[0],
     }
 
 
@@ -57,7 +57,7 @@ def curves(readers: Mapping[str, RunReader], metrics: Iterable[str], points: int
     return found
 
 
-def sample_list(reader: RunReader, wanted: SampleFilter, offset: int, limit: int) -> Answer:
+def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int) -> Answer:
     """A page of samples and how many match."""
     total, found = reader.find_samples(wanted, offset, limit)
     return {
@@ -72,7 +72,7 @@ def life(reader: RunReader, sample_id: str) -> Answer | None:
     found = reader.sample(sample_id)
     if found is None:
         return None
-    peers = SampleFilter(kind=found["kind"], prompt=found["prompt_number"], order="oldest")
+    peers = SampleQuery(kind=found["kind"], prompt=found["prompt_number"], order="oldest")
     total, others = reader.find_samples(peers, limit=200)
     ids = found.get("token_ids") or []
     texts = reader.token_texts(ids)

@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from polyreme.cli.reader import SampleFilter
+from polyreme.cli.reader import SampleQuery
 from polyreme.cli.ui import answers
-from polyreme.cli.ui.live_servers import LiveServers
 from polyreme.cli.ui.runs import Runs
+from polyreme.cli.ui.server_status import ServerStatus
 
 STATIC = Path(__file__).parent / "static"
 PATH = "/ui"
@@ -36,7 +36,7 @@ _NUMBERS: Mapping[str, Callable[[str], float]] = {
 }  # fmt: skip
 
 
-def application(runs: Runs, live: LiveServers | None = None) -> Starlette:
+def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
     """The page of `runs`; `live`: their servers, where a Redis can be asked."""
 
     def get(path: str, answer: Callable[[Request], Any]) -> Route:
@@ -102,12 +102,12 @@ def _samples(reader: Any, request: Request) -> Any:
     return answers.sample_list(reader, sample_filter(given), offset, limit)
 
 
-def sample_filter(given: Mapping[str, str]) -> SampleFilter:
+def sample_filter(given: Mapping[str, str]) -> SampleQuery:
     """The filter that a query string names. Raises ValueError for a number that is none, and for a name that there is not."""
-    if unknown := given.keys() - set(SampleFilter.__dataclass_fields__):
-        raise ValueError(f"expected fields of SampleFilter; found {', '.join(sorted(unknown))}")
+    if unknown := given.keys() - set(SampleQuery.__dataclass_fields__):
+        raise ValueError(f"expected fields of SampleQuery; found {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {key: _NUMBERS[key](value) if key in _NUMBERS else value for key, value in given.items() if value}
-    return SampleFilter(**values)
+    return SampleQuery(**values)
 
 
 def _timeline(reader: Any, request: Request) -> Any:

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from polyreme.cli.reader import run_directories
 from polyreme.cli.run_directory import read_config, read_run_file
 from polyreme.cli.ui.api import PATH, application, is_open
-from polyreme.cli.ui.live_servers import LiveServers
 from polyreme.cli.ui.runs import Runs
+from polyreme.cli.ui.server_status import ServerStatus
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
@@ -42,11 +43,14 @@ def ui(
 async def _serve(paths: list[Path], redis: str | None, host: str, port: int) -> None:
     if redis is not None:
         paths.append(await _run_dir(redis))
-    runs = Runs(paths or [Path("runs")])
+    paths = paths or [Path("runs")]
+    for path in paths:
+        run_directories(path)
+    runs = Runs(paths)
     security = _security(runs)
     following = asyncio.create_task(runs.follow())
     try:
-        async with serve_http(host, port, application(runs, LiveServers(redis)), security=security, is_open=is_open) as bound:
+        async with serve_http(host, port, application(runs, ServerStatus(redis)), security=security, is_open=is_open) as bound:
             scheme = "https" if security and security.certificate else "http"
             Console().print(
                 f"{len(runs.readers)} run(s) at {scheme}://{_shown(host)}:{bound}{PATH}/", soft_wrap=True, highlight=False

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _WATCHED_SECONDS = 30.0
 
 
 class Runs:
-    """The runs at `paths`, each a run directory or a directory of them.
+    """The runs at `paths`, each a run directory or a directory of them, now or later.
 
     Attributes:
         indexed: names of the runs whose files were read completely at least once.
@@ -63,16 +64,11 @@ class Runs:
     def _find(self) -> None:
         known = {reader.run_dir for reader in self._readers.values()}
         for path in self._paths:
-            try:
-                found = run_directories(path)
-            except ConfigError:
-                if not self._readers:
-                    raise
-                continue
-            for folder in found:
-                if folder not in known:
-                    reader = RunReader(folder)
-                    self._readers[_unused(reader.name, self._readers)] = reader
+            with suppress(ConfigError):  # a run that has not begun
+                for folder in run_directories(path):
+                    if folder not in known:
+                        reader = RunReader(folder)
+                        self._readers[_unused(reader.name, self._readers)] = reader
 
 
 def _unused(name: str, taken: Container[str]) -> str:

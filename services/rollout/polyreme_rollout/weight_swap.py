@@ -11,18 +11,20 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from polyreme.errors import ConfigError
 from polyreme.weights.arena import ArenaError
 from polyreme.weights.assembly import RangeError
+from polyreme.weights.delta import DeltaError, DeltaManifest
 from polyreme.weights.digest import DigestError, verify
 from polyreme.weights.manifest import Manifest, ManifestError
+from polyreme.weights.sparse import FrameError
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
 from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
-from polyreme_rollout.weight_receiver import IncomingPart, SupersededError, WeightReceiver
+from polyreme_rollout.weight_receiver import BaseError, IncomingDelta, IncomingPart, SupersededError, WeightReceiver
 
 FAILURES_TO_QUARANTINE = 3
 
@@ -140,26 +142,35 @@ class WeightSwapper:
         return time.perf_counter() - started
 
     @asynccontextmanager
-    async def receive(self, manifest: Manifest) -> AsyncIterator[IncomingPart]:
-        """Receives one part by stream: the block adds its bytes, and they are staged at its end. Generation continues.
+    async def receive(self, content: Manifest | DeltaManifest) -> AsyncIterator[IncomingPart | IncomingDelta]:
+        """Receives one part, or a delta that leads to it, by stream: the block adds the bytes, and the part is staged at its end.
+        Generation continues.
 
         Raises:
-            Refusal: ABORTED, FAILED_PRECONDITION; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the bytes do not match the
-                manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer stream has started.
+            Refusal: ABORTED; FAILED_PRECONDITION, also when the base of a delta is not here; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the
+                bytes do not match the manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer
+                stream has started.
         """
+        stream: AbstractAsyncContextManager[IncomingPart | IncomingDelta]
+        if isinstance(content, DeltaManifest):
+            manifest, stream = content.manifest, self._receiver.receive_delta(content)
+        else:
+            manifest, stream = content, self._receiver.receive(content)
         self._admit(manifest.run_id, manifest.term)
         try:
-            async with self._receiver.receive(manifest) as incoming:
+            async with stream as incoming:
                 yield incoming
                 source = await incoming.finish()
                 if source is None:
-                    raise RangeError(f"expected {manifest.nbytes} bytes; the stream ended after {incoming.position}")
+                    raise RangeError(f"expected {incoming.nbytes} bytes; the stream ended after {incoming.position}")
                 self._admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
                 self._staging.put(source)
         except (RangeError, ManifestError) as error:
             raise Refusal("INVALID_ARGUMENT", str(error)) from None
-        except DigestError as error:
+        except (DigestError, DeltaError, FrameError) as error:
             raise Refusal("DATA_LOSS", str(error)) from None
+        except BaseError as error:
+            raise Refusal("FAILED_PRECONDITION", str(error)) from None
         except ConfigError as error:
             raise Refusal("RESOURCE_EXHAUSTED", str(error)) from None
         except SupersededError as error:

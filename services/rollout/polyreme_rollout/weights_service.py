@@ -7,18 +7,22 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
+from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.protocol import EngineDeadError
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.staged_parts import Refusal, VersionId
 from polyreme_rollout.weight_swap import WeightSwapper
+
+M = TypeVar("M")
+T = TypeVar("T")
 
 STREAM_IDLE_TIMEOUT = 30.0  # keepalive detects a lost connection no earlier: see polyreme.net.rpc
 
@@ -50,20 +54,21 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
     async def StageArena(self, request: pb.StageArenaRequest, context: Any) -> pb.StageResponse:
         async with _statuses(context):
-            manifest = _manifest(request.manifest)
+            manifest = _parsed(Manifest.from_proto, request.manifest)
             seconds = await self._swapper.stage(manifest, request.arena_path, request.slot, request.generation)
             return pb.StageResponse(verify_seconds=seconds)
 
     async def StageStream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         async with _statuses(context):
             try:
-                manifest = _manifest(decode_manifest(await _next(messages) or b""))
-                async with self._swapper.receive(manifest) as incoming:
+                content = _content(decode_manifest(await _next(messages) or b""))
+                async with self._swapper.receive(content) as incoming:
                     await context.write(pb.StageStreamResponse(begin_at=incoming.position))
                     while (message := await _next(messages)) is not None:
                         await incoming.add(*decode_chunk(message))
                     ended = time.perf_counter()
-                staged = pb.StageResponse(verify_seconds=time.perf_counter() - ended)
+                seconds = time.perf_counter() - ended
+                staged = pb.StageResponse(verify_seconds=seconds, apply_seconds=incoming.apply_seconds)
                 await context.write(pb.StageStreamResponse(staged=staged))
             except WireError as error:
                 raise Refusal("INVALID_ARGUMENT", str(error)) from None
@@ -82,9 +87,15 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             return pb.CommitResponse(version=done.version, stall_seconds=done.stall_seconds, reload_seconds=done.reload_seconds)
 
 
-def _manifest(message: pb.Manifest) -> Manifest:
+def _content(message: pb.Manifest | pb.DeltaManifest) -> Manifest | DeltaManifest:
+    if isinstance(message, pb.Manifest):
+        return _parsed(Manifest.from_proto, message)
+    return _parsed(DeltaManifest.from_proto, message)
+
+
+def _parsed(parse: Callable[[M], T], message: M) -> T:
     try:
-        return Manifest.from_proto(message)
+        return parse(message)
     except ManifestError as error:
         raise Refusal("INVALID_ARGUMENT", f"expected a consistent manifest; {error}") from None
 

@@ -80,23 +80,23 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
     if isinstance(config, StageConfig):
         pairs = isinstance(config, RewardModelConfig) or (isinstance(config, DpoConfig) and config.loss.kind != "kto")
         steps = [(config.trainer.batch_size, config.data.max_tokens * (2 if pairs else 1))]
-        scaled = entropy = False
+        entropy = False
     else:
         groups = -(-config.groups_per_iteration // config.algorithm.minibatches)
         steps = [(groups * config.group_size, config.data.max_prompt_tokens + config.rollout.max_new_tokens)]
         rows = [phase.batch_size for phase in config.trainer.sft]
         rows += [config.algorithm.ptx.batch_size] if config.algorithm.ptx else []
         steps += [(count, config.rollout.max_model_len) for count in rows]
-        scaled, entropy = config.rollout.temperature != 1, config.recipe.entropy_coef > 0
+        entropy = config.recipe.entropy_coef > 0
     budget, data = config.trainer.micro_batch_tokens, config.trainer.parallel.data
     tokens = max(min(max(budget, longest), -(-count // data) * longest) for count, longest in steps)
-    return MicroBatchSize(tokens, tokens, scaled, entropy, fused=config.device == "cpu")
+    return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu")
 
 
 def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
     """The estimate as lines of text. Raises ConfigError."""
     memory, parallel = learner_memory(config), config.trainer.parallel
-    yield f"memory         of each learner rank (tensor {parallel.tensor} x data {parallel.data}), in GiB:"
+    yield f"memory         of each learner rank ({parallel.layout}), in GiB:"
     for term in memory.rank.terms:
         yield f"  {term.nbytes / GIB:>9,.3f}    {term.name}: {term.arithmetic}"
     yield f"  {memory.rank.nbytes / GIB:>9,.3f}    in all"

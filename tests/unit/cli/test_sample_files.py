@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polyreme.cli.main import build_app
-from polyreme.cli.reader import RunReader, SampleFilter
+from polyreme.cli.reader import RunReader, SampleQuery
 from polyreme.cli.sample_files import parse_range, read_samples, sample_files
 from polyreme.cli.samples import sample_text
 from polyreme.errors import ConfigError
@@ -22,17 +22,17 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("chosen", "count"),
     [
-        (SampleFilter("train"), 3 * 4 * 2),
-        (SampleFilter("train", first=2, last=3), 2 * 4 * 2),
-        (SampleFilter("train", score_min=0.5), 3 * 4),
-        (SampleFilter("train", tokens_min=2, tokens_max=2), 8),  # the right ones of iteration 2, the wrong ones of iteration 1
-        (SampleFilter("train", text="QUESTION 7?"), 2),
-        (SampleFilter("train", text="answer 7: right"), 1),
-        (SampleFilter("train", finish="length"), 0),
-        (SampleFilter("train", text="none"), 0),
+        (SampleQuery("train"), 3 * 4 * 2),
+        (SampleQuery("train", first=2, last=3), 2 * 4 * 2),
+        (SampleQuery("train", score_min=0.5), 3 * 4),
+        (SampleQuery("train", tokens_min=2, tokens_max=2), 8),  # the right ones of iteration 2, the wrong ones of iteration 1
+        (SampleQuery("train", text="QUESTION 7?"), 2),
+        (SampleQuery("train", text="answer 7: right"), 1),
+        (SampleQuery("train", finish="length"), 0),
+        (SampleQuery("train", text="none"), 0),
     ],
 )
-def test_a_filter_selects(run_dir: Path, chosen: SampleFilter, count: int) -> None:
+def test_a_filter_selects(run_dir: Path, chosen: SampleQuery, count: int) -> None:
     found = list(read_samples(run_dir, chosen))
     assert len(found) == count
     assert [sample["iteration"] for sample in found] == sorted(sample["iteration"] for sample in found)
@@ -52,7 +52,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "iteration_0001.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError) as error:
-        list(read_samples(tmp_path, SampleFilter("train")))
+        list(read_samples(tmp_path, SampleQuery("train")))
     assert "line 1" in error.value.expected
 
 

@@ -13,8 +13,9 @@ import pytest
 from pyarrow import feather, parquet
 
 from polyreme.config.data import DataSource
+from polyreme.dataset import source
 from polyreme.dataset.columns import value_at
-from polyreme.dataset.source import files_of, read_objects
+from polyreme.dataset.source import digest_of, files_of, read_objects
 from polyreme.errors import DataError
 
 ROWS: list[dict[str, Any]] = [
@@ -144,11 +145,32 @@ def test_splits_share_no_row_and_leave_none_out(tmp_path: Path) -> None:
 
 def test_a_source_adds_columns(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
-    source = DataSource(path=tmp_path / "rows.jsonl", rename={"answer": "reward_model.ground_truth"}, add={"kind": "math"})
-    (row,) = read_objects((source,))
+    renamed = DataSource(path=tmp_path / "rows.jsonl", rename={"answer": "reward_model.ground_truth"}, add={"kind": "math"})
+    (row,) = read_objects((renamed,))
     assert row.fields == {**ROWS[0], "answer": "2", "kind": "math"}
     with pytest.raises(DataError, match=r"'nothing\.here'.*rows.jsonl:1"):
-        list(read_objects((DataSource(path=source.path, rename={"answer": "nothing.here"}),)))
+        list(read_objects((DataSource(path=renamed.path, rename={"answer": "nothing.here"}),)))
+
+
+def test_a_digest_follows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_BLOCK", 4)
+    path = tmp_path / "rows.jsonl"
+    seen = {digest_of(path)}
+    for content in (
+        b"",
+        b"a",
+        b"ab",
+        b"x" * 256,
+        b"x" * 255 + b"y",
+        b"y" + b"x" * 255,
+        b"x" * 1000,
+        b"x" * 999 + b"y",
+        b"x" * 1001,
+    ):
+        path.write_bytes(content)
+        assert digest_of(path) == digest_of((DataSource(path=path, add={"a": 1}),)) not in seen
+        seen.add(digest_of(path))
+    assert "" in seen and len(seen) == 10
 
 
 def test_rows_are_read_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,9 +129,11 @@ def test_the_learner_logs_the_estimate_once_and_every_rank_refuses(tmp_path: Pat
         announce(config, 2**30, leads=False)
 
 
-def test_an_entropy_bonus_and_a_temperature_need_more_logits(tmp_path: Path) -> None:
-    plain = micro_batch_of(run(tmp_path))
+def test_an_entropy_bonus_needs_more_logits(tmp_path: Path) -> None:
     bonus = run(tmp_path, algorithm={"preset": "dapo", "entropy_coef": 0.01})
-    assert micro_batch_of(bonus) == replace(plain, entropy=True)
-    cold = run(tmp_path, rollout={"max_new_tokens": 768, "max_model_len": 1024, "temperature": 0.5})
-    assert micro_batch_of(cold) == replace(plain, scaled=True)
+    assert micro_batch_of(bonus) == replace(micro_batch_of(run(tmp_path)), entropy=True)
+
+
+def test_data_ranks_divide_the_optimizer_alone(tmp_path: Path) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"data": 4}}
+    assert state_bytes(run(tmp_path, trainer=trainer)) == (2 + 4 + 12 // 4) * PARAMETERS[NAME]

@@ -10,7 +10,7 @@ export function colour(place) {
 
 export function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Number.isInteger(value)) return (value || 0).toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e6 || (size < 1e-3 && size > 0)) return value.toExponential(2);
   return Number(value.toPrecision(digits)).toLocaleString("en", {maximumFractionDigits: 6});

@@ -77,6 +77,7 @@ export function Samples({run, at, go, stamp}) {
     <form class="filters" role="search" onSubmit=${(event) => event.preventDefault()}>
       <label class="field grow"><span>Text in prompt, label or response</span>
         <input id="search" type="search" value=${filter.text ?? ""} onInput=${(event) => change("text", event.target.value)} placeholder="Search ( / )" /></label>
+      <details class="more" open=${matchMedia("(min-width: 40rem)").matches}><summary>More filters</summary><div>
       <${Choice} label="Kind" name="kind" options=${[["", "all"], ["train", "trained"], ["eval", "evaluation"]]} ...${props} />
       <${Field} label="From iteration" name="first" type="number" min="0" ...${props} />
       <${Field} label="To" name="last" type="number" min="0" ...${props} />
@@ -86,6 +87,7 @@ export function Samples({run, at, go, stamp}) {
       <${Field} label="To" name="tokens_max" type="number" min="0" ...${props} />
       <${Choice} label="End" name="finish" options=${[["", "any"], ["stop", "stopped"], ["length", "cut off"]]} ...${props} />
       <${Choice} label="Order" name="order" options=${ORDERS} ...${props} />
+      </div></details>
     </form>
     <div class="summary" aria-live="polite">
       <span>${value ? `${number(value.total)} sample${value.total === 1 ? "" : "s"}` : "…"}</span>

@@ -56,7 +56,7 @@ function order(name) {
   return (a, b) => (down ? -1 : 1) * ((a[field] ?? 0) - (b[field] ?? 0)) || b.step - a.step;
 }
 
-// The same filter as SampleFilter's, over a report's samples.
+// The same filter as SampleQuery's, over a report's samples.
 export function filtered(samples, filter) {
   const bounds = [["first", "step", 1], ["last", "step", -1], ["score_min", "score", 1], ["score_max", "score", -1],
     ["tokens_min", "tokens", 1], ["tokens_max", "tokens", -1]];

@@ -9,18 +9,20 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 import xxhash
 from tokenizers import Encoding
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
 from polyreme.config.data import TextConfig
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PromptSource = str | TokenIds | tuple[dict[str, Any], ...]
 """A text, its tokens, or chat messages."""
@@ -299,7 +301,9 @@ class Template:
         return default, tuple(special[i].content for i in written if i in special)
 
 
-def _load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
+def _load_tokenizer(files: Mapping[str, bytes]) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast  # it takes 1.5 s, and most learner ranks build no template
+
     if "tokenizer.json" not in files:
         raise ConfigError(
             "tokenizer.json in the model directory",
@@ -339,7 +343,7 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content
 
 
-def _stop_ids(tokenizer: PreTrainedTokenizerFast, files: Mapping[str, bytes], embeddings: int) -> tuple[int, ...]:
+def _stop_ids(tokenizer: "PreTrainedTokenizerFast", files: Mapping[str, bytes], embeddings: int) -> tuple[int, ...]:
     generation = _read_json(files, "generation_config.json").get("eos_token_id")
     ids = generation if isinstance(generation, list) else [generation]
     stop = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}

@@ -32,6 +32,7 @@ from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.records import Recorder
+from polyreme_trainer.observe.vocabulary import write_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class Trainer:
         )  # it takes a second, during which the event loop could handle no signal
         while True:
             try:
+                await asyncio.to_thread(write_vocabulary, self._config.run_dir, await self._run.model_files())
                 with closing(Recorder(self._config, self._run.run_id, self._groups_of)) as recorder:
                     await self._record(recorder, ended)
                     return
@@ -203,6 +205,7 @@ class Trainer:
             if recorder.recorded > recorded:
                 recorded = recorder.recorded
                 await self._run.set_recorded(recorded)
+                await self._run.discard_trained(recorded)
             since_mark += len(batch)
             if since_mark >= RECORDS_KEPT:
                 await self._run.trim_records(mark)
@@ -210,10 +213,10 @@ class Trainer:
             if last and not batch:
                 return
 
-    async def _groups_of(self, iteration: int) -> list[bytes]:
+    async def _groups_of(self, iteration: int) -> tuple[list[bytes], bytes | None]:
         experience = ExperienceLog(self._run)
         plan = await experience.find_plan(iteration)
-        return await experience.read(plan) if plan else []
+        return await experience.read(plan) if plan else [], await self._run.trained(iteration)
 
     async def _report_replicas(self) -> None:
         """Emits the ids of the replicas and the URLs of their /v1 whenever these change."""

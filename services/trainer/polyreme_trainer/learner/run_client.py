@@ -21,7 +21,7 @@ from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner import gates
 from polyreme_trainer.weight_sync.publisher import Publisher
-from polyreme_trainer.weight_sync.replica_sync import Commit
+from polyreme_trainer.weight_sync.replica_state import Commit
 
 ATTACH_SECONDS = 60.0
 STATE_SECONDS = 0.5

@@ -26,7 +26,7 @@ from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.mcore import parallel_state
-from polyreme_trainer.megatron.reshard import Layout, Shard, reshard
+from polyreme_trainer.megatron.reshard import Layout, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
     device, here = roles[0].model.device, roles[0].model.rank
     sources = [(rank, [_read(checkpoint.path / _state_file(each)) for each in numbers]) for rank, numbers in layout.files(here)]
     for role in roles:
-        shards = [Shard(role.model.arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
+        shards = [SavedShard(role.model.arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
         steps = sources[0][1][0][role.name]["steps"]
         role.restore(steps, partial(_reshard, role.model.arch, here, shards))
     generators = checkpoint.path / _random_file(torch.distributed.get_rank())
@@ -118,7 +118,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
         device.set_rng_state(_read(generators))
 
 
-def _reshard(arch: Architecture, here: Rank, shards: Sequence[Shard], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
+def _reshard(arch: Architecture, here: Rank, shards: Sequence[SavedShard], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
     return reshard(arch, kind, names, here, shards)
 
 

@@ -30,7 +30,7 @@ class Device:
 
     def __init__(self, kind: str, local_rank: int = 0, threads: int = 1) -> None:
         if kind == "npu":
-            _import_npu()
+            import_npu()
         if kind != "cpu" and not getattr(torch, kind).is_available():
             raise ConfigError(
                 f"a machine with {kind}", f"torch {torch.__version__} sees none", "Set device: cpu, or fix the driver."
@@ -88,7 +88,7 @@ class Device:
         return CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
-def _import_npu() -> None:
+def import_npu() -> None:
     try:
         import torch_npu  # type: ignore[import-not-found]  # noqa: F401
         from torch_npu.contrib import transfer_to_npu  # type: ignore[import-not-found]  # noqa: F401

@@ -91,7 +91,7 @@ class _TokenLogprobs(Function):
         scaled_grads = [(grad / head.temperature).unsqueeze(1) for grad in grads]
         for_hidden, for_weight, _, _ = ctx.needs_input_grad
         grad_hidden = grad_weight = reduced = None
-        if for_weight and len(blocks) > 1:
+        if for_weight and blocks[0][0].stop < len(weight):  # several blocks, or columns of padding alone after the only one
             grad_weight = torch.zeros_like(weight)
         for block, valid in blocks:
             scaled = head.logits(hidden, weight[block], valid) if kept is None else kept

@@ -46,6 +46,7 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -97,6 +98,7 @@ __all__ = [
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "finalize_model_grads",
+    "forward_backward_pipelining_without_interleaving",
     "gather_from_sequence_parallel_region",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",

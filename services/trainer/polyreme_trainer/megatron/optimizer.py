@@ -58,6 +58,11 @@ class Fragment:
     main: Tensor
     copied: bool
 
+    @property
+    def gradient(self) -> Tensor:
+        """The fragment's elements of the parameter's gradient: flat, in the gradient buffer's memory."""
+        return self.cut(self.param.main_grad)  # type: ignore[attr-defined]
+
     def cut(self, tensor: Tensor) -> Tensor:
         """The fragment's elements of a tensor of the parameter's shape: flat, in the same memory."""
         return tensor.view(-1)[self.start : self.stop]
@@ -129,7 +134,7 @@ class Optimizer:
                 norm, are not finite; the model is unusable then.
         """
         mcore.finalize_model_grads([self._ddp])
-        norm = self._norm(fragment.cut(fragment.param.main_grad) for fragment in self._counted)
+        norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:

@@ -17,6 +17,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.logprobs import Head, token_logprobs
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
+from polyreme_trainer.megatron.pipeline import on_every_stage
 
 
 class Policy(ShardedModel):
@@ -52,7 +53,11 @@ class Policy(ShardedModel):
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """All logits, gathered over the tensor ranks: fp32 [b, s, vocab]. Used to compare models, not for training."""
+        """All logits, on every rank: fp32 [b, s, vocab]. Used to compare models, not for training. Collective."""
+        return on_every_stage(self, ids, lambda: self._all_logits(ids), (*ids.shape, self.arch.vocab))
+
+    def _all_logits(self, ids: Tensor) -> Tensor:
+        """The last stage's logits, gathered over its tensor ranks."""
         local = self._product(self.hidden(ids), self._head_weight).float()
         if self.rank.tp > 1:
             group = parallel_state.get_tensor_model_parallel_group()

@@ -44,7 +44,7 @@ class Layout:
         return [(shard, [self.number(shard, data) for data in range(self.data)]) for shard in mine]
 
 
-class Shard:
+class SavedShard:
     """A model-parallel rank's saved state of one role, put together from its data ranks.
 
     Args:
@@ -70,7 +70,7 @@ class Shard:
         return next(part.dtype for state in self._states for _, part in state[kind].values())
 
 
-def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, shards: Sequence[Shard]) -> dict[str, Tensor]:
+def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, shards: Sequence[SavedShard]) -> dict[str, Tensor]:
     """One kind of state of the rank `here`'s parameters `names`, whole; padding is zero.
 
     Args:
@@ -82,7 +82,7 @@ def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, sha
         if piece.param in chosen:
             wanted.setdefault(piece.hf_name, []).append(piece)
     own = len(shards) == 1 and shards[0].rank == here
-    sources: dict[str, list[tuple[Shard, Slice]]] = {name: [] for name in wanted}
+    sources: dict[str, list[tuple[SavedShard, Slice]]] = {name: [] for name in wanted}
     for shard in shards:
         for piece in shard.slices:
             if piece.hf_name in wanted and (own or piece.primary):

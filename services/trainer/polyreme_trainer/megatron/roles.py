@@ -15,6 +15,7 @@ from torch import Tensor
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
 from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+from polyreme_trainer.megatron.pipeline import Job, run_stages, run_whole
 from polyreme_trainer.megatron.reshard import WEIGHTS, RankState
 from polyreme_trainer.megatron.shard import DataShard
 
@@ -64,9 +65,18 @@ class Role(Generic[Model]):
     def infer(self, sequences: Sequences, indices: IntArray) -> FloatArray:
         """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank."""
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
-        for batch in self.shard.micro_batches(sequences, indices, self.parameters):
-            result[torch.from_numpy(batch.tokens).to(result.device)] = self.forward(batch)
+
+        def keep(batch: MicroBatch, output: Tensor) -> Tensor:
+            result[torch.from_numpy(batch.tokens).to(result.device)] = output
+            return result.new_zeros(())
+
+        self._run(LossTerm(sequences, indices, keep), backward=False)
         return self.shard.sum(result).cpu().numpy()
+
+    @torch.no_grad()
+    def measure(self, term: LossTerm) -> None:
+        """Computes a loss and its metrics without a gradient."""
+        self._run(term, backward=False)
 
     def update(
         self,
@@ -90,10 +100,22 @@ class Role(Generic[Model]):
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
         for part in (LossTerm(sequences, indices, loss, forward), *beside):
-            for batch in self.shard.micro_batches(part.sequences, part.indices, self.parameters):
-                part.loss(batch, (part.forward or self.forward)(batch)).backward()
+            self._run(part, backward=True)
         self.optimizer.set_lr(lr)
         return self.optimizer.step()
+
+    def _run(self, term: LossTerm, backward: bool) -> None:
+        """Runs this data rank's micro-batches of a term."""
+        forward = term.forward or self.forward
+
+        def job(batch: MicroBatch) -> Job:
+            return Job(batch.ids, lambda: term.loss(batch, forward(batch)))
+
+        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.parameters))
+        if self.shard.stages is None:
+            run_whole(jobs, backward)
+        else:
+            run_stages(self.model, jobs, backward)
 
     def rank_state(self, weights: bool) -> RankState:
         """The weights and moments that this rank saves (not copies). `weights`: whether it saves the weights too, which data ranks share."""

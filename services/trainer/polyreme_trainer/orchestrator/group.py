@@ -62,7 +62,7 @@ class GroupMaker:
             return await self._make(admission, prompt, wanted, partial)
 
     async def _make(self, admission: Admission, prompt: Prompt, wanted: Generation, partial: PartialRollouts) -> GroupRecord:
-        begin = time.monotonic()
+        began, begin = time.time(), time.monotonic()
         rollout = self._config.rollout
         samples = await generate(
             self._pool, wanted, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout, partial=partial
@@ -98,6 +98,7 @@ class GroupMaker:
             label=prompt.label,
             generate_seconds=generated - begin,
             score_seconds=time.monotonic() - generated,
+            began=began,
         )
 
     async def _greedy(self, wanted: Generation) -> PartialRollout:
@@ -135,4 +136,6 @@ def _sample(sample: PartialRollout, text: str, judged: Judgement, trained: bool)
         text=text,
         token_rewards=judged.token_rewards,
         teacher_logprobs=judged.teacher_logprobs,
+        replicas=tuple(sample.replicas),
+        calls=judged.calls,
     )

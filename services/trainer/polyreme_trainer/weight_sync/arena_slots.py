@@ -1,9 +1,11 @@
 """Tracks which arena slots may be written. Pure.
 
 Invariant: a slot is free unless it holds the newest version (replicas that join read it) or the pinned one, or a replica serves from it
-(to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one.
+(to roll back when its next swap fails) or is loading it. A replica's next load replaces its previous one. A slot that a delta is being
+computed from is free, but is given out last: training never waits for a delta.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -21,12 +23,17 @@ class ArenaSlots:
     count: int
     newest: int | None = None
     pinned: int | None = None
+    compared: frozenset[int] = frozenset()
     _readers: dict[str, _Reader] = field(default_factory=dict)
     _streams: int = 0
 
     def free(self) -> int | None:
-        """The lowest slot that may be written now."""
-        return next((slot for slot in self._others() if not self.readers(slot)), None)
+        """The lowest slot that may be written now, if possible one that is not being compared."""
+        return next((slot for slot in sorted(self._others(), key=self.compared.__contains__) if not self.readers(slot)), None)
+
+    def compare(self, slots: Collection[int]) -> None:
+        """Deltas are being computed from these slots."""
+        self.compared = frozenset(slots)
 
     def readers(self, slot: int) -> list[str]:
         """The replicas that may be reading the slot."""

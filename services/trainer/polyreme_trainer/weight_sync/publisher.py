@@ -21,9 +21,12 @@ from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest
+from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
+from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
 from polyreme_trainer.weight_sync.replica_client import Version
-from polyreme_trainer.weight_sync.replica_sync import Commit, ReplicaSync
+from polyreme_trainer.weight_sync.replica_state import Commit
+from polyreme_trainer.weight_sync.replica_sync import ReplicaSync
 
 START_TIMEOUT = 75.0  # Redis may be unreachable for a minute
 ATTACH_TIMEOUT = 5.0  # the learner has attached to the run already
@@ -149,7 +152,11 @@ class Publisher:
         config = await run.config()
         hold = EvalHold(config.holds, config.eval_hold)
         experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
-        sync = ReplicaSync(run, experience, Registry(run), self._arena, self._term.counter, wanted, hold, config.security)
+        slots = ArenaSlots(self._arena.slots)
+        deltas = Deltas(self._arena, config.weights.anchor_interval, config.trainer.parallel.tensor, slots.compare)
+        sync = ReplicaSync(
+            run, experience, Registry(run), self._arena, slots, deltas, self._term.counter, wanted, hold, config.security
+        )
         self._running.set_result(_Running(asyncio.get_running_loop(), sync))
         try:
             await sync.follow()

@@ -17,7 +17,8 @@ from polyreme.errors import StaleTermError
 from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
-from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_manifest, keep_memory
+from polyreme.weights.delta import Delta
+from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_delta, encode_manifest, keep_memory
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0
@@ -52,6 +53,14 @@ class Version:
     @property
     def number(self) -> int:
         return int(self.manifest.id.version)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A finished stream. `nbytes`: bytes sent; `apply_seconds`: how long the replica applied and verified a delta."""
+
+    nbytes: int
+    apply_seconds: float
 
 
 class ReplicaClient:
@@ -99,11 +108,18 @@ class ReplicaClient:
         except _CannotMapError as error:
             self.unmapped = str(error)
 
-    async def stream(self, version: Version) -> None:
+    async def stream(self, version: Version) -> Sent:
         """Sends the version's bytes to the replica."""
-        keep_memory()
-        seconds = STAGE_TIMEOUT + version.manifest.nbytes / SLOWEST_STREAM_BYTES_PER_SECOND
-        await self._call(lambda stub: self._send(version, seconds))
+        try:
+            self._arena.check(version.slot, version.generation)
+        except ArenaError as error:
+            raise SwapError(str(error)) from None
+        data = self._arena.slot_view(version.slot)[: version.manifest.nbytes]
+        return await self._stream(encode_manifest(version.manifest), data, version)
+
+    async def stream_delta(self, delta: Delta, version: Version) -> Sent:
+        """Sends the delta that leads to the version. SwapError: also when the replica lacks its base."""
+        return await self._stream(encode_delta(delta.manifest.to_proto()), memoryview(delta.payload), version)
 
     async def commit(self, version: Version) -> pb.CommitResponse:
         """Makes the replica serve the staged version."""
@@ -133,26 +149,28 @@ class ReplicaClient:
             await self.close()  # a new channel starts without this one's reconnect backoff
         raise translated
 
-    async def _send(self, version: Version, seconds: float) -> None:
-        """Raises AioRpcError, UnreachableError, SwapError."""
+    async def _stream(self, manifest: bytes, data: memoryview, version: Version) -> Sent:
+        keep_memory()
+        seconds = STAGE_TIMEOUT + mapped_seconds(version) + len(data) / SLOWEST_STREAM_BYTES_PER_SECOND
+        return await self._call(lambda stub: self._send(manifest, data, mapped_seconds(version), seconds))
+
+    async def _send(self, manifest: bytes, data: memoryview, local_seconds: float, seconds: float) -> Sent:
+        """Sends a manifest and its bytes; `local_seconds`: the longest time of allocating or applying. Raises AioRpcError, UnreachableError."""
         assert self._channel is not None
-        try:
-            self._arena.check(version.slot, version.generation)
-        except ArenaError as error:
-            raise SwapError(str(error)) from None
-        size = version.manifest.nbytes
-        data = self._arena.slot_view(version.slot)[:size]
+        size = len(data)
         call = self._channel.stream_stream(STAGE_STREAM, response_deserializer=pb.StageStreamResponse.FromString)(timeout=seconds)
         status, sent = _CallStatus(call), 0
         try:
-            await _with_idle_timeout(call.write(encode_manifest(version.manifest)))
-            async with asyncio.timeout(STAGE_TIMEOUT + mapped_seconds(version)):  # the replica allocates memory first
-                sent = (await call.read()).begin_at
+            await _with_idle_timeout(call.write(manifest))
+            async with asyncio.timeout(STAGE_TIMEOUT + local_seconds):  # the replica allocates memory first
+                sent = begin = (await call.read()).begin_at
             while sent < size:
                 await _with_idle_timeout(call.write(encode_chunk(sent, data[sent : sent + CHUNK_BYTES])))
                 sent += CHUNK_BYTES
             await call.done_writing()
-            await _with_idle_timeout(call.read())
+            async with asyncio.timeout(STREAM_IDLE_TIMEOUT + local_seconds):  # the replica applies a delta
+                staged = (await call.read()).staged
+            return Sent(size - begin, staged.apply_seconds)
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
             raise status.error or UnreachableError("the stream broke") from None
         except TimeoutError:

@@ -6,16 +6,17 @@ Invariant:
 - A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost its lease,
   or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten bytes.) A stream
   that blocks training is interrupted much earlier, and restarted.
-- A replica that cannot map the arena receives its versions by stream, a bounded number of streams at once.
+- A replica that cannot map the arena receives its versions by stream, a bounded number of streams at once: as deltas from the version that
+  it serves where there are any, else whole. A refused delta is followed by the whole version.
 - A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is attempted.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TypeVar
 
 from polyreme import API_VERSION
 from polyreme.api.v1 import weights_pb2 as pb
@@ -27,8 +28,10 @@ from polyreme.experience.run import Run
 from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
+from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, UnreachableError, Version, mapped_seconds
+from polyreme_trainer.weight_sync.replica_state import Commit, InterruptedPushError, ReplicaState, Transfer
 
 LEASE_CHECK_INTERVAL = 0.25
 SWAP_ATTEMPTS = 3
@@ -42,57 +45,13 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A replica has started to serve `version`. `stall_seconds`: pause of its generation; `reload_seconds`: the load within it."""
-
-    replica: str
-    version: int
-    term: int
-    stall_seconds: float
-    reload_seconds: float
-
-
-class _InterruptedError(Exception):
-    """Training needs the slot that the replica's push reads."""
-
-
-class _Replica:
-    def __init__(self, lease: Lease, client: ReplicaClient) -> None:
-        self.lease, self.client = lease, client
-        self.served: Version | None = None
-        self.commit: Commit | None = None
-        self.swap_failures = self.reach_failures = 0
-        self.last_error = "no push has completed yet"
-        self.quarantined = False
-        self.task: asyncio.Task[None] | None = None
-        self.call: asyncio.Future[Any] | None = None
-        self.streams = self.interrupted = False
-
-    async def interruptibly(self, call: Awaitable[T]) -> T:
-        """Awaits a call that training may interrupt. Raises _InterruptedError, and what the call raises."""
-        self.interrupted = False
-        self.call = asyncio.ensure_future(call)
-        try:
-            return await self.call
-        except asyncio.CancelledError:
-            if self.interrupted:
-                raise _InterruptedError from None
-            raise
-        finally:
-            self.call.cancel()
-
-    def interrupt(self) -> None:
-        if self.call:
-            self.interrupted = self.call.cancel()
-
-
 class ReplicaSync:
     """The replicas that hold a lease. Runs on one event loop, during `follow`.
 
     Args:
         run, experience, registry: the run, by this loop's connection.
         arena: holds the versions.
+        slots, deltas: of the arena.
         term: the learner's term.
         wanted: number of replicas that the run waits for.
         hold: the version that replicas are held at.
@@ -105,6 +64,8 @@ class ReplicaSync:
         experience: ExperienceLog,
         registry: Registry,
         arena: Arena,
+        slots: ArenaSlots,
+        deltas: Deltas,
         term: int,
         wanted: int,
         hold: EvalHold,
@@ -113,10 +74,10 @@ class ReplicaSync:
         self._security = security
         self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
         self._wanted, self._hold = wanted, hold
-        self._slots = ArenaSlots(arena.slots)
+        self._slots, self._deltas = slots, deltas
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._newest: Version | None = None
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, ReplicaState] = {}
         self._changed = asyncio.Event()
         self._stopping = False
 
@@ -138,6 +99,7 @@ class ReplicaSync:
                 await self._update_held_version()
                 await self._wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
         finally:
+            self._deltas.close()
             for replica in self._replicas.values():
                 await self._stop(replica)
 
@@ -149,6 +111,7 @@ class ReplicaSync:
     def publish(self, version: Version) -> None:
         """Makes `version` the newest."""
         self._newest, self._slots.newest = version, version.slot
+        self._deltas.publish(version, wanted=any(replica.client.unmapped for replica in self._replicas.values()))
         self._hold.published(version, time.monotonic())
         self._pin()
 
@@ -216,26 +179,26 @@ class ReplicaSync:
                 await self._forget(name, replica)
         for name, lease in leases.items():
             if name not in self._replicas:
-                replica = _Replica(lease, ReplicaClient(lease, self._arena, self._security))
+                replica = ReplicaState(lease, ReplicaClient(lease, self._arena, self._security))
                 self._replicas[name] = replica
                 replica.task = asyncio.create_task(self._serve(replica), name=f"push to {name}")
                 replica.task.add_done_callback(lambda _: self._notify())
                 await self._notice(f"replica {name} at {lease.address} joined")
 
-    async def _forget(self, name: str, replica: _Replica) -> None:
+    async def _forget(self, name: str, replica: ReplicaState) -> None:
         await self._stop(replica)
         del self._replicas[name]
         self._notify()
         await self._notice(f"replica {name} at {replica.lease.address} left")
 
-    async def _serve(self, replica: _Replica) -> None:
+    async def _serve(self, replica: ReplicaState) -> None:
         """Keeps one replica at the target version."""
         while True:
             version = await self._wait_until(lambda: None if (target := self._target()) is replica.served else target)
             assert version is not None
             try:
-                version, answer = await self._bring(replica, version)
-            except _InterruptedError:
+                version, answer, transfer = await self._bring(replica, version)
+            except InterruptedPushError:
                 if replica.client.unmapped:
                     continue
                 if not await self._may_retry(replica, version, SwapError("it blocked a weight slot that training needs")):
@@ -250,11 +213,10 @@ class ReplicaSync:
                 continue
             replica.swap_failures = replica.reach_failures = 0
             replica.last_error, replica.served = "none", version
-            await self._record(
-                replica, Commit(replica.lease.id, version.number, self._term, answer.stall_seconds, answer.reload_seconds)
-            )
+            stall, reload = answer.stall_seconds, answer.reload_seconds
+            await self._record(replica, Commit(replica.lease.id, version.number, self._term, stall, reload, transfer))
 
-    async def _bring(self, replica: _Replica, version: Version) -> tuple[Version, pb.CommitResponse]:
+    async def _bring(self, replica: ReplicaState, version: Version) -> tuple[Version, pb.CommitResponse, Transfer]:
         """Moves a replica to `version`. A stream takes the target version at its own start."""
         name, client = replica.lease.id, replica.client
         if not client.probed:
@@ -265,21 +227,40 @@ class ReplicaSync:
         if not client.unmapped:
             answer = await replica.interruptibly(client.commit(version))
             self._slots.serving(name, version.slot)
-            return version, answer
+            return version, answer, Transfer("arena")
         if not replica.streams:
             replica.streams = True
             await self._notice(f"replica {name} cannot map the weights and receives them by stream: {client.unmapped}")
         async with self._streams:
             version = self._target() or version
-            self._slots.streaming(name, version.slot)
-            try:
-                await replica.interruptibly(client.stream(version))
-            finally:
-                self._slots.drop(name)  # it has its own copy, also of the previous version
-                self._notify()
-        return version, await client.commit(version)
+            transfer = await self._send_delta(replica, version) or await self._send_whole(replica, version)
+        answer = await client.commit(version)
+        replica.streamed = version
+        return version, answer, transfer
 
-    async def _may_retry(self, replica: _Replica, version: Version, error: SwapError | UnreachableError) -> bool:
+    async def _send_delta(self, replica: ReplicaState, version: Version) -> Transfer | None:
+        """Sends the changes since the version that the replica serves; None when there is no delta, or the replica refused it."""
+        encoded = await self._deltas.between(replica.streamed, version) if replica.streamed else None
+        if encoded is None:
+            return None
+        try:
+            sent = await replica.client.stream_delta(encoded.delta, version)
+        except SwapError as error:
+            replica.streamed = None
+            await self._notice(f"replica {replica.lease.id} refused a delta and receives version {version.number} whole: {error}")
+            return None
+        return Transfer("delta", sent.nbytes, encoded.delta.manifest.density, encoded.seconds, sent.apply_seconds)
+
+    async def _send_whole(self, replica: ReplicaState, version: Version) -> Transfer:
+        self._slots.streaming(replica.lease.id, version.slot)
+        try:
+            sent = await replica.interruptibly(replica.client.stream(version))
+        finally:
+            self._slots.drop(replica.lease.id)  # it has its own copy, also of the previous version
+            self._notify()
+        return Transfer("stream", sent.nbytes)
+
+    async def _may_retry(self, replica: ReplicaState, version: Version, error: SwapError | UnreachableError) -> bool:
         """Counts the failure and waits for the next attempt. False when the replica is quarantined instead."""
         reached = isinstance(error, SwapError)
         if reached:
@@ -299,7 +280,7 @@ class ReplicaSync:
         await asyncio.sleep(BACKOFF.draw(attempts))
         return True
 
-    async def _quarantine(self, replica: _Replica, reason: str) -> None:
+    async def _quarantine(self, replica: ReplicaState, reason: str) -> None:
         self._slots.drop(replica.lease.id)
         # Emit the notice first: quarantining the last replica fails the run.
         await self._notice(f"replica {replica.lease.id} at {replica.lease.address} is quarantined: {reason}")
@@ -315,7 +296,7 @@ class ReplicaSync:
                 "See the replicas' logs and fix the cause, then continue with --resume.",
             )
 
-    async def _stop(self, replica: _Replica) -> None:
+    async def _stop(self, replica: ReplicaState) -> None:
         self._slots.drop(replica.lease.id)
         task = replica.task
         while task is not None and not task.done():
@@ -328,7 +309,7 @@ class ReplicaSync:
         tasks = [replica.task for replica in self._replicas.values() if replica.task and replica.task.done()]
         return [task for task in tasks if not task.cancelled() and task.exception()]
 
-    async def _record(self, replica: _Replica, commit: Commit) -> None:
+    async def _record(self, replica: ReplicaState, commit: Commit) -> None:
         await self._experience.ack_commit(
             commit.replica, commit.version, commit.term, commit.stall_seconds, commit.reload_seconds
         )
@@ -339,7 +320,7 @@ class ReplicaSync:
                 "version": commit.version,
                 "stall_seconds": commit.stall_seconds,
                 "reload_seconds": commit.reload_seconds,
-                "path": "stream" if replica.client.unmapped else "arena",
+                **{key: value for key, value in asdict(commit.transfer).items() if value is not None},
             }
         )
         replica.commit = commit

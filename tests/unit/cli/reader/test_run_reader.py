@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyreme.cli.reader import RunReader, SampleFilter, run_directories
+from polyreme.cli.reader import RunReader, SampleQuery, run_directories
 from polyreme.cli.reader.run import INDEX
 from polyreme.errors import ConfigError
 
@@ -78,7 +78,7 @@ def test_events_are_the_other_records(reader: RunReader) -> None:
 
 def test_samples_are_found_by_every_filter(reader: RunReader) -> None:
     def ids(**wanted: Any) -> list[str]:
-        total, found = reader.find_samples(SampleFilter(**wanted))
+        total, found = reader.find_samples(SampleQuery(**wanted))
         assert total == len(found)
         return [each["id"] for each in found]
 
@@ -90,12 +90,12 @@ def test_samples_are_found_by_every_filter(reader: RunReader) -> None:
     assert ids(text="sort 9") == ["v3.0"]
     assert ids(kind="train", tokens_max=3, first=3) == ["6.0", "7.0"]
     assert ids(text="100%_") == []
-    [[prompt]] = [{each["prompt_number"] for each in reader.find_samples(SampleFilter(text="Sort 2"))[1]}]
+    [[prompt]] = [{each["prompt_number"] for each in reader.find_samples(SampleQuery(text="Sort 2"))[1]}]
     assert ids(prompt=prompt, order="oldest") == ["2.0", "2.1", "5.0", "5.1"]
 
 
 def test_pages_of_samples_follow_each_other(reader: RunReader) -> None:
-    everything = SampleFilter(order="oldest")
+    everything = SampleQuery(order="oldest")
     total, first = reader.find_samples(everything, limit=8)
     _, rest = reader.find_samples(everything, offset=8, limit=8)
     assert total == 13 and len({each["id"] for each in first + rest}) == 13
@@ -127,7 +127,7 @@ def test_another_run_in_the_directory_replaces_the_index(run_dir: Path, reader: 
     write(run_dir, [{"kind": "iteration", "iteration": 1, "reward/mean": 0.0}], run="sorting-2")
     reader.refresh()
     assert reader.run_id == "sorting-2" and reader.iterations() == 1
-    assert reader.find_samples(SampleFilter(first=2))[0] == 0
+    assert reader.find_samples(SampleQuery(first=2))[0] == 0
 
 
 def test_an_index_of_another_schema_is_rebuilt(run_dir: Path, reader: RunReader) -> None:

@@ -29,23 +29,23 @@ def objective(results: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("limit", [2**25, 1])
+@pytest.mark.parametrize(("limit", "valid"), [(2**25, 37), (1, 37), (1, 10)])
 def test_values_and_gradients_are_those_of_torch(
-    limit: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
+    limit: int, valid: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one block, and from three of which the last one has padding."""
+    """From one block, from three of which the last one has padding, and from one that leaves out columns of padding alone."""
     monkeypatch.setattr(logprobs, "BLOCK_LOGITS", limit)
     layer = random_layer(7, 48)
-    targets = torch.tensor([0, 4, 36, 15, 16, 31, 32])
-    distribution = torch.distributions.Categorical(logits=(layer[0] @ layer[1].t())[:, :37] / temperature)
+    targets = torch.tensor([0, 4, 36, 15, 16, 31, 32]) % valid
+    distribution = torch.distributions.Categorical(logits=(layer[0] @ layer[1].t())[:, :valid] / temperature)
     want = [distribution.log_prob(targets), distribution.entropy()][: 1 + with_entropy]
-    got = token_logprobs(*layer, targets, head(37, temperature, with_entropy))
+    got = token_logprobs(*layer, targets, head(valid, temperature, with_entropy))
     assert len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs)
-    ours, theirs = (torch.autograd.grad(objective(results), layer) for results in (got, want))
-    torch.testing.assert_close(ours, theirs)
-    assert (ours[1][37:] == 0).all()
+    gradients = [torch.autograd.grad(objective(results), layer) for results in (got, want)]
+    torch.testing.assert_close(*gradients)
+    assert (gradients[0][1][valid:] == 0).all()
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -11,7 +11,7 @@ from polyreme_trainer.megatron.families import find_family
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices
-from polyreme_trainer.megatron.reshard import Layout, RankState, Shard, reshard
+from polyreme_trainer.megatron.reshard import Layout, RankState, SavedShard, reshard
 
 TIED = Architecture(
     family=find_family("qwen2"),
@@ -81,7 +81,7 @@ def test_every_rank_gets_its_parameters_from_the_ranks_of_any_layout(arch: Archi
     states = saved(arch, before)
     assert sorted(states) == list(range(before.tensor * before.pipeline * before.data))
     for here in ranks(after):
-        shards = [Shard(arch, rank, [states[number] for number in numbers]) for rank, numbers in before.files(here)]
+        shards = [SavedShard(arch, rank, [states[number] for number in numbers]) for rank, numbers in before.files(here)]
         expected = params(arch, here)
         found = reshard(arch, "moment", expected, here, shards)
         assert found.keys() == expected.keys()
@@ -93,7 +93,7 @@ def test_only_the_parameters_that_are_asked_for_are_read() -> None:
     layout, here = Layout(2, 1, 1), Rank()
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     states = [{"moment": {name: state["moment"][name]}} for _, state in sorted(saved(TIED, layout).items())]
-    shards = [Shard(TIED, rank, [states[number] for number in numbers]) for rank, numbers in layout.files(here)]
+    shards = [SavedShard(TIED, rank, [states[number] for number in numbers]) for rank, numbers in layout.files(here)]
     found = reshard(TIED, "moment", [name], here, shards)
     assert found.keys() == {name}
     assert torch.equal(found[name], params(TIED, here)[name])
@@ -106,7 +106,7 @@ def test_ranks_of_the_same_shards_read_no_others() -> None:
 
 def test_data_ranks_that_do_not_fill_a_parameter_are_an_error() -> None:
     states = saved(TIED, Layout(1, 1, 2))
-    shard = Shard(TIED, Rank(), [states[0], {"moment": {}}])
+    shard = SavedShard(TIED, Rank(), [states[0], {"moment": {}}])
     with pytest.raises(RuntimeError, match="shape"):
         for name in params(TIED, Rank()):
             if name in states[0]["moment"]:

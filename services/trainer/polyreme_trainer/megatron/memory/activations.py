@@ -15,8 +15,9 @@ from polyreme_trainer.megatron.hf_mapping import padded_vocab
 from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.megatron.memory.state import Addend, Model
 
-CHUNK_LOGITS = 2**26
-"""The largest number of logits that exist at a time on a rank, `policy.CHUNK_LOGITS`."""
+BLOCK_LOGITS = 2**24
+"""The largest number of logits that exist at a time on a rank, `logprobs.BLOCK_LOGITS`."""
+_ALIGNED = 16  # columns of the smallest block
 FLOAT = 4
 
 
@@ -27,14 +28,12 @@ class MicroBatchSize:
     Attributes:
         tokens: its tokens, with padding.
         trained: the tokens whose log-probabilities are computed.
-        scaled: whether logits are divided by a temperature.
         entropy: whether the loss has an entropy.
         fused: whether gate and product of an MLP are one operation, as on CPU.
     """
 
     tokens: int
     trained: int
-    scaled: bool = False
     entropy: bool = False
     fused: bool = True
 
@@ -91,19 +90,18 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[tupl
 
 
 def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize, table: int) -> tuple[str, int, str]:
-    """The logits of one chunk and their gradient, beside the output layer's gradient and the final hidden states."""
-    width, copies = model.width, model.width < FLOAT or batch.scaled
-    columns = padded_vocab(model.arch, sharding.rank.tp) // sharding.rank.tp
-    rows = min(batch.trained, max(1, CHUNK_LOGITS // columns))
-    chunks = -(-batch.trained // rows)
-    padded = padded_vocab(model.arch, sharding.rank.tp) != model.arch.vocab
-    forward = width + (FLOAT if copies else 0) + FLOAT  # logits, their float32 copy, their exponentials
-    backward = FLOAT * (2 + padded + batch.entropy) + (width if width < FLOAT else 0)
-    held = table if chunks > 1 else 0  # the gradient of the chunks before
-    hidden = (batch.tokens + batch.trained) * model.arch.hidden * width
-    logits = rows * columns
-    shape, final = f"{rows:,} tokens x {columns:,} columns", f"final hidden states {hidden:,}"
-    if logits * forward > logits * backward + table:
-        return "logits", hidden + held + logits * forward, f"{shape} x {forward} bytes, {final}"
-    gradient = f"a gradient of {table:,}" + (" x 2, of two chunks" if held else "")
-    return "logits", hidden + held + logits * backward + table, f"{shape} x {backward} bytes, {gradient}, {final}"
+    """A block of logits and its gradient, beside the output layer's gradient and the final hidden states."""
+    width, hidden = model.width, model.arch.hidden
+    vocab = padded_vocab(model.arch, sharding.rank.tp)
+    columns = vocab // sharding.rank.tp
+    several = batch.trained * columns > BLOCK_LOGITS
+    block = min(columns, max(_ALIGNED, BLOCK_LOGITS // batch.trained // _ALIGNED * _ALIGNED)) if several else columns
+    each = FLOAT * (2 + batch.entropy) + (
+        width if width < FLOAT else 0
+    )  # logits, their gradient, and its copy in the model's dtype
+    if vocab != model.arch.vocab:
+        each += FLOAT  # the gradient is copied to add the padding's
+    logits, states = batch.trained * block * each, (batch.tokens + batch.trained) * hidden * width
+    parts = (block * width + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
+    arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {each} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
+    return "logits", logits + table + parts + states, arithmetic

@@ -38,8 +38,14 @@ class Sharding:
 
 
 def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
-    """The different shares of the layout: one for each pipeline stage. Ranks of one stage hold equally much."""
-    sequence_ranks = (
-        parallel.tensor if arch.experts else 1
-    )  # megatron-core divides experts over tensor ranks only with the sequence
-    return [Sharding(Rank(tp=parallel.tensor), sequence_ranks=sequence_ranks)]
+    """The different shares of the layout: one for each pipeline stage. Ranks of one stage hold equally much.
+
+    With several data ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
+    after it before the first gradient arrives.
+    """
+    sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
+    stages = parallel.pipeline
+    return [
+        Sharding(Rank(0, parallel.tensor, stage, stages), parallel.data, sequence, micro_batches=stages - stage)
+        for stage in range(stages)
+    ]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from polyreme_trainer.megatron import policy
+from polyreme_trainer.megatron import logprobs
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
@@ -27,8 +27,8 @@ def step(arch: Architecture, batch: MicroBatchSize, sharding: Sharding = ALONE, 
     return [term.nbytes for term in step_terms(Model("actor", arch, dtype, trained=True), sharding, batch)]
 
 
-def test_the_chunk_of_logits_is_the_policys() -> None:
-    assert activations.CHUNK_LOGITS == policy.CHUNK_LOGITS
+def test_the_block_of_logits_is_that_of_the_log_probabilities() -> None:
+    assert activations.BLOCK_LOGITS == logprobs.BLOCK_LOGITS
 
 
 def test_a_layer_saves_the_inputs_of_its_operations() -> None:
@@ -71,11 +71,13 @@ def test_logits_beside_their_gradient(dtype: str, changes: dict[str, bool], each
     assert step(arch, MicroBatchSize(tokens, tokens, **changes), dtype=dtype)[1] == tokens * 152064 * each + table + hidden
 
 
-def test_logits_stay_within_a_chunk() -> None:
+def test_logits_stay_within_a_block() -> None:
     arch = architecture()
-    rows = 2**26 // 152064
-    longer, longest = (step(arch, MicroBatchSize(count, count))[1] for count in (2 * rows, 4 * rows))
-    assert longest - longer == 2 * (2 * rows) * 2 * 3584  # the final hidden states alone
+    whole = 4096 * 152064 * 10
+    [_, blocks] = step(arch, MicroBatchSize(4096, 4096))
+    table, block = 152064 * 3584 * 2, 2**24 // 4096
+    assert blocks == 4096 * block * 10 + table + (block * 2 + 4096 * 4) * 3584 + 2 * 4096 * 3584 * 2
+    assert blocks < whole / 4
 
 
 def test_a_critic_has_no_logits() -> None:

@@ -8,20 +8,22 @@ import asyncio
 import ssl
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from polyreme.cli.reader import RunReader
-from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, read_config, read_run_file
+from polyreme.cli.run_directory import read_config, read_run_file
 from polyreme.config.security import EndpointSecurity, SecurityConfig
-from polyreme.errors import PolyremeError
-from polyreme.experience.leases import Lease, Registry
+from polyreme.errors import ConfigError, PolyremeError
+from polyreme.experience.leases import Kind, Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import tls
 
+KINDS: tuple[Kind, ...] = ("rollout", "reward", "learner")
 MAX_AGE = 3.0
 _TIMEOUT = 2.0
 _SHOWN = {
@@ -36,15 +38,15 @@ _SHOWN = {
 }
 
 
-class LiveServers:
+class ServerStatus:
     """Asks for the servers of runs, and keeps each answer for MAX_AGE seconds.
 
     Args:
-        redis_url: Redis of the runs. None: each run's own, from its run.json.
+        store: the Redis of the runs: a run that is connected to it, or its URL. None: each run's own, from its run.json.
     """
 
-    def __init__(self, redis_url: str | None = None) -> None:
-        self._redis_url = redis_url
+    def __init__(self, store: Run | str | None = None) -> None:
+        self._store = store
         self._answers: dict[str, tuple[float, list[dict[str, Any]]]] = {}
         self._lock = asyncio.Lock()
 
@@ -61,22 +63,29 @@ class LiveServers:
             return found
 
     async def _ask(self, reader: RunReader) -> list[dict[str, Any]]:
-        run_file = read_run_file(reader.run_dir)
-        if (
-            run_file is None
-            or run_file.redis == NO_REDIS
-            or reader.summary().get("state") in ("done", "stopped", "failed", "interrupted")
-        ):
+        if reader.summary().get("state") not in ("starting", "running", "draining"):
             return []
-        url = self._redis_url or (run_file.redis_url if run_file.redis == EMBEDDED else run_file.redis_url or run_file.redis)
+        async with self._run(reader) as run:
+            registry = Registry(run)
+            leases = [lease for kind in KINDS for lease in await registry.leases(kind)]
         security = read_config(reader.run_dir).security
+        return list(await asyncio.gather(*(asyncio.to_thread(describe, lease, security) for lease in leases)))
+
+    @asynccontextmanager
+    async def _run(self, reader: RunReader) -> AsyncIterator[Run]:
+        """The reader's run, connected to its Redis."""
+        if isinstance(self._store, Run):
+            yield self._store
+            return
+        run_file = read_run_file(reader.run_dir)
+        url = self._store or (run_file.redis_url if run_file else "")
+        if not url:
+            raise ConfigError(f"a Redis of run {reader.run_id}", "none", "Pass --redis.")
         redis = await connect(url, _TIMEOUT)
         try:
-            registry = Registry(Run(redis, reader.run_id))
-            leases = [lease for kind in ("rollout", "reward", "learner") for lease in await registry.leases(kind)]
+            yield Run(redis, reader.run_id)
         finally:
             await redis.aclose()
-        return list(await asyncio.gather(*(asyncio.to_thread(describe, lease, security) for lease in leases)))
 
 
 def describe(lease: Lease, security: SecurityConfig | None) -> dict[str, Any]:

@@ -1,0 +1,16 @@
+"""The section `weights`: how policy versions reach the replicas.
+
+Invariant: no key changes the bytes that a replica serves.
+"""
+
+from pydantic import Field
+
+from polyreme.config.section import Operational, Section
+
+
+class WeightsConfig(Section):
+    anchor_interval: Operational[int] = Field(
+        20,
+        ge=1,
+        description="Every so many versions, a replica without the trainer's shared memory receives the whole version; in between it receives only what has changed. 1: always the whole version.",
+    )

@@ -1,0 +1,133 @@
+"""The deltas between the versions of one learner, computed beside training from the arena's slots.
+
+Invariant:
+- A delta leads to the bytes of its version. It is dropped when a slot that it was computed from was overwritten meanwhile.
+- No delta spans an anchor: a version that every replica without the arena receives whole.
+- Training does not wait for a delta. A replica whose delta is missing receives the whole version.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from polyreme.weights.arena import Arena, ArenaError
+from polyreme.weights.delta import WHOLE_ABOVE, Delta, DeltaError, compact, diff
+from polyreme.weights.manifest import Manifest, ManifestError
+from polyreme_trainer.weight_sync.replica_client import Version
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EncodedDelta:
+    """A delta, and the seconds that it took to compute."""
+
+    delta: Delta
+    seconds: float
+
+
+class Deltas:
+    """The deltas since the newest anchor. Runs on one event loop; threads compare, compress and combine.
+
+    Args:
+        arena: holds the versions.
+        anchor_interval: versions between two anchors; 1: every version is one.
+        threads: threads that compare tensors.
+        on_slots: called with the slots that are being compared, when they change.
+    """
+
+    def __init__(self, arena: Arena, anchor_interval: int, threads: int, on_slots: Callable[[set[int]], None]) -> None:
+        self._arena, self._interval, self._on_slots = arena, anchor_interval, on_slots
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="delta")
+        self._links: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # by the version that a link starts from
+        self._combined: dict[int, asyncio.Task[EncodedDelta | None]] = {}  # from older versions to the newest
+        self._newest: Version | None = None
+        self._comparing: list[Version] = []
+        self._turn = asyncio.Lock()
+
+    def publish(self, version: Version, wanted: bool) -> None:
+        """Starts to compute the delta from the newest version to this one, which becomes the newest.
+
+        Args:
+            wanted: whether a replica receives streams.
+        """
+        before, self._newest = self._newest, version
+        self._combined.clear()
+        if not wanted or before is None or version.number % self._interval == 0:
+            self._links.clear()
+            return
+        self._links[before.number] = asyncio.create_task(self._encode(before, version))
+        self._forget_oldest(WHOLE_ABOVE * version.manifest.nbytes)
+
+    async def between(self, base: Version, target: Version) -> EncodedDelta | None:
+        """The delta from one version to another; None when there is none, or it would be half of the version's bytes."""
+        if base.number not in self._links or target is not self._newest:
+            return None
+        if base.number not in self._combined:
+            self._combined[base.number] = asyncio.create_task(self._combine(base.number, target.number))
+        combining = self._combined[base.number]
+        await asyncio.wait({combining})  # its other waiters keep it when this one is cancelled
+        return combining.result()
+
+    def close(self) -> None:
+        """Ends the threads after the tensors that they are comparing."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for task in (*self._links.values(), *self._combined.values()):
+            task.cancel()
+
+    def _forget_oldest(self, most_bytes: float) -> None:
+        """Keeps the newest links of at most so many bytes together: more would be sent as a whole version anyway."""
+        for base, link in reversed(list(self._links.items())):
+            encoded = link.result() if link.done() and not link.exception() else None
+            most_bytes -= len(encoded.delta.payload) if encoded else 0
+            if most_bytes < 0:
+                del self._links[base]
+
+    async def _encode(self, before: Version, after: Version) -> EncodedDelta | None:
+        self._comparing += [before, after]
+        self._on_slots({version.slot for version in self._comparing})
+        try:
+            async with self._turn:  # one comparison uses all threads
+                started = time.perf_counter()
+                delta = await asyncio.to_thread(self._diff, before, after)
+                return EncodedDelta(delta, time.perf_counter() - started) if delta else None
+        except (ArenaError, DeltaError, ManifestError) as error:
+            logger.info("no delta from version %d to %d: %s", before.number, after.number, error)
+            return None
+        finally:
+            self._comparing.remove(before)
+            self._comparing.remove(after)
+            self._on_slots({version.slot for version in self._comparing})
+
+    def _diff(self, before: Version, after: Version) -> Delta | None:
+        versions = (before, after)
+        for version in versions:
+            self._arena.check(version.slot, version.generation)
+        manifests = [Manifest.from_proto(version.manifest) for version in versions]
+        old, new = (self._arena.slot_view(version.slot) for version in versions)
+        delta = diff(manifests[0], old, manifests[1], new, self._pool.map)
+        for version in versions:
+            self._arena.check(version.slot, version.generation)
+        return delta
+
+    async def _combine(self, base: int, target: int) -> EncodedDelta | None:
+        """The links from `base` to `target` as one delta."""
+        combined: EncodedDelta | None = None
+        while base != target:
+            link = self._links.get(base)
+            part = await asyncio.shield(link) if link else None
+            if part is None:
+                return None
+            base = int(part.delta.manifest.manifest.version)
+            if combined is None:
+                combined = part
+                continue
+            started = time.perf_counter()
+            delta = await asyncio.to_thread(compact, combined.delta, part.delta)
+            if delta is None:
+                return None
+            combined = EncodedDelta(delta, combined.seconds + part.seconds + time.perf_counter() - started)
+        return combined

@@ -1,0 +1,78 @@
+"""What the learner knows of one replica, and the record of a version that reached it.
+
+Invariant: at most one call of a replica can be interrupted, the one that training waits for.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from polyreme.experience.leases import Lease
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How a version reached a replica: `arena` (mapped, 0 bytes sent), `stream` (whole) or `delta`, and for a delta what it cost.
+
+    `density`: fraction of the elements in it. `encode_seconds`: on the trainer. `apply_seconds`: on the replica, verification included.
+    """
+
+    path: str
+    bytes: int = 0
+    density: float | None = None
+    encode_seconds: float | None = None
+    apply_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A replica has started to serve `version`. `stall_seconds`: pause of its generation; `reload_seconds`: the load within it."""
+
+    replica: str
+    version: int
+    term: int
+    stall_seconds: float
+    reload_seconds: float
+    transfer: Transfer
+
+
+class InterruptedPushError(Exception):
+    """Training needs the slot that the replica's push reads."""
+
+
+class ReplicaState:
+    """A replica with a lease: what it serves, its failures, and its running push."""
+
+    def __init__(self, lease: Lease, client: ReplicaClient) -> None:
+        self.lease, self.client = lease, client
+        self.served: Version | None = None
+        self.streamed: Version | None = None
+        """The served version if it came by stream, so that a delta may start from it."""
+        self.commit: Commit | None = None
+        self.swap_failures = self.reach_failures = 0
+        self.last_error = "no push has completed yet"
+        self.quarantined = False
+        self.task: asyncio.Task[None] | None = None
+        self.call: asyncio.Future[Any] | None = None
+        self.streams = self.interrupted = False
+
+    async def interruptibly(self, call: Awaitable[T]) -> T:
+        """Awaits a call that training may interrupt. Raises InterruptedPushError, and what the call raises."""
+        self.interrupted = False
+        self.call = asyncio.ensure_future(call)
+        try:
+            return await self.call
+        except asyncio.CancelledError:
+            if self.interrupted:
+                raise InterruptedPushError from None
+            raise
+        finally:
+            self.call.cancel()
+
+    def interrupt(self) -> None:
+        if self.call:
+            self.interrupted = self.call.cancel()

@@ -1,0 +1,179 @@
+"""Versions as deltas, over real gRPC: whatever happens on the way, a replica ends at the bytes of a full push."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.process.backoff import Backoff
+from polyreme.weights.arena import ArenaError
+from polyreme.weights.manifest import TensorSpec, plan_manifest
+from polyreme.weights.wire import encode_chunk
+from polyreme_trainer.weight_sync import replica_client, replica_sync
+from polyreme_trainer.weight_sync.deltas import Deltas
+from support.proxy import bad_network
+from support.publishing import World, publishing, same
+from support.receiver import lease, serving
+
+LAYOUT = plan_manifest([TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,))], {"head": "embed"})
+SPARSE = 0.01
+
+
+@pytest.fixture
+async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """A learner on another host than its replicas; every fourth version is an anchor."""
+    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
+    async with publishing(redis, redis_url, run_id, LAYOUT, weights={"anchor_interval": 4}) as world:
+        world.arena.unlink()
+        yield world
+
+
+async def commits(world: World) -> list[dict[str, Any]]:
+    return [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
+
+
+async def paths(world: World) -> list[str]:
+    return [record["path"] for record in await commits(world)]
+
+
+async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) -> None:
+    async with world.replica("far") as far:
+        for version in range(7):
+            weights = await world.step(SPARSE)
+            await world.publisher.wait_committed(version, 1, 300)
+            assert same(far.weights, weights)
+    assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
+    for record in await commits(world):
+        if record["path"] == "delta":
+            assert 0 < record["bytes"] < LAYOUT.nbytes / 10
+            assert 0 < record["density"] < 2 * SPARSE
+            assert record["encode_seconds"] > 0 < record["apply_seconds"]
+        else:
+            assert record["bytes"] == LAYOUT.nbytes
+            assert "density" not in record
+
+
+async def test_a_version_that_changed_too_much_is_sent_whole(world: World) -> None:
+    async with world.replica("far") as far:
+        for version, fraction in enumerate((1.0, 1.0, SPARSE)):
+            weights = await world.step(fraction)
+            await world.publisher.wait_committed(version, 1, 300)
+            assert same(far.weights, weights)
+    assert await paths(world) == ["stream", "stream", "delta"]
+
+
+async def test_a_late_joiner_receives_a_whole_version_and_then_deltas(world: World) -> None:
+    async with world.replica("one") as one:
+        for version in range(2):
+            await world.step(SPARSE)
+            await world.publisher.wait_committed(version, 1, 300)
+        async with world.replica("two") as two:
+            await world.publisher.wait_committed(1, 2, 300)
+            assert same(two.weights, world.weights)
+            weights = await world.step(SPARSE)
+            await world.publisher.wait_committed(2, 2, 300)
+            assert same(one.weights, weights)
+            assert same(two.weights, weights)
+    assert {(record["replica"], record["version"]): record["path"] for record in await commits(world)} == {
+        **{("one", 0): "stream", ("one", 1): "delta", ("one", 2): "delta"},
+        **{("two", 1): "stream", ("two", 2): "delta"},
+    }
+
+
+async def test_a_restarted_replica_refuses_the_delta_and_receives_the_whole_version(world: World) -> None:
+    receiver = world.receiver()
+    async with serving(receiver) as port, await world.registry.register(lease("far", port)):
+        await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 1, 300)
+        receiver._swapper._receiver._buffers.clear()  # the memory of a process that is gone
+        weights = await world.step(SPARSE)
+        await world.publisher.wait_committed(1, 1, 300)
+        assert same(receiver.weights, weights)
+    assert await paths(world) == ["stream", "stream"]
+    await world.notice("replica far refused a delta", "FAILED_PRECONDITION", "as the base")
+
+
+async def test_a_damaged_delta_is_refused_and_the_whole_version_follows(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world.replica("far") as far:
+        await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 1, 300)
+
+        def damaged(offset: int, data: memoryview) -> bytes:
+            return encode_chunk(offset, data if len(data) > LAYOUT.nbytes / 2 else memoryview(bytes(len(data))))
+
+        monkeypatch.setattr(replica_client, "encode_chunk", damaged)
+        weights = await world.step(SPARSE)
+        await world.publisher.wait_committed(1, 1, 300)
+        assert same(far.weights, weights)
+        assert far.versions == [0, 1]
+    assert await paths(world) == ["stream", "stream"]
+    await world.notice("replica far refused a delta", "DATA_LOSS")
+
+
+async def test_a_failed_swap_of_a_delta_rolls_back_and_is_repeated(world: World) -> None:
+    async with world.replica("far") as far:
+        first = await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 1, 300)
+        after_load: list[bool] = []
+        real = far.engine.load
+
+        async def load(sources: Any) -> Any:
+            try:
+                return await real(sources)
+            finally:
+                after_load.append(same(far.weights, first))
+
+        far.engine.load = load  # type: ignore[method-assign]
+        far.engine.broken_loads = 1
+        weights = await world.step(SPARSE)
+        await world.publisher.wait_committed(1, 1, 300)
+        assert after_load == [False, True, False]  # half of version 1, version 0 again, version 1
+        assert same(far.weights, weights)
+    assert (await paths(world))[-1] == "delta"
+
+
+async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
+    receiver = world.receiver()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serving(receiver))
+        proxy = await stack.enter_async_context(bad_network("127.0.0.1", server))
+        await stack.enter_async_context(await world.registry.register(lease("far", proxy.port)))
+        await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 1, 300)
+        pieces = 0
+
+        async def cut(_: bytes) -> None:
+            nonlocal pieces
+            pieces += 1
+            if pieces == 4:
+                proxy.refuse()
+
+        proxy.listener = cut
+        weights = await world.step(SPARSE)
+        await world.notice("the connection to replica far is broken", "version 1: UNAVAILABLE")
+        proxy.heal()
+        await world.publisher.wait_committed(1, 1, 300)
+        assert same(receiver.weights, weights)
+    assert await paths(world) == ["stream", "delta"]
+
+
+async def test_a_lost_delta_is_a_whole_version(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Deltas._diff
+
+    def lost(deltas: Deltas, before: replica_client.Version, after: replica_client.Version) -> Any:
+        if after.number == 2:
+            raise ArenaError("overwritten")
+        return real(deltas, before, after)
+
+    monkeypatch.setattr(Deltas, "_diff", lost)
+    async with world.replica("far") as far:
+        for version in range(4):
+            weights = await world.step(SPARSE)
+            await world.publisher.wait_committed(version, 1, 300)
+            assert same(far.weights, weights)
+    assert await paths(world) == ["stream", "delta", "stream", "delta"]
