@@ -114,7 +114,9 @@ class Trainer:
         """The final state and its reason when every child exited with status 0."""
         version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
         if self._stopped and version < iterations:
-            return RunState.STOPPED, f"stop requested: {max(0, version)} of {iterations} iterations are trained"
+            state, reason = await self._run.state()
+            why = reason if state is RunState.DRAINING else "stop requested"
+            return RunState.STOPPED, f"{why}: {max(0, version)} of {iterations} iterations are trained"
         return RunState.DONE, ""
 
     async def _supervise(self) -> None:
