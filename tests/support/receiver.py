@@ -14,7 +14,7 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
-from polyreme_rollout.engine.protocol import ArenaSource, Delta, EngineRequest, LoadError, LoadResult, TensorDigest
+from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadError, LoadResult, NewTokens, TensorDigest
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
@@ -41,7 +41,7 @@ class MemoryEngine:
     async def open(self) -> None:
         pass
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         raise NotImplementedError
         yield
 

@@ -57,7 +57,7 @@ class EngineRequest:
     sampling: Sampling
 
 
-class Delta(NamedTuple):
+class NewTokens(NamedTuple):
     """New tokens of a request. `finish`: None, "stop" (by a stop id) or "length"."""
 
     token_ids: Sequence[int]
@@ -121,7 +121,7 @@ class InferenceEngine(Protocol):
         """Connects the engine to the running event loop. Raises EngineDeadError."""
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         """Samples one request. Closing the iterator aborts it. Raises EngineDeadError."""
         ...
 

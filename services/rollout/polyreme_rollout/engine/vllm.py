@@ -27,11 +27,11 @@ from polyreme.process.lifecycle import die_with_parent
 from polyreme_rollout.engine.protocol import (
     CHUNK_TOKENS,
     ArenaSource,
-    Delta,
     EngineDeadError,
     EngineRequest,
     LoadError,
     LoadResult,
+    NewTokens,
     TensorDigest,
 )
 from polyreme_rollout.engine.vllm_openai import make_openai_app
@@ -112,7 +112,7 @@ class VllmEngine:
         names = await self._call(self.llm.collective_rpc("polyreme_weight_names"))
         self.weight_names = frozenset(name for worker in names for name in worker)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         sampling = request.sampling
         params = self._sampling_params(
             temperature=sampling.temperature,
@@ -135,7 +135,7 @@ class VllmEngine:
                 completion = output.outputs[0]
                 if completion.finish_reason not in (None, "stop", "length"):
                     raise EngineDeadError(f"vLLM ended a request with {completion.finish_reason!r}")
-                yield Delta(completion.token_ids, completion.logprobs.logprobs, completion.finish_reason)
+                yield NewTokens(completion.token_ids, completion.logprobs.logprobs, completion.finish_reason)
         except self._dead_error as error:
             raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
         finally:

@@ -23,11 +23,11 @@ from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import (
     CHUNK_TOKENS,
     ArenaSource,
-    Delta,
     EngineDeadError,
     EngineRequest,
     LoadError,
     LoadResult,
+    NewTokens,
     Sampling,
     TensorDigest,
 )
@@ -137,7 +137,7 @@ class SimulatedInferenceEngine:
     async def open(self) -> None:
         self._check_alive()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         tokens = list(request.prompt_ids)
         self._sampled[request.request_id] = done = 0
         finish: str | None = None
@@ -158,7 +158,7 @@ class SimulatedInferenceEngine:
                     self._sampled[request.request_id] = done
                     stopped = ids[-1] in request.sampling.stop_token_ids
                     finish = "stop" if stopped else "length" if done == request.max_new else None
-                    yield Delta(ids, logprobs, finish)
+                    yield NewTokens(ids, logprobs, finish)
         finally:
             del self._sampled[request.request_id]
 
