@@ -20,6 +20,7 @@ def test_from_nothing_to_a_conversation(tmp_path: Path) -> None:
     report = command("polyreme up letters/run.yaml iterations=3 trainer.sft.0.steps=20")
     run_dir = tmp_path / "letters" / "runs" / "letters"
     assert f"polyreme samples {run_dir}" in report
+    assert int((run_dir / "hf" / "best" / "policy_version").read_text()) in (0, 3)
     assert "3/3" in command("polyreme status letters/runs")
     assert "serving version 3" in command(f"polyreme logs {run_dir} rollout")
     samples = [json.loads(line) for line in command(f"polyreme samples {run_dir} --iteration : --json").splitlines()]
