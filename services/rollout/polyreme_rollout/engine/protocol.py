@@ -155,8 +155,14 @@ class InferenceEngine(Protocol):
         ...
 
 
-EngineFactory = Callable[[RunConfig, Path], InferenceEngine]
-"""Starts an engine with arbitrary weights: (the run's configuration, a directory with the model's config and tokenizer files).
+class EngineFactory(Protocol):
+    """Starts an engine. The process calls it in the main thread, before other threads and event loops, because an engine may fork."""
 
-The process calls it in the main thread, before other threads and event loops, because an engine may fork.
-"""
+    def __call__(self, config: RunConfig, model_dir: Path, random_weights: bool = True) -> InferenceEngine:
+        """
+        Args:
+            config: the run's configuration; `device`, `seed`, `model.dtype` and `rollout` count.
+            model_dir: a directory with the model's config and tokenizer files.
+            random_weights: start with arbitrary weights, which a later `load` replaces, instead of those in `model_dir`.
+        """
+        ...

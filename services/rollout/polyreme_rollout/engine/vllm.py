@@ -45,12 +45,8 @@ _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group o
 logger = logging.getLogger(__name__)
 
 
-def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
-    """An `EngineFactory`: starts vLLM with random weights. It forks.
-
-    Args:
-        model_dir: config and tokenizer files; weights in it are ignored.
-    """
+def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "VllmEngine":
+    """An `EngineFactory`: starts vLLM. It forks."""
     _prepare_environment(config)
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -60,7 +56,7 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
     rollout, on_cpu = config.rollout, config.device == "cpu"
     arguments: dict[str, Any] = {
         "model": str(model_dir),
-        "load_format": "dummy",
+        "load_format": "dummy" if random_weights else "safetensors",
         "dtype": config.model.dtype,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,

@@ -68,7 +68,7 @@ class Failures:
     broken_loads: frozenset[int] = frozenset()
 
 
-def start(config: RunConfig, model_dir: Path) -> "SimulatedInferenceEngine":
+def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "SimulatedInferenceEngine":
     """An `EngineFactory`: context, vocabulary and end token are the run's."""
     files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.is_file()}
     return for_run(config, files, Lengths(end_id=end_id(files)))
