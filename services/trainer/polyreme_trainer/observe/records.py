@@ -28,7 +28,7 @@ from polyreme.experience.run import RunState
 logger = logging.getLogger(__name__)
 
 _TAIL = 1 << 16
-COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds"}
+COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds", "canary_difference"}
 
 GroupsOf = Callable[[int], Awaitable[list[bytes]]]
 """The payloads of an iteration's groups. Raises PolyremeError when the log no longer has them."""

@@ -22,7 +22,7 @@ from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encod
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0
-COMMIT_TIMEOUT = 60.0  # the running engine step ends first
+COMMIT_TIMEOUT = 80.0  # the running engine step ends first; the canary may wait for a place
 SLOWEST_BYTES_PER_SECOND = 100e6  # extends the deadlines of staging and committing by a version's size
 STREAM_IDLE_TIMEOUT = 20.0  # without progress of a stream
 SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended although it progresses
@@ -44,11 +44,12 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True)
 class Version:
-    """A complete version in an arena slot."""
+    """A complete version in an arena slot, and its canary, if it has one."""
 
     manifest: pb.Manifest
     slot: int
     generation: int
+    canary: pb.Canary | None = None
 
     @property
     def number(self) -> int:
@@ -124,8 +125,9 @@ class ReplicaClient:
     async def commit(self, version: Version) -> pb.CommitResponse:
         """Makes the replica serve the staged version."""
         identity = version.manifest.id
+        request = pb.CommitRequest(id=identity, canary=version.canary)
         committed: pb.CommitResponse = await self._call(
-            lambda stub: stub.Commit(pb.CommitRequest(id=identity), timeout=COMMIT_TIMEOUT + mapped_seconds(version))
+            lambda stub: stub.Commit(request, timeout=COMMIT_TIMEOUT + mapped_seconds(version))
         )
         if committed.version != identity.version:
             raise SwapError(f"expected a commit of version {identity.version}; found {committed.version}")
