@@ -126,7 +126,9 @@ class InferenceEngine(Protocol):
         ...
 
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
-        """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats. Waits for a place like a request.
+        """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
+
+        It may wait until a running request ends, but not until somebody takes that request's tokens.
 
         Raises:
             EngineDeadError: the engine has died.

@@ -165,10 +165,9 @@ class SimulatedInferenceEngine:
 
     async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
         """A function of the weights and of all tokens up to each."""
-        async with self._room:
-            await self._spend(1)
-            states = itertools.accumulate(ids, lambda state, token: _mix(state ^ token), initial=_mix(self.policy))
-            return [-2.0 / (1 << 32) * (state & 0xFFFFFFFF) for state in list(states)[2:]]
+        await self._spend(1)
+        states = itertools.accumulate(ids, lambda state, token: _mix(state ^ token), initial=_mix(self.policy))
+        return [-2.0 / (1 << 32) * (state & 0xFFFFFFFF) for state in list(states)[2:]]
 
     async def pause(self) -> None:
         self._check_alive()
