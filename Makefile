@@ -40,7 +40,7 @@ test-light: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
 
 # Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
-## test-real: tests that start vLLM or learner ranks
+## test-real: tests that start vLLM, learner ranks or a tracker's package
 test-real: $(VENV)/.dev
 	$(PYTEST) -m "not slow and real" -n 2 --dist loadfile $(ARGS)
 

@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ RUN_ID = "bench-parts"
 
 
 async def sample(
-    engine: Any, config: Any, prompts: list[Any], stop_ids: tuple[int, ...], turn: int
+    engine: Any, config: Any, prompts: Sequence[Any], stop_ids: tuple[int, ...], turn: int
 ) -> list[list[tuple[list[int], list[float], str]]]:
     """(ids, logprobs, finish) of every sample of every prompt."""
     sampling = Sampling(config.rollout.temperature, 1.0, -1, stop_ids)

@@ -19,7 +19,9 @@ from polyreme.net import tls
 
 GROUP = "polyreme.checks"
 STAGE_GROUP = "polyreme.stage_checks"
-Check = Callable[[Any], Iterator[str | PolyremeError]]
+MEMORY_GROUP = "polyreme.memory"
+"""Reports of memory: a function of the configuration and of the bytes of a device (None: not known), which yields the same."""
+Check = Callable[..., Iterator[str | PolyremeError]]
 """Takes a RunConfig, in the group of stages a StageConfig."""
 
 
@@ -70,8 +72,20 @@ def findings(config: RunConfig | StageConfig, only: str | None = None) -> Findin
     return Findings(tuple(errors), tuple(notices))
 
 
-def _results(check: Check, config: RunConfig | StageConfig) -> Iterator[str | PolyremeError]:
+def memory_report(config: RunConfig | StageConfig, device_bytes: int | None) -> Findings:
+    """The services' estimates of their memory, without allocating: lines of text, and errors when a part cannot fit.
+
+    Args:
+        device_bytes: memory of a device; None: not known.
+    """
+    points = sorted(entry_points(group=MEMORY_GROUP), key=lambda point: point.name)
+    results = [result for point in points for result in _results(point.load(), config, device_bytes)]
+    errors = tuple(result for result in results if not isinstance(result, str))
+    return Findings(errors, tuple(result for result in results if isinstance(result, str)))
+
+
+def _results(check: Check, *arguments: Any) -> Iterator[str | PolyremeError]:
     try:
-        yield from check(config)
+        yield from check(*arguments)
     except PolyremeError as error:
         yield error

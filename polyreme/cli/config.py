@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.checks import findings
+from polyreme.cli.checks import findings, memory_report
+from polyreme.cli.completion import Overrides
 from polyreme.cli.summary import lines_of
 from polyreme.config.describe import annotated_yaml, reference
 from polyreme.config.load import load_any
 from polyreme.errors import PolyremeError
 
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file of a run or a stage.")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Override as key=value, such as trainer.optimizer.lr=1e-4.")]
 
 config = typer.Typer(no_args_is_help=True, help="Show or check a run's configuration.")
 
@@ -27,19 +27,33 @@ def show(file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @config.command("check")
-def check(file: ConfigFile, overrides: Overrides = None) -> None:
+def check(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Also print the estimated memory of the learner.")] = False,
+    device_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Memory of a device in GiB, which the estimate must fit; on CPU, the machine's.", show_default=False
+        ),
+    ] = None,
+) -> None:
     """Check everything that can be checked before processes start, and print the run's summary."""
     resolved = load_any(file, overrides or ())
     found = findings(resolved)
-    for line in lines_of(resolved, found.notices):
-        print(line)
-    match found.errors:
+    lines, errors = lines_of(resolved, found.notices), list(found.errors)
+    if memory or device_gib is not None:
+        estimate = memory_report(resolved, None if device_gib is None else int(device_gib * 2**30))
+        lines += estimate.notices
+        errors = errors or list(estimate.errors)
+    print("\n".join(lines))
+    match errors:
         case []:
             print("checks         passed")
         case [error]:
             raise error
         case errors:
-            raise _Several(errors)
+            raise _Several(tuple(errors))
 
 
 @config.command("reference")

@@ -8,9 +8,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from polyreme.config.data import Sources
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
-from polyreme.errors import ConfigError
+from polyreme.dataset.source import as_sources, files_of
+from polyreme.errors import ConfigError, DataError
 
 _MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 _LARGEST_HEADER = 100_000_000
@@ -44,7 +46,7 @@ def check_inputs(config: RunConfig) -> None:
         config.rollout.max_model_len,
         "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer context.",
     )
-    named = {"data.train": config.data.train, "data.eval": config.data.eval}
+    named: dict[str, Sources | None] = {"data.train": config.data.train, "data.eval": config.data.eval}
     named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
     named["algorithm.ptx.data"] = config.algorithm.ptx.data if config.algorithm.ptx else None
     _check_files(named)
@@ -73,10 +75,15 @@ def _check_context(model_dir: Path, key: str, longest: int, advice: str) -> None
         raise ConfigError(f"{key} within the model's context of {context} tokens (max_position_embeddings)", str(longest), advice)
 
 
-def _check_files(named: Mapping[str, Path | None]) -> None:
-    for key, path in named.items():
-        if path is not None and not path.is_file():
-            raise ConfigError(f"a file at {key} = {path}", "no such file", f"Fix {key}, or create the file.")
+def _check_files(named: Mapping[str, Sources | None]) -> None:
+    for key, sources in named.items():
+        for source in as_sources(sources) if sources is not None else ():
+            try:
+                files = files_of(source.path)
+            except DataError as error:
+                raise ConfigError(f"{error.expected}, of {key}", error.found, error.do) from error
+            if missing := [path for path in files if not path.is_file()]:
+                raise ConfigError(f"a file at {key} = {missing[0]}", "no such file", f"Fix {key}, or create the file.")
 
 
 def _check_model_dir(model_dir: Path) -> None:

@@ -6,9 +6,10 @@ Invariant: only the subcommand on the command line is imported, so `polyreme --h
 """
 
 import ast
+import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
@@ -38,8 +39,44 @@ def commands() -> list[Command]:
         Command(
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
         ),
+        Command(
+            "init",
+            "Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags.",
+            lambda: _attribute("polyreme.cli.init", "init"),
+        ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
+        Command(
+            "doctor",
+            "Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk.",
+            lambda: _attribute("polyreme.cli.doctor", "doctor"),
+        ),
+        Command(
+            "ui",
+            "Show runs in a web page: curves, samples, timeline, servers, alarms.",
+            lambda: _attribute("polyreme.cli.ui.command", "ui"),
+        ),
+        Command(
+            "report",
+            "Write one offline HTML file that compares runs.",
+            lambda: _attribute("polyreme.cli.ui.report", "report"),
+        ),
         Command("config", "Show or check a run's configuration.", lambda: _attribute("polyreme.cli.config", "config")),
+        Command(
+            "status",
+            "List runs: state, iteration, newest result, replicas, and why a run ended.",
+            lambda: _attribute("polyreme.cli.status", "status"),
+        ),
+        Command("logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.logs", "logs")),
+        Command(
+            "samples",
+            "Show samples of a run, filtered by iteration, reward, length and text.",
+            lambda: _attribute("polyreme.cli.samples", "samples"),
+        ),
+        Command(
+            "compare",
+            "Compare runs: keys of the configuration that differ, results, and metrics over the same iterations.",
+            lambda: _attribute("polyreme.cli.compare", "compare"),
+        ),
     ]
     for point in sorted(entry_points(group="polyreme.commands")):
         found.append(Command(point.name, _first_line(point), point.load))
@@ -51,7 +88,6 @@ def build_app(argv: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         name="polyreme",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
     app.callback()(_options)
@@ -72,7 +108,14 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # an unencodable character must not end a run
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # process 1 of a container ignores SIGTERM by default
     with exit_on_error("polyreme"):
-        build_app(sys.argv[1:])(prog_name="polyreme")
+        build_app(typed_words(sys.argv[1:], os.environ))(prog_name="polyreme")
+
+
+def typed_words(argv: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:
+    """The words after `polyreme`: the arguments, or what is on the line of a shell that asks for completions in `environment`."""
+    if "_POLYREME_COMPLETE" not in environment:
+        return argv
+    return (environment.get("COMP_WORDS") or environment.get("_TYPER_COMPLETE_ARGS") or "").split()[1:]
 
 
 def _print_version(asked: bool) -> None:
@@ -94,13 +137,17 @@ def _not_imported() -> None:
 
 
 def _first_line(point: EntryPoint) -> str:
-    """The first line of a function's docstring. Reads the source, since an import may take seconds."""
+    """The first line of a function's docstring, or the help of a typer application. Reads the source: an import may take seconds."""
     package, *inside = point.module.split(".")
     spec = find_spec(package)
     [folder] = spec.submodule_search_locations or [] if spec else []
     source = Path(folder, *inside).with_suffix(".py").read_text()
-    [function] = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == point.attr]
-    return (ast.get_docstring(function) or "").partition("\n")[0]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == point.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.targets[0]) == point.attr:
+            return next((ast.literal_eval(word.value) for word in node.value.keywords if word.arg == "help"), "")
+    raise AssertionError(f"{point.value} is neither a function nor a typer application")
 
 
 def _attribute(module: str, name: str) -> Any:

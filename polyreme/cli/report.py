@@ -53,7 +53,7 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
 
 
 def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:
-    """The final report: how the run ended, results before and after, five answers, the split of the time, and the paths."""
+    """The final report: how the run ended, results before and after, five answers, the split of the time, the paths, what to do next."""
     lines = [f"{state:8} {reason}"] if reason else []
     lines += _result_lines(progress)
     seconds = progress.rl_seconds()
@@ -65,7 +65,25 @@ def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState
     lines.append(f"run      {run_dir}")
     if progress.saved:
         lines.append(f"model    {progress.saved['hf_path']}")
-    return lines
+    return lines + next_lines(run_dir, state)
+
+
+def next_lines(run_dir: Path, state: RunState) -> list[str]:
+    """The commands that a user needs after a run that ended in `state`."""
+    match state:
+        case RunState.DONE:
+            steps = [("samples", "what it was trained on"), ("compare", "beside another run")]
+        case RunState.STOPPED:
+            steps = [
+                ("samples", "what it was trained on"),
+                ("status", "where it stands; `polyreme up ... --resume` continues it"),
+            ]
+        case _:
+            steps = [("logs", "what its processes said; `polyreme up ... --resume` continues it")]
+    paths = {"compare": f"{run_dir} OTHER"}
+    commands = [(f"polyreme {name} {paths.get(name, run_dir)}", about) for name, about in steps]
+    width = max(len(command) for command, _ in commands)
+    return [f"{'next' if not place else '':8} {command:{width}}  # {about}" for place, (command, about) in enumerate(commands)]
 
 
 def _result_lines(progress: Progress) -> list[str]:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
 from redis.asyncio import Redis
 
 from polyreme.cli.input_files import read_model_files
@@ -24,6 +25,7 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.load import load_any
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
+from polyreme.dataset.source import digest_of
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run
 
@@ -53,6 +55,7 @@ class RunFile:
         redis: URL of the run's Redis, or "embedded" for the run's own one in the directory's redis/.
         redis_url: address of that Redis at the newest start, without a password.
         forked_from: origin of the run if it is a fork.
+        data: digest of the training data, as `digest_of` returns it.
         replicas: URL of the OpenAI-compatible /v1 by replica id, for the registered replicas.
     """
 
@@ -60,10 +63,11 @@ class RunFile:
     redis: str
     redis_url: str = ""
     forked_from: Origin | None = None
+    data: str = ""
     replicas: Mapping[str, str] = field(default_factory=dict)
 
 
-def claim(config: BaseConfig, resume: bool) -> RunFile | None:
+def claim(config: RunConfig | StageConfig, resume: bool) -> RunFile | None:
     """Decides whether a start in the configuration's directory continues its run.
 
     Args:
@@ -74,7 +78,7 @@ def claim(config: BaseConfig, resume: bool) -> RunFile | None:
         The run to continue, or None for a new run. A run that ended before its first checkpoint is replaced by the next run.
 
     Raises:
-        ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run was trained with other values.
+        ConfigError: the directory holds a run with a checkpoint and `resume` is not set, or the run was trained with other values or data.
     """
     existing = read_run_file(config.run_dir)
     saved = checkpoints(config.run_dir, config.checkpoint_prefix)
@@ -95,6 +99,13 @@ def claim(config: BaseConfig, resume: bool) -> RunFile | None:
             f"the configuration that run {existing.run_id} was trained with",
             "other values of " + ", ".join(differences(before, config)),
             "Resume with the same values, or use --fork to start a new run with other values from a copy of its checkpoint.",
+        )
+    now = digest_of(config.data.train) if existing.data and saved else existing.data
+    if now not in ("", existing.data):
+        raise ConfigError(
+            f"the training data that run {existing.run_id} was trained with (digest {existing.data})",
+            f"other content at the same path (digest {now})",
+            "Restore the files, or use --fork to start a new run with other data from a copy of its checkpoint.",
         )
     return existing
 
@@ -125,23 +136,26 @@ async def open_run(
     files = read_model_files(config.model.path)
     if existing is None:
         run = await Run.create(redis, new_run_id(config), config, files, first_group=origin.group if origin else 0)
-        found = RunFile(run.run_id, store, redis_url, origin)
+        found = RunFile(run.run_id, store, redis_url, origin, digest_of(config.data.train))
     else:
+        data = existing.data
         if checkpoints(config.run_dir):
             _check_same_files(await Run(redis, existing.run_id).model_files(), files, config)
+        else:
+            data = digest_of(config.data.train)
         run = await Run.resume(redis, existing.run_id, config, files)
-        found = replace(existing, redis=store, redis_url=redis_url, replicas={})
+        found = replace(existing, data=data, redis=store, redis_url=redis_url, replicas={})
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
-    _write_run_file(config.run_dir, found)
+    write_run_file(config.run_dir, found)
     await run.emit({"kind": "start", "start": run.start, "forked_from": asdict(origin) if origin else None})
     return run
 
 
 def open_stage(config: StageConfig, existing: RunFile | None) -> RunFile:
     """Writes config.yaml and run.json of a stage. Returns the content of run.json."""
-    found = existing or RunFile(new_run_id(config), NO_REDIS)
+    found = existing or RunFile(new_run_id(config), NO_REDIS, data=digest_of(config.data.train))
     write_atomically(config.run_dir / "config.yaml", config.to_yaml())
-    _write_run_file(config.run_dir, found)
+    write_run_file(config.run_dir, found)
     return found
 
 
@@ -222,10 +236,11 @@ def write_replicas(run_dir: Path, run_id: str, replicas: Mapping[str, str]) -> N
     """Writes the registered replicas to run.json if it belongs to this run."""
     found = read_run_file(run_dir)
     if found is not None and found.run_id == run_id:
-        _write_run_file(run_dir, replace(found, replicas=replicas))
+        write_run_file(run_dir, replace(found, replicas=replicas))
 
 
-def _write_run_file(run_dir: Path, content: RunFile) -> None:
+def write_run_file(run_dir: Path, content: RunFile) -> None:
+    """Writes run.json."""
     write_atomically(run_dir / "run.json", json.dumps(asdict(content), indent=1) + "\n")
 
 
@@ -239,6 +254,21 @@ def read_stage_config(run_dir: Path) -> StageConfig:
     return _read_config(run_dir, StageConfig)
 
 
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """The values in the directory's config.yaml, unchecked, so that those of another release can be read; {} without the file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    path = run_dir / "config.yaml"
+    try:
+        return dict(yaml.safe_load(path.read_text()) or {})
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(f"valid YAML in {path}", str(error), "Restore the file.") from None
+
+
 def _read_config(run_dir: Path, kind: type[Config]) -> Config:
     config = load_any(run_dir / "config.yaml")
     if not isinstance(config, kind):
@@ -249,8 +279,13 @@ def _read_config(run_dir: Path, kind: type[Config]) -> Config:
 
 def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
     """The dotted keys whose values differ, sorted."""
-    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    old, new = flat_settings(before.model_dump(mode="json")), flat_settings(after.model_dump(mode="json"))
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+
+
+def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a configuration by dotted key. A list is one value."""
+    return _flat(dict(tree))
 
 
 def next_attempt(run_dir: Path) -> Path:

@@ -5,9 +5,11 @@ Invariant: a pure function of the configuration and of the notices of the checks
 
 from collections.abc import Iterable
 
+from polyreme.config.data import Sources
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.config.trainer import OptimizerConfig
+from polyreme.dataset.source import as_sources
 
 _TOKEN_BYTES = 4 + 4 + 1 + 4
 """Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
@@ -32,7 +34,7 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
         f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
         f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
-        f"trainer        tensor {trainer.parallel.tensor} x data {trainer.parallel.data}{spread} on {config.device}, {config.model.dtype}",
+        f"trainer        {trainer.parallel.layout}{spread} on {config.device}, {config.model.dtype}",
         f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
         f" up to {config.rollout.max_new_tokens} new tokens",
         f"Redis holds    at most {redis_bytes(config) / 2**20:,.1f} MiB",
@@ -56,9 +58,9 @@ def lines_of(config: RunConfig | StageConfig, notices: Iterable[str] = ()) -> li
 def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
     """A stage in lines of text, likewise."""
     trainer, parallel = config.trainer, config.trainer.parallel
-    length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs:g} passes over {config.data.train.name}"
+    length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs:g} passes over {_names(config.data.train)}"
     evaluates = (
-        f"{config.data.eval.name} before the first step, after the last" if config.data.eval else "never: data.eval is not set"
+        f"{_names(config.data.eval)} before the first step, after the last" if config.data.eval else "never: data.eval is not set"
     )
     between = f" and every {trainer.eval_interval} steps" if config.data.eval and trainer.eval_interval else ""
     saves = f"every {trainer.save_interval} steps and after the last" if trainer.save_interval else "after the last step"
@@ -67,7 +69,7 @@ def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
         f"learning rate  {learning_rate(trainer.optimizer, trainer.steps, 'steps')}",
         f"evaluates      {evaluates}{between}",
         f"saves          {saves}, keeping {trainer.keep_checkpoints}",
-        f"trainer        tensor {parallel.tensor} x data {parallel.data} on {config.device}, {config.model.dtype}",
+        f"trainer        {parallel.layout} on {config.device}, {config.model.dtype}",
     ]
     late = {
         "trainer.save_interval": trainer.save_interval,
@@ -149,3 +151,7 @@ def _points(interval: int, iterations: int) -> str:
     points = sorted({*range(interval, iterations + 1, interval), iterations})
     shown = ", ".join(map(str, points)) if len(points) <= 6 else f"{points[0]}, {points[1]}, ... {points[-1]}"
     return f"after iteration {shown}"
+
+
+def _names(sources: Sources) -> str:
+    return ", ".join(source.path.name for source in as_sources(sources))

@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from rich.console import Console
 
 from polyreme.cli.checks import check_run
+from polyreme.cli.completion import Overrides
 from polyreme.cli.detach import into_background
 from polyreme.cli.run_directory import EMBEDDED, RunFile, next_attempt, open_run
 from polyreme.cli.session import Session
@@ -35,7 +36,7 @@ from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 
 def up(
     config: Annotated[Path, typer.Argument(help="The run's YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, such as trainer.optimizer.lr=1e-4.")] = None,
+    overrides: Overrides = None,
     redis: Annotated[str | None, redis_option("Redis to use. Default: the run's own.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the directory's run.")] = False,
     fork: Annotated[

@@ -56,7 +56,7 @@ class AlgorithmSource(Section):
 class PtxConfig(Section):
     """Supervised rows mixed into every optimizer step of the policy (PPO-ptx)."""
 
-    data: Path = Field(description="JSON lines with the prompt and a `response` column, as of trainer.sft.")
+    data: Path = Field(description="Data file with the prompt and a `response` column, as of trainer.sft.")
     coef: float = Field(gt=0, description="Weight of the rows' cross entropy, the mean over their response tokens.")
     batch_size: int = Field(ge=1, description="Rows per optimizer step.")
 

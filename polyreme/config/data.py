@@ -1,31 +1,99 @@
-"""The section `data`: prompt files, and how a row becomes a prompt.
+"""The section `data`: data files, and how a row becomes a prompt.
 
 Invariant: paths and columns are named here only; no reader has a default of its own.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from polyreme.config.section import Operational, Section
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DataSource(Section):
+    """A part of the data: a file, several files, or a directory."""
+
+    path: Path = Field(
+        description="JSON lines, JSON, CSV, Parquet, Arrow or Megatron (.idx) file, by its suffix; a directory of such files or of a saved"
+        " Hugging Face data set; or a file name with `*`."
+    )
+    split: tuple[Fraction, Fraction] | None = Field(
+        None,
+        description="Part of the rows, by a digest of each row's content: [0, 0.9] and [0.9, 1] share no row. null: all rows.",
+    )
+    rename: dict[str, str] = Field({}, description="Columns to add from others of the row: new name to old name or dotted path.")
+    add: dict[str, Any] = Field({}, description="Columns to add to every row, with their value.")
+
+    @model_validator(mode="after")
+    def _split_has_rows(self) -> "DataSource":
+        if self.split is not None and self.split[0] >= self.split[1]:
+            raise ValueError("`split` is [from, to] with from below to")
+        return self
+
+
+class WeightedSource(DataSource):
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="Share of the prompts in a pass, relative to the other weights. null for all sources: each row once a pass.",
+    )
+
+
+Sources = Path | tuple[Path | DataSource, ...]
+"""What `data.train` and `data.eval` hold."""
+
+_FILES = "Data: a path, or a list of paths and sources."
 
 
 class TextConfig(Section):
     """Data files, and how a prompt becomes text."""
 
-    train: Path = Field(description="JSON lines file with one row per line.")
-    eval: Operational[Path | None] = Field(None, description="JSON lines file with held-out rows. null: no evaluation.")
+    train: Path | tuple[Path | DataSource, ...] = Field(description=f"{_FILES} One row is one line or element.")
+    eval: Operational[Path | tuple[Path | DataSource, ...] | None] = Field(
+        None, description="Held-out data, likewise. null: no evaluation."
+    )
     prompt_key: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages.")
     template: Literal["chat", "none"] = Field(
         "chat", description="chat: the tokenizer's chat template. none: the tokenizer's BOS token followed by the unchanged text."
     )
     system: str | None = Field(None, description="System message for prompts that have none.")
 
+    @model_validator(mode="after")
+    def _has_sources(self) -> "TextConfig":
+        if () in (self.train, self.eval):
+            raise ValueError("a list of data sources has at least one")
+        return self
+
+    @property
+    def given(self) -> "tuple[Sources, ...]":
+        """The training data, then the held-out data if there is any."""
+        return (self.train,) if self.eval is None else (self.train, self.eval)
+
 
 class DataConfig(TextConfig):
     """Prompts for rollouts."""
 
+    train: Path | tuple[Path | WeightedSource, ...] = Field(description=f"{_FILES} One row is one prompt.")
     label_key: str = Field("answer", description="Column with the reference answer. It is optional in each row.")
     max_prompt_tokens: int = Field(1024, ge=1, description="Maximum prompt length in tokens.")
     overlong: Literal["filter", "error"] = Field("filter", description="What to do with a prompt longer than max_prompt_tokens.")
+    deduplicate: bool = Field(False, description="Leave out prompts whose text is that of an earlier one.")
+    shuffle: bool = Field(
+        True, description="Whether each pass over the prompts has an order of its own. false: their order in the data."
+    )
+    shuffle_seed: int | None = Field(None, ge=0, description="Seed of the order. null: `seed`.")
+
+    @model_validator(mode="after")
+    def _all_have_weights(self) -> "DataConfig":
+        if len({weight is None for weight in self.weights}) > 1:
+            raise ValueError("either all sources of `data.train` have a `weight` or none has")
+        return self
+
+    @property
+    def weights(self) -> tuple[float | None, ...]:
+        """The weight of each source of `train`."""
+        parts = self.train if isinstance(self.train, tuple) else (self.train,)
+        return tuple(part.weight if isinstance(part, WeightedSource) else None for part in parts)

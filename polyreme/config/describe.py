@@ -38,7 +38,8 @@ _STAGES_HEAD = """
 ## Stages
 
 A [stage](../stages.md) has its own YAML file, whose key `stage` names it. `model`, `trainer.parallel` and `trainer.optimizer` have the same
-keys as in a run; `optimizer.warmup` counts steps. The length (`trainer.steps`, `trainer.epochs`) counts as operational while the learning
+keys as in a run; `optimizer.warmup` counts steps. A source in `data.train` or `data.eval` has the keys of a run's source except `weight`.
+The length (`trainer.steps`, `trainer.epochs`) counts as operational while the learning
 rate is constant.
 """
 
@@ -52,7 +53,7 @@ def reference() -> str:
     """All keys of the schema as Markdown, with one table of type, default and description per section."""
     parts = [_HEAD, *_tables(RunConfig, ""), _STAGES_HEAD]
     for name, schema in STAGES.items():
-        parts += _tables(schema, "", f", stage {name}", without=("model", "trainer"))
+        parts += _tables(schema, "", f", stage {name}", without=("model", "trainer", "train", "eval"))
     parts += _tables(StageTrainer, "trainer", ", all stages", without=("parallel", "optimizer"))
     return "".join(parts)
 
@@ -61,7 +62,7 @@ def _section_lines(section: Section, indent: str, described: bool = True) -> Ite
     plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        rows = value if isinstance(value, list | tuple) and value and isinstance(value[0], Section) else ()
+        rows = value if isinstance(value, list | tuple) and value and all(isinstance(each, Section) for each in value) else ()
         if described:
             if not indent and subsections(field):
                 yield ""
@@ -100,10 +101,15 @@ def _tables(
         mark = " ○" if is_operational(field) else ""
         yield f"| `{name}`{mark} | {_type(field)} | {_default(section, name).removeprefix('default ')} | {_description(field)} |\n"
     for name, field in section.model_fields.items():
-        inner, listed = () if name in without else subsections(field), get_origin(field.annotation) in (list, tuple)
+        inner, listed = () if name in without else subsections(field), _lists(field.annotation)
         for kind in inner:
             deeper = f"{place}{'.' if place else ''}{name}{'[]' if listed else ''}"
-            yield from _tables(kind, deeper, suffix, f", {_name(kind)}" if len(inner) > 1 else "")
+            yield from _tables(kind, deeper, suffix, f", {_name(kind)}" if len(inner) > 1 else "", without)
+
+
+def _lists(annotation: Any) -> bool:
+    """Whether a list is among the values of a field."""
+    return any(get_origin(each) in (list, tuple) for each in (annotation, *get_args(annotation)))
 
 
 def _doc(section: type[Section]) -> str:

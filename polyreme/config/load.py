@@ -56,9 +56,9 @@ def load_any(path: Path, overrides: Iterable[str] = ()) -> RunConfig | StageConf
     """Reads the YAML file of a run, or of the stage that its key `stage` names, as `load_config` does. Raises ConfigError."""
     tree = _read_tree(path)
     schema = _schema(tree, path)
-    _resolve_paths(tree, schema, path.resolve().parent)
+    resolve_paths(tree, schema, path.resolve().parent)
     for override in overrides:
-        _resolve_paths(tree := _override(tree, override), schema, Path.cwd())
+        resolve_paths(tree := _override(tree, override), schema, Path.cwd())
     return parse(tree, str(path), schema)
 
 
@@ -79,7 +79,7 @@ def load_reward_config(path: Path) -> RewardConfig:
             raise ConfigError(f"a section `reward` in {path}", "none: the run distils a teacher alone", "Add the section.")
         return section
     if isinstance(tree["reward"], dict):
-        _resolve_paths(tree["reward"], RewardConfig, path.resolve().parent)
+        resolve_paths(tree["reward"], RewardConfig, path.resolve().parent)
     try:
         return RewardConfig.model_validate(tree["reward"])
     except ValidationError as error:
@@ -156,18 +156,24 @@ def _override(tree: dict[str, Any], override: str) -> dict[str, Any]:
     return tree
 
 
-def _resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> None:
+def resolve_paths(tree: dict[str, Any], section: type[Section], base: Path) -> None:
     """Makes the tree's relative paths absolute, in place. Runs before validation, so it leaves values that do not fit the schema alone."""
     for name, field in section.model_fields.items():
         if holds_path(field) and isinstance(field.default, Path):
             tree.setdefault(name, str(field.default))
         value, inner = tree.get(name), subsections(field)
+        if holds_path(field) and isinstance(value, str):
+            tree[name] = _resolved(value, base)
+        elif holds_path(field) and isinstance(value, list):
+            tree[name] = value = [_resolved(each, base) if isinstance(each, str) else each for each in value]
         if inner:
             nodes = [node for node in (value if isinstance(value, list) else [value]) if isinstance(node, dict)]
             for node, kind in product(nodes, inner):
-                _resolve_paths(node, kind, base)
-        elif holds_path(field) and isinstance(value, str):
-            tree[name] = str((base / Path(value).expanduser()).resolve())
+                resolve_paths(node, kind, base)
+
+
+def _resolved(path: str, base: Path) -> str:
+    return str((base / Path(path).expanduser()).resolve())
 
 
 def _explain(error: Any, schema: type[Section]) -> str:

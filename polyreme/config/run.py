@@ -11,6 +11,7 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig
 from polyreme.config.model import ModelConfig
+from polyreme.config.notices import ReceiverConfig
 from polyreme.config.recipe import Recipe, Zero
 from polyreme.config.recipe_checks import check
 from polyreme.config.reward import RewardConfig
@@ -53,6 +54,9 @@ class RunConfig(BaseConfig):
     algorithm: AlgorithmConfig = Field(default_factory=lambda: AlgorithmConfig.model_validate({}))
     trackers: Operational[list[TrackerConfig]] = Field(
         [], description="Trackers that get the metrics in addition to metrics.jsonl and TensorBoard, at most one of each kind."
+    )
+    notices: Operational[list[ReceiverConfig]] = Field(
+        [], description="Webhooks and commands that are notified when the run ends, raises an alarm or gets better."
     )
     security: Operational[SecurityConfig | None] = Field(
         None, description="TLS and tokens of all services. The section `reward.security` replaces it for the reward service."

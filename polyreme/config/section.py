@@ -1,7 +1,7 @@
 """Base class and inspection of configuration sections.
 
 Invariant: every property of a field is declared on the field. Its type decides how it is read (a `Path` is resolved against the YAML
-file's folder), and the mark `Operational` states that it does not affect the trained weights.
+file's folder), and the mark `Operational` states that it does not affect the trained weights, except by rounding.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class _OperationalMark:
 
 
 Operational = Annotated[Value, _OperationalMark()]
-"""`Operational[int]` is an int that does not affect the trained weights, so a run may resume with another value."""
+"""`Operational[int]` is an int that does not affect the trained weights, except by rounding, so a run may resume with another value."""
 
 
 class Section(BaseModel):
@@ -67,7 +67,10 @@ def without_operational(section: Section) -> dict[str, Any]:
             if isinstance(value, Section):
                 plain[name] = without_operational(value)
             elif isinstance(value, list | tuple):
-                plain[name] = [without_operational(each) if isinstance(each, Section) else each for each in value]
+                plain[name] = [
+                    without_operational(each) if isinstance(each, Section) else same
+                    for each, same in zip(value, plain[name], strict=True)
+                ]
     return plain
 
 

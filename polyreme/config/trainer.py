@@ -1,6 +1,6 @@
 """The section `trainer`: ranks, optimizer, warm start, checkpoints.
 
-Invariant: the ranks divide evenly over the machines, and the ranks of a tensor-parallel group share a machine.
+Invariant: the ranks divide evenly over the machines, and the ranks that share one copy of a model share a machine.
 """
 
 from pathlib import Path
@@ -12,12 +12,19 @@ from polyreme.config.section import Operational, Section
 
 
 class ParallelConfig(Section):
-    tensor: int = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's weights.")
-    data: int = Field(1, ge=1, description="Data-parallel size: copies of the model that share an iteration's samples.")
+    tensor: Operational[int] = Field(1, ge=1, description="Tensor-parallel size: ranks that share each layer's weights.")
+    data: Operational[int] = Field(
+        1,
+        ge=1,
+        description="Data-parallel size: copies of the model that share an iteration's samples and the optimizer's state.",
+    )
+    pipeline: Operational[int] = Field(
+        1, ge=1, description="Pipeline-parallel size: stages that share the layers evenly, one after the other."
+    )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
     )
-    threads: int = Field(1, ge=1, description="Compute threads per learner rank on CPU.")
+    threads: Operational[int] = Field(1, ge=1, description="Compute threads per learner rank on CPU.")
 
     @model_validator(mode="after")
     def _divides(self) -> "ParallelConfig":
@@ -25,11 +32,19 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
             )
+        if self.pipeline > 1 and self.nodes > 1:
+            raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
         return self
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def layout(self) -> str:
+        """The ranks in words."""
+        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        return f"tensor {self.tensor} x {stages}data {self.data}"
 
     @property
     def ranks_per_node(self) -> int:
@@ -62,7 +77,7 @@ class CriticConfig(Section):
 class SftPhase(Section):
     """One phase of supervised training before the first iteration, on the learner's ranks."""
 
-    data: Path = Field(description="JSON lines file with the prompt column and a `response` column.")
+    data: Path = Field(description="Data file with the prompt column and a `response` column.")
     steps: int = Field(ge=1, description="Number of optimizer steps.")
     batch_size: int = Field(ge=1, description="Rows per step.")
     lr: float = Field(gt=0, description="Peak learning rate.")

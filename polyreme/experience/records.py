@@ -31,6 +31,16 @@ class RewardPart:
 
 
 @dataclass(frozen=True)
+class RewardCall:
+    """One call of a reward server that included a sample: the server's id, "ok" or what failed, and its wall-clock seconds."""
+
+    server: str
+    status: str
+    message: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class SampleRecord:
     """One response of t tokens.
 
@@ -45,6 +55,8 @@ class SampleRecord:
         teacher_logprobs: float32 [t], of each token under the teacher of a distillation, or None.
         parts: the score is the sum of their weighted values without sub-parts.
         text: the response without special tokens, for display.
+        replicas: ids of the replicas that sampled its tokens, in order.
+        calls: the newest calls of reward servers for it.
     """
 
     token_ids: Int32
@@ -57,6 +69,8 @@ class SampleRecord:
     text: str = ""
     token_rewards: Float32 | None = None
     teacher_logprobs: Float32 | None = None
+    replicas: tuple[str, ...] = ()
+    calls: tuple[RewardCall, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -78,6 +92,7 @@ class GroupRecord:
         prompt: the prompt as text, for display.
         label: the reference answer; may be empty.
         generate_seconds, score_seconds: wall-clock time of generation, and of scoring with the requests to a teacher.
+        began: Unix time at which the attempt began; 0 when unknown.
     """
 
     index: int
@@ -88,6 +103,7 @@ class GroupRecord:
     label: str = ""
     generate_seconds: float = 0.0
     score_seconds: float = 0.0
+    began: float = 0.0
 
     @property
     def oldest_version(self) -> int:
@@ -114,6 +130,7 @@ def encode_group(group: GroupRecord) -> bytes:
         label=group.label,
         generate_seconds=group.generate_seconds,
         score_seconds=group.score_seconds,
+        began=group.began,
     )
     for sample in group.samples:
         message.samples.add(
@@ -129,6 +146,8 @@ def encode_group(group: GroupRecord) -> bytes:
             text=sample.text,
             token_rewards=b"" if sample.token_rewards is None else _raw(sample.token_rewards, "<f4"),
             teacher_logprobs=b"" if sample.teacher_logprobs is None else _raw(sample.teacher_logprobs, "<f4"),
+            replicas=sample.replicas,
+            calls=[pb.RewardCall(server=c.server, status=c.status, message=c.message, seconds=c.seconds) for c in sample.calls],
         )
     return bytes(message.SerializeToString(deterministic=True))
 
@@ -155,6 +174,8 @@ def decode_group(payload: bytes) -> GroupRecord:
                 text=sample.text,
                 token_rewards=_array(sample.token_rewards, "<f4") if sample.token_rewards else None,
                 teacher_logprobs=_array(sample.teacher_logprobs, "<f4") if sample.teacher_logprobs else None,
+                replicas=tuple(sample.replicas),
+                calls=tuple(RewardCall(c.server, c.status, c.message, c.seconds) for c in sample.calls),
             )
             for sample in message.samples
         ],
@@ -162,6 +183,7 @@ def decode_group(payload: bytes) -> GroupRecord:
         label=message.label,
         generate_seconds=message.generate_seconds,
         score_seconds=message.score_seconds,
+        began=message.began,
     )
     _check(group)
     return group

@@ -254,6 +254,21 @@ class Run:
         """The newest iteration whose samples are in the run directory; -1 before the first. Groups up to it may be released."""
         return int(await self.redis.hget(self.key("meta"), "recorded") or -1)
 
+    async def set_trained(self, iteration: int, payload: bytes) -> None:
+        """Hands what an iteration did with its samples to the trainer's records."""
+        await self.redis.hset(self.key("trained"), str(iteration), payload)
+
+    async def trained(self, iteration: int) -> bytes | None:
+        """What `set_trained` was given for an iteration; None when it was not called, or the records have taken it."""
+        found = await self.redis.hget(self.key("trained"), str(iteration))
+        return None if found is None else bytes(found)
+
+    async def discard_trained(self, iteration: int) -> None:
+        """Deletes what `set_trained` was given for iterations up to this one."""
+        there = [number for number in await self.redis.hkeys(self.key("trained")) if int(number) <= iteration]
+        if there:
+            await self.redis.hdel(self.key("trained"), *there)
+
     async def trim_records(self, before_id: str) -> None:
         """Deletes the records before an id. They are in the run directory, where late readers find them."""
         await self.redis.xtrim(self.key("metrics"), minid=before_id, approximate=False)

@@ -1,7 +1,7 @@
 """HTTP servers: uvicorn inside the process's event loop, for every service.
 
-Invariant: the server installs no signal handler and ends with its block. With a token, only the probes are answered without it. A
-request body beyond BODY_LIMIT is refused and never kept.
+Invariant: the server installs no signal handler and ends with its block. With a token, only the probes, and the paths that the service
+declares open, are answered without it. A request body beyond BODY_LIMIT is refused and never kept.
 """
 
 import asyncio
@@ -33,14 +33,15 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequireBearer:
-    """Answers 401 to requests without the token, except to the probes."""
+    """Answers 401 to requests without the token, except to the probes and to paths for which `is_open` is true."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
+    def __init__(self, app: ASGIApp, token: str, is_open: Callable[[str], bool] = lambda path: False) -> None:
+        self._app, self._token, self._is_open = app, token, is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        if scope["path"] in PROBES or (len(given) == 1 and tls.authorized(given[0], self._token)):
+        is_open = scope["path"] in PROBES or self._is_open(scope["path"])
+        if is_open or (len(given) == 1 and tls.authorized(given[0], self._token)):
             await self._app(scope, receive, send)
             return
         body = b'{"detail":"expected `authorization: Bearer TOKEN` with this service\'s token"}'
@@ -111,7 +112,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def serve_http(
-    host: str, port: int, app: ASGIApp, drain_timeout: float = 5.0, security: SecurityConfig | None = None
+    host: str,
+    port: int,
+    app: ASGIApp,
+    drain_timeout: float = 5.0,
+    security: SecurityConfig | None = None,
+    is_open: Callable[[str], bool] = lambda path: False,
 ) -> AsyncIterator[int]:
     """Serves `app` until the block ends. Yields the port.
 
@@ -120,13 +126,14 @@ async def serve_http(
         port: 0 takes a free one.
         drain_timeout: seconds for running requests at the end.
         security: TLS and token; None: plain.
+        is_open: whether a path is served without the token, beside the probes.
 
     Raises:
         ConfigError: the port is taken, or the security settings cannot be used.
     """
     app = BodyLimit(app, BODY_LIMIT)
     if security is not None and (token := tls.token(security)) is not None:
-        app = RequireBearer(app, token)
+        app = RequireBearer(app, token, is_open)
     context = tls.server_context(security) if security is not None else None
     bound = bind(host, port)
     bound.listen(1024)

@@ -19,6 +19,7 @@ import pytest
 
 from polyreme.experience.store import EmbeddedServer, _binary
 from polyreme.net.ports import free_port
+from support import commands
 from support.processes import command_line, runs
 from support.whole_run import Up, make_task
 
@@ -132,9 +133,10 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
         (("rollout", "--redis", nobody, "--port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1", free]),
         (("rollout", "--redis", nobody, "--http-port", str(taken)), 2, [f"a free port {taken} on 127.0.0.1", free]),
     ]
-    for half in (cases[::2], cases[1::2]):  # not all at once
-        for process, (_, code, pieces) in [(start(*case[0]), case) for case in half]:
-            told(process, code, *pieces)
+    for argv, code, pieces in cases:
+        result = commands.start(*argv, together=True, COLUMNS="200").wait()
+        assert result.returncode == code, result.stdout
+        one_error(result.stdout, *pieces)
 
 
 def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:

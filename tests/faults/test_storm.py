@@ -62,7 +62,9 @@ async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervis
         print(table(storms))
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(None, marks=pytest.mark.slow, id="random")])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow, id="random")]
+)
 async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
     own = random.SystemRandom().randrange(1 << 31) if seed is None else seed
     await endure_all(tmp_path, seed_of(own), 15, 15, supervised=False)

@@ -56,24 +56,25 @@ ALGORITHMS = {
 }
 
 
+LAYOUTS = [ParallelConfig(tensor=2), ParallelConfig(data=2), ParallelConfig(pipeline=2)]
+
 Results = dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
 
 
-def config_of(folder: Path, model: Path, tensor: int, data: int, critic: CriticConfig) -> RunConfig:
+def config_of(folder: Path, model: Path, parallel: ParallelConfig, critic: CriticConfig) -> RunConfig:
     config = run_config(folder, model=ModelConfig(path=model))
     optimizer = config.trainer.optimizer.model_copy(update={"lr": learning.LR, "eps": learning.EPS})
-    parallel = ParallelConfig(tensor=tensor, data=data)
     changes = {"parallel": parallel, "micro_batch_tokens": 128, "optimizer": optimizer, "critic": critic}
     trainer = config.trainer.model_copy(update=changes)
     return config.model_copy(update={"trainer": trainer})
 
 
-def train_every_way(model: Path, folder: Path, tensor: int, data: int) -> Results:
+def train_every_way(model: Path, folder: Path, parallel: ParallelConfig) -> Results:
     """Weights and results of each algorithm and of the warm start."""
     folder.mkdir()
-    config = config_of(folder, model, tensor, data, CriticConfig(path=model.parent / "classifier"))
+    config = config_of(folder, model, parallel, CriticConfig(path=model.parent / "classifier"))
     sections = json.dumps({name: section.model_dump(mode="json") for name, section in ALGORITHMS.items()})
-    run_ranks(learning.train_every_way, tensor * data, config.model_dump_json(), sections, str(folder))
+    run_ranks(learning.train_every_way, parallel.world_size, config.model_dump_json(), sections, str(folder))
     return {
         name: (load_file(folder / f"{name}.safetensors"), json.loads((folder / f"{name}.json").read_text()))
         for name in (*ALGORITHMS, "warm_start")
@@ -86,15 +87,15 @@ def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp(request.param)
     model = tiny_model(request.param, folder / "model")
     save_classifier(tiny_model(request.param, folder / "other", seed=1), folder / "classifier")
-    return model, train_every_way(model, folder / "one", 1, 1)
+    return model, train_every_way(model, folder / "one", ParallelConfig())
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=["tensor", "data", "pipeline"])
 def test_every_layout_gives_the_loss_and_the_weights_of_one_rank(
-    one_rank: tuple[Path, Results], tensor: int, data: int, tmp_path: Path
+    one_rank: tuple[Path, Results], parallel: ParallelConfig, tmp_path: Path
 ) -> None:
     model, expected = one_rank
-    found = train_every_way(model, tmp_path / "several", tensor, data)
+    found = train_every_way(model, tmp_path / "several", parallel)
     for name in ALGORITHMS:
         torch.testing.assert_close(found[name][0], expected[name][0], rtol=0, atol=TOLERANCE)
         for one, several in zip(expected[name][1]["trained"], found[name][1]["trained"], strict=True):
@@ -118,7 +119,7 @@ def measured(trained: dict[str, float | None]) -> dict[str, float]:
 def test_every_preset_trains(tmp_path: Path) -> None:
     """As it is named, in one process: the engine gives each what it needs, and each moves the weights."""
     model = tiny_model("tied", tmp_path / "model")
-    config = config_of(tmp_path, model, 1, 1, CriticConfig())
+    config = config_of(tmp_path, model, ParallelConfig(), CriticConfig())
     run_ranks(
         learning.train_every_way, 1, config.model_dump_json(), json.dumps({n: {"preset": n} for n in PRESETS}), str(tmp_path)
     )
@@ -249,16 +250,16 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
     return loss
 
 
-@pytest.mark.parametrize(("tensor", "data"), [(2, 1), (1, 2)])
-def test_a_resume_replays_to_the_same_bits(tensor: int, data: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=["tensor", "data", "pipeline"])
+def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: Path) -> None:
     """PPO's with its critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration is the critic's alone."""
     model = tiny_model("tied", tmp_path / "model")
     own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
-    base = config_of(tmp_path, model, tensor, data, CriticConfig(warmup_iterations=1, optimizer=own))
+    base = config_of(tmp_path, model, parallel, CriticConfig(warmup_iterations=1, optimizer=own))
     trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
     config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"], "trainer": trainer})
     for function in (learning.save_and_continue, learning.resume_and_continue):
-        run_ranks(function, tensor * data, config.model_dump_json(), str(tmp_path))
+        run_ranks(function, parallel.world_size, config.model_dump_json(), str(tmp_path))
     whole, resumed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumed"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     results = json.loads((tmp_path / "whole.json").read_text())

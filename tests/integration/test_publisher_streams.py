@@ -74,8 +74,6 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
-    monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
     world.arena.unlink()
     receiver = world.receiver()
     async with (
@@ -85,9 +83,13 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
     ):
         await world.step()
         await world.publisher.wait_committed(0, 1, 300)
+        monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
+        monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
         proxy.hold()  # nothing gets through, and nobody is told
         weights = await world.step()
         await world.notice("the connection to replica far is broken", "no progress after 0 of")
+        monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 300.0)
+        monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 300.0)
         proxy.heal()
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)

@@ -1,13 +1,18 @@
 """The simulated learner and replicas as processes, in a run whose other parts are real."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import psutil
+import pytest
 
 from polyreme.cli.fork import copy_start
+from polyreme.cli.notebook import RunHandle
 from polyreme.cli.run_directory import EMBEDDED
+from polyreme.cli.run_records import read_summary
 from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
@@ -149,3 +154,27 @@ async def test_replicas_are_let_go_when_an_evaluation_takes_too_long(redis_url: 
         assert failed["version"] == 3
         assert {record["version"] for record in await started.records("commit")} >= {6}
         assert (await ExperienceLog(started.run).audit()).clean
+
+
+async def test_a_stop_through_redis_saves_and_ends_the_run(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    notices = [
+        {"kind": "command", "command": ["sh", "-c", 'echo "$POLYREME_NOTICE_TEXT"'], "events": ["stopped"], "timeout": 300}
+    ]
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=10_000, notices=notices) as started:
+        handle = await asyncio.to_thread(RunHandle, redis_url, run_id)
+        await until(lambda: trained(started.run, 2))
+        status = await asyncio.to_thread(handle.stop, timeout=300)
+        state, reason = await started.ended(60)
+        assert status.state == state == "stopped", started.logs()
+        assert "of 10000 iterations" in reason
+        assert (tmp_path / "run" / "notices.log").read_text() == f"run stopped: {reason}\n"
+        assert handle.status().iteration == len(handle.records("iteration"))
+        assert read_summary(tmp_path / "run")["state"] == "stopped"
+        assert newest(tmp_path / "run" / "checkpoints").version == handle.status().iteration
+        assert handle.summary()["iterations"] == len(handle.metrics())
+        with pytest.raises(ConfigError):
+            handle.samples()
+
+
+async def trained(run: Run, iteration: int) -> bool:
+    return await ExperienceLog(run).version() >= iteration

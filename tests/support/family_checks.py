@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyreme_trainer.megatron import hf_mapping, mcore, policy
+from polyreme_trainer.megatron import hf_mapping, logprobs, mcore
 from polyreme_trainer.megatron.accelerator import ACCELERATOR
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.critic import build_critic
@@ -36,7 +36,7 @@ def family_agrees(model: str, device: Device, folder: str) -> None:
     model_checks.training_agrees_with_plain_torch(model, device)
     model_checks.slices_fill_shared_views(model, device, folder)
     model_checks.export_loads_in_transformers(model, device, folder)
-    entropies_agree_also_in_chunks(model, device)
+    entropies_agree_also_in_blocks(model, device)
     both_specs_agree(model, device)
     critic_agrees(model, device, folder)
 
@@ -57,8 +57,8 @@ def whole_context_agrees(model: str, device: Device) -> None:
     both_specs_agree(model, device)
 
 
-def entropies_agree_also_in_chunks(model: str, device: Device) -> None:
-    """Log-probabilities, entropies and their gradients, from one chunk of logits and from several."""
+def entropies_agree_also_in_blocks(model: str, device: Device) -> None:
+    """Log-probabilities, entropies and their gradients, from one block of the vocabulary and from several."""
     reference = hf_model(model)
     ids, targets = batch(reference.config.vocab_size)
     wanted = targets != IGNORE
@@ -66,10 +66,10 @@ def entropies_agree_also_in_chunks(model: str, device: Device) -> None:
     distribution = torch.distributions.Categorical(logits=reference(ids).logits / 0.7)
     want = [distribution.log_prob(targets.clamp(min=0))[wanted], distribution.entropy()[wanted]]
     _objective(want, weight).backward()
-    whole = policy.CHUNK_LOGITS
+    whole = logprobs.BLOCK_LOGITS
     try:
         for limit in (whole, 300):
-            policy.CHUNK_LOGITS = limit
+            logprobs.BLOCK_LOGITS = limit
             actor = policy_of(model, device)
             got = actor.logprobs(ids, targets, 0.7, with_entropy=True)
             for ours, theirs in zip(got, want, strict=True):
@@ -77,7 +77,7 @@ def entropies_agree_also_in_chunks(model: str, device: Device) -> None:
             _objective(got, weight).backward()
             _gradients_agree(actor, reference)
     finally:
-        policy.CHUNK_LOGITS = whole
+        logprobs.BLOCK_LOGITS = whole
 
 
 def _objective(results: list[Tensor] | tuple[Tensor, ...], weight: Tensor) -> Tensor:

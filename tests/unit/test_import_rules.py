@@ -84,7 +84,7 @@ def test_the_core_stays_light_when_all_of_it_is_loaded() -> None:
     assert loaded.strip() == ""
 
 
-HEAVY = ("torch", "vllm", "megatron", "fastapi", "transformers", *SERVICES)
+HEAVY = ("torch", "vllm", "megatron", "fastapi", "transformers", "pyarrow", *SERVICES)
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -104,6 +104,8 @@ def test_the_orchestrator_and_the_supervisor_have_no_torch() -> None:
         "command",
         "stage_command",
         "stage_checks",
+        "memory_estimate",
+        "megatron.memory",
         "stages",
         "launch.trainer_process",
         "launch.stage_process",
@@ -173,10 +175,11 @@ def test_nothing_is_pickled() -> None:
 
 
 CORE_ARROWS = {
-    "cli": {"experience", "net", "config", "weights", "process", "errors"},
+    "cli": {"experience", "dataset", "net", "config", "weights", "process", "errors"},
     "experience": {"net", "config", "process", "errors", "api"},
     "net": {"config", "process", "errors"},
     "weights": {"errors", "api"},
+    "dataset": {"config", "errors"},
     "config": {"errors"},
     "process": {"errors"},
     "errors": set(),

@@ -24,21 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n polyreme/api/v1/experience.proto\x12\x0fpolyreme.api.v1\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"Q\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03raw\x18\x02 \x01(\x01\x12\x10\n\x08weighted\x18\x03 \x01(\x01\x12\x16\n\x0eplugin_version\x18\x04 \x01(\t\"\x9d\x02\n\x06Sample\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\x11\n\tloss_mask\x18\x03 \x01(\x0c\x12\x34\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12+\n\x05spans\x18\x05 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\x12\r\n\x05score\x18\x06 \x01(\x01\x12*\n\x05parts\x18\x07 \x03(\x0b\x32\x1b.polyreme.api.v1.RewardPart\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x15\n\rtoken_rewards\x18\t \x01(\x0c\x12\x18\n\x10teacher_logprobs\x18\n \x01(\x0c\"\xb5\x01\n\x05Group\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12(\n\x07samples\x18\x04 \x03(\x0b\x32\x17.polyreme.api.v1.Sample\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12\r\n\x05label\x18\x06 \x01(\t\x12\x18\n\x10generate_seconds\x18\x07 \x01(\x01\x12\x15\n\rscore_seconds\x18\x08 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n polyreme/api/v1/experience.proto\x12\x0fpolyreme.api.v1\":\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x65nd\x18\x03 \x01(\r\"Q\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03raw\x18\x02 \x01(\x01\x12\x10\n\x08weighted\x18\x03 \x01(\x01\x12\x16\n\x0eplugin_version\x18\x04 \x01(\t\"N\n\nRewardCall\x12\x0e\n\x06server\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\"\xdb\x02\n\x06Sample\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\x11\n\tloss_mask\x18\x03 \x01(\x0c\x12\x34\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1d.polyreme.api.v1.FinishReason\x12+\n\x05spans\x18\x05 \x03(\x0b\x32\x1c.polyreme.api.v1.VersionSpan\x12\r\n\x05score\x18\x06 \x01(\x01\x12*\n\x05parts\x18\x07 \x03(\x0b\x32\x1b.polyreme.api.v1.RewardPart\x12\x0c\n\x04text\x18\x08 \x01(\t\x12\x15\n\rtoken_rewards\x18\t \x01(\x0c\x12\x18\n\x10teacher_logprobs\x18\n \x01(\x0c\x12\x10\n\x08replicas\x18\x0b \x03(\t\x12*\n\x05\x63\x61lls\x18\x0c \x03(\x0b\x32\x1b.polyreme.api.v1.RewardCall\"\xc4\x01\n\x05Group\x12\r\n\x05index\x18\x01 \x01(\x04\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x01(\x0c\x12(\n\x07samples\x18\x04 \x03(\x0b\x32\x17.polyreme.api.v1.Sample\x12\x0e\n\x06prompt\x18\x05 \x01(\t\x12\r\n\x05label\x18\x06 \x01(\t\x12\x18\n\x10generate_seconds\x18\x07 \x01(\x01\x12\x15\n\rscore_seconds\x18\x08 \x01(\x01\x12\r\n\x05\x62\x65gan\x18\t \x01(\x01\"D\n\x0eTrainedSamples\x12\x12\n\nadvantages\x18\x01 \x01(\x0c\x12\x0f\n\x07weights\x18\x02 \x01(\x0c\x12\r\n\x05steps\x18\x03 \x01(\x0c*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'polyreme.api.v1.experience_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=668
-  _globals['_FINISHREASON']._serialized_end=763
+  _globals['_FINISHREASON']._serialized_start=895
+  _globals['_FINISHREASON']._serialized_end=990
   _globals['_VERSIONSPAN']._serialized_start=53
   _globals['_VERSIONSPAN']._serialized_end=111
   _globals['_REWARDPART']._serialized_start=113
   _globals['_REWARDPART']._serialized_end=194
-  _globals['_SAMPLE']._serialized_start=197
-  _globals['_SAMPLE']._serialized_end=482
-  _globals['_GROUP']._serialized_start=485
-  _globals['_GROUP']._serialized_end=666
+  _globals['_REWARDCALL']._serialized_start=196
+  _globals['_REWARDCALL']._serialized_end=274
+  _globals['_SAMPLE']._serialized_start=277
+  _globals['_SAMPLE']._serialized_end=624
+  _globals['_GROUP']._serialized_start=627
+  _globals['_GROUP']._serialized_end=823
+  _globals['_TRAINEDSAMPLES']._serialized_start=825
+  _globals['_TRAINEDSAMPLES']._serialized_end=893
 # @@protoc_insertion_point(module_scope)

@@ -38,8 +38,20 @@ class RewardPart(_message.Message):
     plugin_version: str
     def __init__(self, name: _Optional[str] = ..., raw: _Optional[float] = ..., weighted: _Optional[float] = ..., plugin_version: _Optional[str] = ...) -> None: ...
 
+class RewardCall(_message.Message):
+    __slots__ = ("server", "status", "message", "seconds")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    status: str
+    message: str
+    seconds: float
+    def __init__(self, server: _Optional[str] = ..., status: _Optional[str] = ..., message: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "loss_mask", "finish_reason", "spans", "score", "parts", "text", "token_rewards", "teacher_logprobs")
+    __slots__ = ("token_ids", "logprobs", "loss_mask", "finish_reason", "spans", "score", "parts", "text", "token_rewards", "teacher_logprobs", "replicas", "calls")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +62,8 @@ class Sample(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
     TEACHER_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     logprobs: bytes
     loss_mask: bytes
@@ -60,10 +74,12 @@ class Sample(_message.Message):
     text: str
     token_rewards: bytes
     teacher_logprobs: bytes
-    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., text: _Optional[str] = ..., token_rewards: _Optional[bytes] = ..., teacher_logprobs: _Optional[bytes] = ...) -> None: ...
+    replicas: _containers.RepeatedScalarFieldContainer[str]
+    calls: _containers.RepeatedCompositeFieldContainer[RewardCall]
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., text: _Optional[str] = ..., token_rewards: _Optional[bytes] = ..., teacher_logprobs: _Optional[bytes] = ..., replicas: _Optional[_Iterable[str]] = ..., calls: _Optional[_Iterable[_Union[RewardCall, _Mapping]]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("index", "attempt", "prompt_ids", "samples", "prompt", "label", "generate_seconds", "score_seconds")
+    __slots__ = ("index", "attempt", "prompt_ids", "samples", "prompt", "label", "generate_seconds", "score_seconds", "began")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +88,7 @@ class Group(_message.Message):
     LABEL_FIELD_NUMBER: _ClassVar[int]
     GENERATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SCORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_FIELD_NUMBER: _ClassVar[int]
     index: int
     attempt: int
     prompt_ids: bytes
@@ -80,4 +97,15 @@ class Group(_message.Message):
     label: str
     generate_seconds: float
     score_seconds: float
-    def __init__(self, index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., prompt: _Optional[str] = ..., label: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., score_seconds: _Optional[float] = ...) -> None: ...
+    began: float
+    def __init__(self, index: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[bytes] = ..., samples: _Optional[_Iterable[_Union[Sample, _Mapping]]] = ..., prompt: _Optional[str] = ..., label: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., score_seconds: _Optional[float] = ..., began: _Optional[float] = ...) -> None: ...
+
+class TrainedSamples(_message.Message):
+    __slots__ = ("advantages", "weights", "steps")
+    ADVANTAGES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    advantages: bytes
+    weights: bytes
+    steps: bytes
+    def __init__(self, advantages: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., steps: _Optional[bytes] = ...) -> None: ...

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from polyreme.config.data import DataConfig
-from polyreme.config.dataset_rows import label_text, read_objects
+from polyreme.config.data import DataConfig, Sources
 from polyreme.config.python_source import find_source
 from polyreme.config.reward import RewardConfig, RewardSpec
 from polyreme.config.run import RunConfig
+from polyreme.dataset.columns import label_text, value_at
+from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
 from polyreme_reward.build import is_builtin, read_file
@@ -60,8 +60,9 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         except ConfigError as error:
             yield error
     if len(needs) == len(section.rewards):
-        for path in filter(None, (config.data.train, config.data.eval)):
-            yield from _check_rows(path, section, config.data, needs)
+        for sources in config.data.given:
+            for source in as_sources(sources):
+                yield from _check_rows((source,), section, config.data, needs)
 
 
 def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
@@ -87,12 +88,14 @@ def _check_source(spec: RewardSpec, config: RewardConfig) -> Need:
     return Need()
 
 
-def _check_rows(path: Path, section: RewardConfig, data: DataConfig, needs: dict[str, Need]) -> Iterator[str | PolyremeError]:
+def _check_rows(
+    sources: Sources, section: RewardConfig, data: DataConfig, needs: dict[str, Need]
+) -> Iterator[str | PolyremeError]:
     """Yields notices and errors about rows that lack columns their rewards need."""
     asked, lacking = Counter[str](), Counter[str]()
     try:
-        for number, fields in islice(read_objects(path), _ROWS):
-            for name in _rewards_of(fields, section, f"{path}:{number}"):
+        for where, fields in islice(read_objects(sources), _ROWS):
+            for name in _rewards_of(fields, section, where):
                 asked[name] += 1
                 lacking[name] += not _has(fields, needs[name], data)
     except DataError as error:
@@ -105,12 +108,12 @@ def _check_rows(path: Path, section: RewardConfig, data: DataConfig, needs: dict
         found = f"{asked[name] - count} of {asked[name]} rows have one"
         if count == asked[name] and needs[name].certain:
             yield DataError(
-                f"a column {columns} in {path}, for the reward {name}",
+                f"a column {columns} in {name_of(sources)}, for the reward {name}",
                 found,
                 "Add the column, set data.label_key to the column with the reference answers, or choose another reward.",
             )
         else:
-            yield f"the reward {name} reads the column {columns}: {found} in {path}"
+            yield f"the reward {name} reads the column {columns}: {found} in {name_of(sources)}"
 
 
 def _rewards_of(fields: Mapping[str, Any], config: RewardConfig, where: str) -> Sequence[str]:
@@ -135,6 +138,6 @@ def _has(fields: Mapping[str, Any], need: Need, data: DataConfig) -> bool:
     if "label" not in need.columns:
         return False
     try:
-        return label_text(fields.get(data.label_key)) != ""
+        return label_text(value_at(fields, data.label_key)) != ""
     except TypeError:  # the trainer's check refuses such a row
         return True

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from polyreme.config.dataset_rows import label_text
+from polyreme.dataset.columns import label_text
 from polyreme_reward.http_errors import BUSY, PaddleNlpReply, Problem, note, unprocessable
 from polyreme_reward.items import NO_LABEL, Item, Status
 from polyreme_reward.scorer import Scored, Scorer

@@ -6,14 +6,15 @@ Names, numbers and messages are printed completely on any terminal width.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from polyreme.config.dataset_rows import label_text, lines_of, plain_prompt
 from polyreme.config.reward import RewardConfig
+from polyreme.dataset.columns import label_text, plain_prompt, value_at
+from polyreme.dataset.source import read_objects
 from polyreme.errors import DataError
 from polyreme_reward.build import open_rewards
 from polyreme_reward.items import Item, Status
@@ -26,11 +27,11 @@ _WIDTH = 100
 
 
 async def test_rewards(config: RewardConfig, path: Path, console: Console, columns: tuple[str, str] = ("prompt", "label")) -> int:
-    """Scores a JSON lines file and prints a table with one row per line.
+    """Scores a data file and prints a table with one row per item.
 
     Args:
         config: the rewards.
-        path: JSON lines file with `response` and, if the rewards need them, `response_raw`, `templated_prompt`, `token_ids` with
+        path: data file with `response` and, if the rewards need them, `response_raw`, `templated_prompt`, `token_ids` with
             `token_texts`, and a run's columns.
         console: where to print the table.
         columns: names of the prompt and label columns.
@@ -60,38 +61,34 @@ async def test_rewards(config: RewardConfig, path: Path, console: Console, colum
 
 
 def read_items(path: Path, columns: tuple[str, str] = ("prompt", "label")) -> Iterator[Item]:
-    """Yields the items of a JSON lines file. As in a run, all columns except response and label are metadata. Raises DataError."""
-    try:
-        lines = lines_of(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"JSON lines in {path}", str(error), "Pass a file with one JSON object per line.") from None
-    rows = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise DataError(f"JSON lines in {path}", "none", "Write one JSON object with a `response` per line.")
-    for number, line in rows:
-        yield _item(line, f"{path}, line {number}", columns)
+    """Yields the items of a data file. As in a run, all columns except response and label are metadata. Raises DataError."""
+    for where, row in read_objects(path):
+        yield _item(row, where, columns)
 
 
-def _item(line: str, where: str, columns: tuple[str, str]) -> Item:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"a JSON object in {where}", str(error), "Fix the line.") from None
-    if not isinstance(row, dict) or "response" not in row:
-        raise DataError(f"a JSON object with `response` in {where}", line[:100], "Fix the line.")
-    prompt_key, label_key = (name if name in row else usual for name, usual in zip(columns, ("prompt", "label"), strict=True))
+def _item(row: Mapping[str, Any], where: str, columns: tuple[str, str]) -> Item:
+    if "response" not in row:
+        raise DataError(f"a row with `response` in {where}", f"columns {sorted(row)}", "Add the column.")
+    missing = object()
+    prompt_key, label_key = (
+        name if value_at(row, name, missing) is not missing else usual
+        for name, usual in zip(columns, ("prompt", "label"), strict=True)
+    )
     texts = {name: row.get(name, "") for name in _TEXTS}
     for name, key, read in (("prompt", prompt_key, plain_prompt), ("label", label_key, label_text)):
         try:
-            texts[name] = read(row[key]) if key in row else ""
+            value = value_at(row, key, missing)
+            texts[name] = "" if value is missing else read(value)
         except TypeError as error:
             raise DataError(f"text under {key} in {where}", str(error), "Fix the line.") from None
     if odd := [name for name, text in texts.items() if not isinstance(text, str)]:
-        raise DataError(f"text under {', '.join(odd)} in {where}", line[:100], "Fix the line.")
+        raise DataError(f"text under {', '.join(odd)} in {where}", f"{dict(row)!r:.100}", "Fix the line.")
     ids, words = (row.get(name, []) for name in _TOKENS)
     fits = isinstance(ids, list) and isinstance(words, list) and len(ids) == len(words)
     if not fits or [type(each) for each in (*ids, *words)] != [int] * len(ids) + [str] * len(words):
-        raise DataError(f"token_ids (numbers) and token_texts (texts) of one length in {where}", line[:100], "Fix the line.")
+        raise DataError(
+            f"token_ids (numbers) and token_texts (texts) of one length in {where}", f"{dict(row)!r:.100}", "Fix the line."
+        )
     metadata = {name: value for name, value in row.items() if name not in (*_TEXTS, *_TOKENS, label_key)}
     packed = json.dumps(metadata) if metadata else ""
     return Item("", **texts, metadata_json=packed, token_ids=tuple(ids), token_texts=tuple(words))

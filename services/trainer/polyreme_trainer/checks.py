@@ -5,21 +5,30 @@ run reads them.
 """
 
 import inspect
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-
-import psutil  # type: ignore[import-untyped]
+from shutil import which
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
+<<<<<<< HEAD
+from polyreme.config.notices import CommandConfig, ReceiverConfig
+=======
+from polyreme.config.data import Sources
+>>>>>>> main
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig
+from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
-from polyreme_trainer.data.prompts import all_too_long, encode_examples, encode_prompts, read_rows
+from polyreme.process.machine import memory_limit
+from polyreme_trainer.data.prompts import encode_examples, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.memory_estimate import refuse
 
 _PARSED = 20_000
 """How many rows of a file have their columns checked."""
@@ -36,19 +45,20 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
                 "none that Python finds here",
                 f"Install it where the trainer runs: pip install {tracker.package}",
             )
+    yield from _check_notices(config.notices)
     try:
         load_architecture(config.model.path)
     except ConfigError as error:
         yield error
     else:
-        if config.device == "cpu":
-            yield from _check_memory(config, psutil.virtual_memory().total)
+        yield from refuse(config, memory_limit() if config.device == "cpu" else None)
     template = Template(
         read_model_files(config.model.path), config.data
     )  # raises when there is none: nothing else can be checked then
     yield from check_template(template)
-    for path in filter(None, (config.data.train, config.data.eval)):
-        yield from _check_prompts(path, config, template)
+    for sources in config.data.given:
+        for source in as_sources(sources):
+            yield from _check_prompts((source,), config, template)
     for phase in config.trainer.sft:
         yield from _check_examples(phase.data, config, template)
     if config.teacher is not None and (security := config.teacher.security) is not None:
@@ -60,6 +70,22 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_functions(config.algorithm.source)
     if config.algorithm.has_critic and config.trainer.critic.path is not None:
         yield from _check_critic(config.trainer.critic.path, config)
+
+
+def _check_notices(receivers: Sequence[ReceiverConfig]) -> Iterator[PolyremeError]:
+    """Yields an error for each receiver that could never be reached."""
+    for receiver in receivers:
+        if isinstance(receiver, CommandConfig):
+            if which(receiver.command[0]) is None:
+                yield ConfigError(
+                    f"a program {receiver.command[0]} for notices", "none on the PATH", "Fix the path in notices.command."
+                )
+        elif receiver.token_env is not None and not os.environ.get(receiver.token_env):
+            yield ConfigError(
+                f"a token in the environment variable {receiver.token_env}",
+                "none",
+                "Set it where the trainer runs, or remove notices.token_env.",
+            )
 
 
 def check_template(template: Template) -> Iterator[str | PolyremeError]:
@@ -103,50 +129,26 @@ def _check_critic(path: Path, config: RunConfig) -> Iterator[PolyremeError]:
         )
 
 
-def _check_memory(config: RunConfig, total: int) -> Iterator[PolyremeError]:
-    """Compares the memory of the learner's models with the `total` bytes of this machine. Activations, replicas and rewards need more."""
-    parallel, width = config.trainer.parallel, 2 if config.model.dtype == "bfloat16" else 4
-    trained = 16 + (width if width == 2 else 0)  # weights, gradients and two moments in float32, plus bfloat16 weights
-    actor = load_architecture(config.model.path).parameters
-    models = {"actor": (actor, trained)}
-    if config.algorithm.has_critic:
-        path = config.trainer.critic.path
-        models["critic"] = (actor if path is None else load_architecture(path).parameters, trained)
-    if config.recipe.kl is not None:
-        models["reference"] = (actor, width)
-    if config.trainer.ema_decay is not None:
-        models["moving average"] = (actor, 4)
-    copies = max(1, parallel.ranks_per_node // parallel.tensor)
-    needed = copies * sum(parameters * each for parameters, each in models.values())
-    if needed > total:
-        terms = " + ".join(f"{name} {parameters:,} x {each} bytes" for name, (parameters, each) in models.items())
-        yield ConfigError(
-            f"a learner that fits the {total / 2**30:,.1f} GiB of this machine",
-            f"{copies} x ({terms}) = {needed / 2**30:,.1f} GiB, before activations",
-            "Use fewer data ranks, more machines (trainer.parallel), a smaller model, or an algorithm with fewer models.",
-        )
-
-
-def _check_prompts(path: Path, config: RunConfig, template: Template) -> Iterator[str | PolyremeError]:
+def _check_prompts(sources: Sources, config: RunConfig, template: Template) -> Iterator[str | PolyremeError]:
     try:
-        rows = read_rows(path, config.data, limit=_PARSED)
-        dataset = encode_prompts(rows[:_ENCODED], path, config.data, template)
+        rows = list(islice(read_rows(sources, config.data), _PARSED))
+        dataset = encode_prompts(rows[:_ENCODED], config.data, template)
     except DataError as error:
         yield error
         return
     if dataset.filtered and not dataset.prompts and len(rows) <= _ENCODED:
-        yield all_too_long(dataset, path, config.data)
+        yield none_usable(sources, config.data, dataset.filtered)
     elif dataset.filtered:
         seen = "" if len(rows) <= _ENCODED else "the first "
         yield (
-            f"{dataset.filtered} of {seen}{len(rows[:_ENCODED])} prompts in {path} are longer than data.max_prompt_tokens ="
+            f"{dataset.filtered} of {seen}{len(rows[:_ENCODED])} prompts in {name_of(sources)} are longer than data.max_prompt_tokens ="
             f" {config.data.max_prompt_tokens} and are left out"
         )
 
 
 def _check_examples(path: Path, config: RunConfig, template: Template) -> Iterator[PolyremeError]:
     try:
-        rows = read_rows(path, config.data, response_key="response", limit=_PARSED)
-        encode_examples(rows[:_ENCODED], path, template, config.rollout.max_model_len)
+        rows = list(islice(read_rows(path, config.data, response_key="response"), _PARSED))
+        encode_examples(rows[:_ENCODED], template, config.rollout.max_model_len)
     except DataError as error:
         yield error

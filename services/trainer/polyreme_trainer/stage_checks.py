@@ -4,14 +4,17 @@ Invariant: no torch, and bounded work: of long files, the first rows stand for t
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from polyreme.cli.input_files import read_model_files
+from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig
+from polyreme.dataset.source import name_of
 from polyreme.errors import ConfigError, DataError, PolyremeError
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.checks import check_template
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.memory_estimate import refuse
 from polyreme_trainer.stages.table import TABLE
 
 _ENCODED = 1_000
@@ -31,19 +34,21 @@ def check(config: StageConfig) -> Iterator[str | PolyremeError]:
             )
     except ConfigError as error:
         yield error
+    else:
+        yield from refuse(config, memory_limit() if config.device == "cpu" else None)
     template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check
     yield from check_template(template)
-    for path in filter(None, (config.data.train, config.data.eval)):
-        yield from _check_rows(path, config, template)
+    for sources in config.data.given:
+        yield from _check_rows(sources, config, template)
 
 
-def _check_rows(path: Path, config: StageConfig, template: Template) -> Iterator[str | PolyremeError]:
+def _check_rows(sources: Sources, config: StageConfig, template: Template) -> Iterator[str | PolyremeError]:
     try:
-        rows = TABLE[config.stage].read(path, config, template, _ENCODED)
+        rows = TABLE[config.stage].read(sources, config, template, _ENCODED)
     except DataError as error:
         yield error
         return
     seen = len(rows) + sum(rows.left_out.values())
     for reason, count in rows.left_out.items():
         first = "the first " if seen == _ENCODED else ""
-        yield f"{count} of {first}{seen} rows in {path} are left out: {reason}"
+        yield f"{count} of {first}{seen} rows in {name_of(sources)} are left out: {reason}"

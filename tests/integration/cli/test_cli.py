@@ -1,6 +1,5 @@
 """The command line from a user's perspective: real processes, their messages and exit codes."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -13,12 +12,7 @@ import yaml
 from polyreme import API_VERSION
 from polyreme.config.load import load_config
 from polyreme.process.lifecycle import exit_on_error
-
-
-def polyreme(*argv: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    env = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
-    command = [sys.executable, "-m", "polyreme", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=env | {"COLUMNS": "120"})
+from support.commands import polyreme
 
 
 def fails(result: "subprocess.CompletedProcess[str]", code: int, *pieces: str) -> None:

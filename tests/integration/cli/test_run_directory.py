@@ -55,6 +55,24 @@ async def test_a_resume_with_another_template_is_refused(config: RunConfig, redi
     await open_run(redis, config, claim(config, resume=True), EMBEDDED)
 
 
+async def test_a_resume_with_other_data_is_refused(config: RunConfig, redis: Redis) -> None:
+    """The order of prompts is that of the rows. Before a checkpoint nothing was trained."""
+    data = config.data.train
+    assert isinstance(data, Path)
+    data.write_text('{"prompt": "1"}')
+    await open_run(redis, config, None, EMBEDDED)
+    data.write_text('{"prompt": "2"}')
+    await open_run(redis, config, claim(config, resume=True), EMBEDDED)
+    save_checkpoint(config, 1)
+    assert claim(config, resume=True) is not None
+    data.write_text('{"prompt": "3"}')
+    with pytest.raises(ConfigError, match="digest") as caught:
+        claim(config, resume=True)
+    assert "other content" in caught.value.found
+    data.write_text('{"prompt": "2"}')
+    assert claim(config, resume=True) is not None
+
+
 async def test_a_new_run_is_recorded(config: RunConfig, redis: Redis) -> None:
     assert claim(config, resume=False) is None
     run = await open_run(redis, config, None, EMBEDDED)

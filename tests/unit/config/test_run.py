@@ -108,6 +108,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.optimizer.min_lr=1", "trainer.optimizer.min_lr"),
         ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`nodes` = 2"),
         ("trainer.parallel={tensor: 4, nodes: 2}", "`nodes` = 2"),
+        ("trainer.parallel={pipeline: 2, data: 2, nodes: 2}", "`pipeline` = 2"),
         ("name=No Spaces", "name"),
         ("trainer.optimizer.lr=.inf", "finite number"),
         ("rollout.temperature=0.001", "0.01"),
@@ -200,13 +201,16 @@ def test_a_runs_length_decides_the_weights_where_the_learning_rate_depends_on_it
     assert (short.fingerprint() != long.fingerprint()) is decides
 
 
-def test_the_number_of_machines_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
+def test_the_layout_of_the_ranks_does_not_decide_the_weights(tree: dict[str, Any]) -> None:
     tree["trainer"]["parallel"] = {"tensor": 2, "data": 4}
     here = parse_config(tree, "the test")
     tree["trainer"]["parallel"]["nodes"] = 4
     spread = parse_config(tree, "the test")
-    assert spread.fingerprint() == here.fingerprint()
     assert (spread.trainer.parallel.world_size, spread.trainer.parallel.ranks_per_node) == (8, 2)
+    tree["trainer"]["parallel"] = {"tensor": 3, "pipeline": 2, "threads": 5}
+    other = parse_config(tree, "the test")
+    assert other.trainer.parallel.world_size == 6
+    assert {config.fingerprint() for config in (spread, other)} == {here.fingerprint()}
 
 
 def test_how_an_endpoint_is_secured_does_not_decide_the_weights(tree: dict[str, Any]) -> None:

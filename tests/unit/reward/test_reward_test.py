@@ -83,7 +83,7 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, row: dict[str, objec
 @pytest.mark.parametrize("row", [{"response": "r", "label": {"a": 1}}, {"response": "r", "prompt": 3}, {"response": 3}])
 def test_a_column_that_is_not_text_is_reported_with_its_line(tmp_path: Path, row: dict[str, object]) -> None:
     path = write(tmp_path / "rows.jsonl", [{"response": "r"}, row])
-    with pytest.raises(DataError, match=r"text under \w+ in .*rows.jsonl, line 2"):
+    with pytest.raises(DataError, match=r"text under \w+ in .*rows.jsonl:2"):
         list(read_items(path))
 
 

@@ -6,13 +6,14 @@ Invariant: both answers of a pair follow the same prompt.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from polyreme.config.dataset_rows import read_objects
+from polyreme.config.data import Sources
 from polyreme.config.stage import ConversationData, PairData, PreferenceData, RewardModelConfig
+from polyreme.dataset.columns import value_at
+from polyreme.dataset.source import read_objects
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompts import Example, column, each_or_blame, prompt_of
 from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
@@ -26,57 +27,54 @@ Encode = Callable[[Template, Sequence[PromptSource], Sequence[str]], list[Exampl
 class Judged:
     """A prompt with its answers, of a pair the chosen one first, and the row's numbers."""
 
-    line: int
+    where: str
     prompt: PromptSource
     answers: tuple[str, ...]
     columns: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_scored_pairs(path: Path, config: RewardModelConfig, template: Template, limit: int | None = None) -> StageRows:
+def read_scored_pairs(sources: Sources, config: RewardModelConfig, template: Template, limit: int | None = None) -> StageRows:
     """The pairs of a reward model: whole conversations, `margin` and `tie`.
 
     A pair of equal answers is a tie. Under `ties: skip` ties are left out.
 
     Args:
-        limit: how many lines to read; none: all.
+        limit: how many rows to read; none: all.
 
     Raises:
         DataError: the file is missing or empty, or a row is unusable.
     """
     data, rows, ties = config.data, [], 0
-    for number, fields in islice(read_objects(path), limit):
-        where = f"{path}:{number}"
+    for where, fields in islice(read_objects(sources), limit):
         prompt, answers = _pair(fields, where, data)
         tie = answers[0] == answers[1] or (data.tie_key is not None and _flag(fields, data.tie_key, where, "data.tie_key"))
         margin = 0.0 if data.margin_key is None else _number(fields, data.margin_key, where)
         if tie and config.ties == "skip":
             ties += 1
         else:
-            rows.append(Judged(number, prompt, answers, {"margin": margin, "tie": float(tie)}))
-    return _assemble(rows, path, data, template, _whole, {"ties": ties})
+            rows.append(Judged(where, prompt, answers, {"margin": margin, "tie": float(tie)}))
+    return _assemble(rows, sources, data, template, _whole, {"ties": ties})
 
 
-def read_pairs(path: Path, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
+def read_pairs(sources: Sources, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
     """The pairs of a preference loss: both answers are trained on. Arguments and errors as `read_scored_pairs`."""
-    objects = islice(read_objects(path), limit)
-    rows = [Judged(number, *_pair(fields, f"{path}:{number}", data)) for number, fields in objects]
-    return _assemble(rows, path, data, template, examples_of)
+    rows = [Judged(where, *_pair(fields, where, data)) for where, fields in islice(read_objects(sources), limit)]
+    return _assemble(rows, sources, data, template, examples_of)
 
 
-def read_labelled(path: Path, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
+def read_labelled(sources: Sources, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
     """The answers of KTO with the column `good`. Arguments and errors as `read_scored_pairs`."""
     rows = []
-    for number, fields in islice(read_objects(path), limit):
-        where = f"{path}:{number}"
+    for where, fields in islice(read_objects(sources), limit):
         prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
         answer = text_of(column(fields, data.response_key, where, "data.response_key"), data.response_key, where)
-        rows.append(Judged(number, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))}))
-    return _assemble(rows, path, data, template, examples_of)
+        rows.append(Judged(where, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))}))
+    return _assemble(rows, sources, data, template, examples_of)
 
 
 def _assemble(
     rows: Sequence[Judged],
-    path: Path,
+    sources: Sources,
     data: ConversationData,
     template: Template,
     encode: Encode,
@@ -87,9 +85,9 @@ def _assemble(
         examples = iter(encode(template, prompts, [answer for row in some for answer in row.answers]))
         return [[next(examples) for _ in row.answers] for row in some]
 
-    encoded = each_or_blame(encode_rows, rows, path)
-    parts = [Encoded(row.line, examples, row.columns) for row, examples in zip(rows, encoded, strict=True)]
-    return assemble(parts, path, data, template, left_out)
+    encoded = each_or_blame(encode_rows, rows)
+    parts = [Encoded(row.where, examples, row.columns) for row, examples in zip(rows, encoded, strict=True)]
+    return assemble(parts, sources, data, template, left_out)
 
 
 def _whole(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:
@@ -100,7 +98,7 @@ def _pair(fields: Mapping[str, Any], where: str, data: PairData) -> tuple[Prompt
     """The prompt and both answers. Without a prompt column the answers are whole conversations that differ in their last message."""
     chosen = column(fields, data.chosen_key, where, "data.chosen_key")
     rejected = column(fields, data.rejected_key, where, "data.rejected_key")
-    prompt = fields.get(data.prompt_key)
+    prompt = value_at(fields, data.prompt_key)
     if prompt is None and all(isinstance(each, list) and len(each) > 1 for each in (chosen, rejected)):
         if chosen[:-1] != rejected[:-1]:
             raise DataError(

@@ -1,73 +1,69 @@
-"""Reads a JSON lines file into prompts for rollouts and examples for supervised training.
+"""Reads data files into prompts for rollouts and examples for supervised training.
 
-Invariant: prompts and examples depend on the file, the model files and the `data` section alone, so an index names the same prompt after a
-restart. Every token id has an embedding in the model. Every error names the file and the line.
+Invariant: prompts and examples depend on the files, the model files and the `data` section alone, so an index names the same prompt after
+a restart. Every token id has an embedding in the model. Every error names the file and the row.
 """
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import xxhash
 
-from polyreme.config.data import DataConfig
-from polyreme.config.dataset_rows import label_text, plain_prompt, read_objects
+from polyreme.config.data import DataConfig, Sources
+from polyreme.dataset.columns import TokenIds, chat_messages, label_text, plain_prompt, value_at
+from polyreme.dataset.source import as_sources, name_of, read_objects
 from polyreme.errors import DataError
+from polyreme_trainer.data.prompt_store import Prompt, PromptStore
 from polyreme_trainer.data.template import PromptSource, Template
 
 logger = logging.getLogger(__name__)
 
+_CHUNK = 1024
+"""Rows that are encoded together."""
+_MISSING = object()
 
-class Numbered(Protocol):
-    """What has been read from a line of a file."""
+
+class Located(Protocol):
+    """What has been read from a row. `where` names file and row in errors."""
 
     @property
-    def line(self) -> int: ...
+    def where(self) -> str: ...
 
 
 Result = TypeVar("Result")
-Source = TypeVar("Source", bound=Numbered)
+Source = TypeVar("Source", bound=Located)
 
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One line of a data file. `prompt` is a text or chat messages; `metadata` has every column except label and response."""
+    """One row of a data file. `prompt` is a text or chat messages; `metadata` has every column except label and response."""
 
-    line: int
+    where: str
     prompt: PromptSource
-    label: str
+    label: str | TokenIds
     response: str
     metadata: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt ready for generation and scoring.
+class Dataset:
+    """Usable prompts in the order of the data.
 
     Attributes:
-        ids: int32 [length], the templated prompt.
-        text: the templated prompt as text.
-        metadata_json: a JSON object with the row's columns except the label.
-        plain: the prompt before the template, as `plain_prompt` returns it.
+        filtered: prompts that were left out because they are too long.
+        duplicates: prompts that were left out because an earlier one has the same text.
+        sizes: usable prompts of each source.
     """
 
-    ids: np.ndarray
-    text: str
-    label: str
-    metadata_json: str
-    plain: str
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """Usable prompts in file order, and the number of prompts that were left out because they are too long."""
-
-    prompts: list[Prompt]
-    filtered: int
+    prompts: Sequence[Prompt]
+    filtered: int = 0
+    duplicates: int = 0
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,50 +74,67 @@ class Example:
     loss_mask: np.ndarray
 
 
-def read_rows(path: Path, data: DataConfig, *, response_key: str | None = None, limit: int | None = None) -> list[DatasetRow]:
-    """The rows of a JSON lines file, without blank lines.
+def read_rows(sources: Sources, data: DataConfig, *, response_key: str | None = None) -> Iterator[DatasetRow]:
+    """The rows of the data. Reads lazily.
 
     Args:
         response_key: the required text column of supervised data; None: rows have no response.
-        limit: the number of rows to read; None: all.
 
     Raises:
-        DataError: the file is missing or empty, or a line is not a usable row.
+        DataError: a file is missing or empty, or a row is unusable.
     """
-    objects = islice(read_objects(path), limit)
-    return [_row(fields, f"{path}:{number}", number, data, response_key) for number, fields in objects]
+    for where, fields in read_objects(sources):
+        yield _row(fields, where, data, response_key)
 
 
-def load_prompts(path: Path, data: DataConfig, template: Template) -> Dataset:
-    """Reads, renders and encodes the prompts of a file. Prompts beyond `max_prompt_tokens` are left out and counted.
+def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Dataset:
+    """Reads, renders and encodes prompts. Prompts beyond `max_prompt_tokens` are left out and counted.
 
     Raises:
-        DataError: a row is unusable, a prompt is too long under `overlong: error`, or all prompts are.
+        DataError: a row is unusable, a prompt is too long under `overlong: error`, or no prompt of a source is usable.
     """
-    dataset = encode_prompts(read_rows(path, data), path, data, template)
-    if not dataset.prompts:
-        raise all_too_long(dataset, path, data)
-    if dataset.filtered:
-        total = len(dataset.prompts) + dataset.filtered
-        limit = data.max_prompt_tokens
-        logger.warning("%s: %d of %d prompts are longer than %d tokens and are left out", path, dataset.filtered, total, limit)
-    return dataset
+    store, seen, sizes = PromptStore(), set[int](), list[int]()
+    filtered = duplicates = 0
+    for source in as_sources(sources):
+        before, rows = len(store), read_rows((source,), data)
+        while chunk := list(islice(rows, _CHUNK)):
+            encoded = encode_prompts(chunk, data, template)
+            filtered += encoded.filtered
+            for prompt in encoded.prompts:
+                if data.deduplicate:
+                    digest = xxhash.xxh3_128_intdigest(prompt.text.encode())
+                    if digest in seen:
+                        duplicates += 1
+                        continue
+                    seen.add(digest)
+                store.append(prompt)
+        if len(store) == before:
+            raise none_usable((source,), data, filtered, duplicates)
+        sizes.append(len(store) - before)
+    for count, reason in ((filtered, f"are longer than {data.max_prompt_tokens} tokens"), (duplicates, "repeat an earlier one")):
+        if count:
+            total = len(store) + filtered + duplicates
+            logger.warning("%s: %d of %d prompts %s and are left out", name_of(sources), count, total, reason)
+    return Dataset(store, filtered, duplicates, tuple(sizes))
 
 
-def encode_prompts(rows: Sequence[DatasetRow], path: Path, data: DataConfig, template: Template) -> Dataset:
-    """The prompts of rows that were read from `path`. Raises DataError: a row is unusable, or too long under `overlong: error`."""
-    texts = each_or_blame(lambda some: template.render([row.prompt for row in some]), rows, path)
+def encode_prompts(rows: Sequence[DatasetRow], data: DataConfig, template: Template) -> Dataset:
+    """The prompts of rows. Raises DataError: a row is unusable, or too long under `overlong: error`."""
+    texts = each_or_blame(lambda some: template.render([row.prompt for row in some]), rows)
     prompts, filtered = [], 0
-    for row, text, ids in zip(rows, texts, template.encode_prompts(texts), strict=True):
+    for row, text, encoded in zip(rows, texts, template.encode_prompts(texts), strict=True):
+        given = isinstance(row.prompt, TokenIds)
+        ids = np.array(row.prompt, dtype=np.int32) if given else encoded
         if len(ids) == 0:
-            raise DataError(f"a prompt with tokens in {path}:{row.line}", "an empty one", "Remove or fill the row.")
+            raise DataError(f"a prompt with tokens in {row.where}", "an empty one", "Remove or fill the row.")
         if len(ids) <= data.max_prompt_tokens:
-            check_ids(ids, template, f"{path}:{row.line}")
+            check_ids(ids, template, row.where)
             metadata = json.dumps(row.metadata, ensure_ascii=False)
-            prompts.append(Prompt(ids, text, row.label, metadata, plain_prompt(row.prompt)))
+            label = row.label if isinstance(row.label, str) else template.decode([row.label], special=False)[0]
+            prompts.append(Prompt(ids, text, label, metadata, text if given else plain_prompt(row.prompt)))
         elif data.overlong == "error":
             raise DataError(
-                f"at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {path}:{row.line}",
+                f"at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {row.where}",
                 f"{len(ids)}",
                 "Raise data.max_prompt_tokens, shorten the prompt, or set data.overlong: filter.",
             )
@@ -130,38 +143,38 @@ def encode_prompts(rows: Sequence[DatasetRow], path: Path, data: DataConfig, tem
     return Dataset(prompts, filtered)
 
 
-def all_too_long(dataset: Dataset, path: Path, data: DataConfig) -> DataError:
-    """The error for a file in which every prompt is too long."""
+def none_usable(sources: Sources, data: DataConfig, filtered: int, duplicates: int = 0) -> DataError:
+    """The error for data without a usable prompt."""
     return DataError(
-        f"prompts of at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {path}",
-        f"{dataset.filtered}, all longer",
-        "Raise data.max_prompt_tokens.",
+        f"prompts of at most data.max_prompt_tokens = {data.max_prompt_tokens} tokens in {name_of(sources)}",
+        f"{filtered} longer and {duplicates} repeated ones" if duplicates else f"{filtered}, all longer",
+        "Raise data.max_prompt_tokens, or remove the source.",
     )
 
 
-def load_examples(path: Path, data: DataConfig, template: Template, max_tokens: int) -> list[Example]:
-    """Supervised examples of a file with a `response` column, in file order: the conversation as the template writes it.
+def load_examples(sources: Sources, data: DataConfig, template: Template, max_tokens: int) -> list[Example]:
+    """Supervised examples of data with a `response` column, in its order: the conversation as the template writes it.
 
     Raises:
         DataError: a row is unusable, or has more than `max_tokens` tokens.
     """
-    return encode_examples(read_rows(path, data, response_key="response"), path, template, max_tokens)
+    return encode_examples(list(read_rows(sources, data, response_key="response")), template, max_tokens)
 
 
-def encode_examples(rows: Sequence[DatasetRow], path: Path, template: Template, max_tokens: int) -> list[Example]:
-    """The examples of rows that were read from `path`. Raises as `load_examples`."""
+def encode_examples(rows: Sequence[DatasetRow], template: Template, max_tokens: int) -> list[Example]:
+    """The examples of rows. Raises as `load_examples`."""
     conversations = each_or_blame(
-        lambda some: template.converse([row.prompt for row in some], [row.response for row in some]), rows, path
+        lambda some: template.converse([row.prompt for row in some], [row.response for row in some]), rows
     )
     examples = []
     for row, (ids, start) in zip(rows, template.encode_conversations(conversations), strict=True):
         if len(ids) > max_tokens:
             raise DataError(
-                f"prompt, response and end token within {max_tokens} tokens in {path}:{row.line}",
+                f"prompt, response and end token within {max_tokens} tokens in {row.where}",
                 f"{len(ids)}",
                 "Shorten the row, or raise rollout.max_model_len.",
             )
-        check_ids(ids, template, f"{path}:{row.line}")
+        check_ids(ids, template, row.where)
         mask = np.zeros(len(ids), dtype=np.uint8)
         mask[start:] = 1
         examples.append(Example(ids, mask))
@@ -178,7 +191,7 @@ def check_ids(ids: np.ndarray, template: Template, where: str) -> None:
         )
 
 
-def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Sequence[Source], path: Path) -> list[Result]:
+def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Sequence[Source]) -> list[Result]:
     """Applies `apply` to all rows at once, if there are any. When that fails, finds the first bad row, so that the DataError names it."""
     try:
         return apply(rows) if rows else []
@@ -187,13 +200,16 @@ def each_or_blame(apply: Callable[[Sequence[Source]], list[Result]], rows: Seque
             try:
                 apply([row])
             except DataError as error:
-                raise DataError(f"{error.expected} in {path}:{row.line}", error.found, error.do) from error
+                raise DataError(f"{error.expected} in {row.where}", error.found, error.do) from error
         raise
 
 
-def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, response_key: str | None) -> DatasetRow:
-    prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
-    label = _text(fields.get(data.label_key), f"{data.label_key!r} in {where}")
+def _row(fields: Mapping[str, Any], where: str, data: DataConfig, response_key: str | None) -> DatasetRow:
+    prompt, answer = column(fields, data.prompt_key, where, "data.prompt_key"), value_at(fields, data.label_key)
+    if (turns := _with_history(prompt, answer)) is not None:
+        prompt, answer = turns, None
+    source = prompt_of(prompt, f"{data.prompt_key!r} in {where}")
+    label = answer if isinstance(answer, TokenIds) else _text(answer, f"{data.label_key!r} in {where}")
     response = ""
     if response_key is not None:
         value = column(fields, response_key, where, "the data")
@@ -201,18 +217,37 @@ def _row(fields: Mapping[str, Any], where: str, number: int, data: DataConfig, r
             raise DataError(f"a text in {response_key!r} in {where}", type(value).__name__, "Fix the row.")
         response = value
     roles = {data.label_key, response_key}  # the prompt stays: a reward model renders it with its own template
-    return DatasetRow(number, prompt, label, response, {key: value for key, value in fields.items() if key not in roles})
+    metadata = {key: value for key, value in fields.items() if key not in roles and not isinstance(value, TokenIds)}
+    return DatasetRow(where, source, label, response, metadata)
+
+
+def _with_history(prompt: Any, answers: Any) -> list[dict[str, str]] | None:
+    """PaddleNLP's form of several turns as messages: the user's n texts with the n - 1 answers between them."""
+    if not isinstance(prompt, list) or not isinstance(answers, list) or not len(prompt) == len(answers) + 1 > 1:
+        return None
+    if not all(isinstance(text, str) for text in (*prompt, *answers)):
+        return None
+    turns = [
+        {"role": role, "content": text}
+        for both in zip(prompt, answers, strict=False)
+        for role, text in zip(("user", "assistant"), both, strict=True)
+    ]
+    return [*turns, {"role": "user", "content": prompt[-1]}]
 
 
 def column(fields: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
-    """A required column; `setting` names it in the configuration. Raises DataError."""
-    if key not in fields:
+    """A required column, by name or dotted path; `setting` names it in the configuration. Raises DataError."""
+    value = value_at(fields, key, _MISSING)
+    if value is _MISSING:
         raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", f"Fix the row, or {setting}.")
-    return fields[key]
+    return value
 
 
 def prompt_of(value: Any, what: str) -> PromptSource:
     """A text, a list with one text (PaddleNLP's `src`), or chat messages. Raises DataError."""
+    if isinstance(value, TokenIds):
+        return value
+    value = chat_messages(value)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     if isinstance(value, str):

@@ -5,12 +5,13 @@ Invariant: a row keeps all of its sequences or is left out, and what is left out
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from polyreme.config.data import Sources
 from polyreme.config.stage import ConversationData
+from polyreme.dataset.source import name_of
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompts import Example, check_ids
 from polyreme_trainer.data.template import PromptSource, Template
@@ -48,13 +49,17 @@ class StageRows:
 class Encoded:
     """One row: its sequences and its numbers."""
 
-    line: int
+    where: str
     sequences: Sequence[Example]
     columns: Mapping[str, float] = field(default_factory=dict)
 
 
 def assemble(
-    rows: Sequence[Encoded], path: Path, data: ConversationData, template: Template, left_out: Mapping[str, int] | None = None
+    rows: Sequence[Encoded],
+    sources: Sources,
+    data: ConversationData,
+    template: Template,
+    left_out: Mapping[str, int] | None = None,
 ) -> StageRows:
     """The rows within `data.max_tokens`.
 
@@ -66,7 +71,7 @@ def assemble(
     """
     kept = []
     for row in rows:
-        where, longest = f"{path}:{row.line}", max(len(each.ids) for each in row.sequences)
+        where, longest = row.where, max(len(each.ids) for each in row.sequences)
         if longest <= data.max_tokens:
             for each in row.sequences:
                 check_ids(each.ids, template, where)
@@ -81,7 +86,7 @@ def assemble(
     missing = {reason: count for reason, count in missing.items() if count}
     if not kept:
         found = ", ".join(f"{count} {reason}" for reason, count in missing.items())
-        raise DataError(f"rows to train on in {path}", found or "none", "Fix the file, or the section data.")
+        raise DataError(f"rows to train on in {name_of(sources)}", found or "none", "Fix the file, or the section data.")
     sequences = [each for row in kept for each in row.sequences]
     columns = {name: np.array([row.columns[name] for row in kept], dtype=np.float32) for name in kept[0].columns}
     return StageRows(

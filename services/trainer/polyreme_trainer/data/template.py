@@ -9,20 +9,23 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import numpy as np
 import xxhash
 from tokenizers import Encoding
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
 from polyreme.config.data import TextConfig
+from polyreme.dataset.columns import TokenIds
 from polyreme.errors import ConfigError, DataError
 
-PromptSource = str | tuple[dict[str, Any], ...]
-"""A text or chat messages."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PromptSource = str | TokenIds | tuple[dict[str, Any], ...]
+"""A text, its tokens, or chat messages."""
 _SENTINEL = "a7"  # stands for the assistant's answer when a template is probed; any plain text would do
 
 
@@ -76,7 +79,9 @@ class Template:
         self.digest = xxhash.xxh3_64_hexdigest(json.dumps(parts).encode())
 
     def render(self, prompts: Sequence[PromptSource]) -> list[str]:
-        """The text before each response. Raises DataError when the template rejects a prompt."""
+        """The text before each response; tokens have their own text. Raises DataError when the template rejects a prompt."""
+        if any(isinstance(prompt, TokenIds) for prompt in prompts):
+            return [self._text(prompt) if isinstance(prompt, TokenIds) else self.render([prompt])[0] for prompt in prompts]
         if not self._chat:
             for prompt in prompts:
                 if not isinstance(prompt, str):
@@ -198,7 +203,18 @@ class Template:
         lead, size = self._lead, len(self._lead)
         return [each if np.array_equal(each[:size], lead) else np.concatenate([lead, each]) for each in ids]
 
+    def _text(self, ids: TokenIds) -> str:
+        if ids and not 0 <= min(ids) <= max(ids) < self.tokens:
+            raise DataError(
+                f"token ids of the model's tokenizer, which has {self.tokens}",
+                f"id {max(ids)}" if max(ids) >= self.tokens else f"id {min(ids)}",
+                "Use the tokenizer that the data was written with.",
+            )
+        return self.decode([ids], special=True)[0]
+
     def _messages(self, prompt: PromptSource) -> list[dict[str, Any]]:
+        if isinstance(prompt, TokenIds):
+            raise DataError("a text or messages for a conversation", "token ids", "Use data with texts.")
         return self._with_system([{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt])
 
     def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -285,7 +301,9 @@ class Template:
         return default, tuple(special[i].content for i in written if i in special)
 
 
-def _load_tokenizer(files: Mapping[str, bytes]) -> PreTrainedTokenizerFast:
+def _load_tokenizer(files: Mapping[str, bytes]) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast  # it takes 1.5 s, and most learner ranks build no template
+
     if "tokenizer.json" not in files:
         raise ConfigError(
             "tokenizer.json in the model directory",
@@ -325,7 +343,7 @@ def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content
 
 
-def _stop_ids(tokenizer: PreTrainedTokenizerFast, files: Mapping[str, bytes], embeddings: int) -> tuple[int, ...]:
+def _stop_ids(tokenizer: "PreTrainedTokenizerFast", files: Mapping[str, bytes], embeddings: int) -> tuple[int, ...]:
     generation = _read_json(files, "generation_config.json").get("eos_token_id")
     ids = generation if isinstance(generation, list) else [generation]
     stop = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from polyreme.cli.progress import stream_time
 from polyreme.cli.run_directory import write_replicas
 from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
@@ -26,9 +27,12 @@ from polyreme.experience.run import Run, RunState
 from polyreme.process.lifecycle import stop_event
 from polyreme.process.supervisor import ProcessSet, ProcessSpec, Supervisor
 from polyreme.weights.arena import remove_stale
+from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
+from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.records import Recorder
+from polyreme_trainer.observe.vocabulary import write_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +60,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, run: Run, process_sets: Sequence[ProcessSet], owner: int | None = None) -> None:
         self._trackers = TrackerProcesses(config, run.run_id, run.emit)
+        self._notifier = Notifier(config, run.run_id, run.emit)
         self._config, self._run, self._owner, self._orphaned = config, run, owner, False
         self._stopped = False
         self._end: tuple[RunState, str] | None = None
@@ -68,6 +73,7 @@ class Trainer:
         records = asyncio.create_task(self._write_records(ended))
         replicas = asyncio.create_task(self._report_replicas())
         self._trackers.start()
+        self._notifier.start()
         try:
             await self._supervise()
             self._end = await self._final_state()
@@ -90,6 +96,7 @@ class Trainer:
             try:
                 await asyncio.gather(records, return_exceptions=self._orphaned)
                 self._write_end()
+                await self._notifier.close(self._end, 0.0 if self._orphaned else NOTICE_SECONDS)
                 await self._trackers.close(0.0 if self._orphaned else CLOSE_SECONDS)
             finally:  # also when a second signal interrupts this
                 remove_stale(self._run.run_id)
@@ -112,7 +119,7 @@ class Trainer:
 
     async def _supervise(self) -> None:
         work = asyncio.create_task(self._supervisor.run())
-        stopped = asyncio.create_task(stop_event().wait())
+        stopped = asyncio.create_task(self._stop_requested(stop_event()))
         failed = asyncio.create_task(self._declared_failed())
         tasks = (work, stopped, failed)
         try:
@@ -144,6 +151,16 @@ class Trainer:
         if not work.done():
             await self._supervisor.stop(_STOP_GRACE_SECONDS)
 
+    async def _stop_requested(self, signalled: asyncio.Event) -> None:
+        """Waits for a signal, or until another process has set the run to draining."""
+        while not signalled.is_set():
+            with suppress(PolyremeError):  # `_declared_failed` handles what cannot be retried
+                if (await self._run.state())[0] is RunState.DRAINING:
+                    return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STATE_POLL_SECONDS):
+                    await signalled.wait()
+
     async def _declared_failed(self) -> None:
         """Waits until a process declares the run failed, and raises that."""
         while True:
@@ -161,6 +178,7 @@ class Trainer:
         )  # it takes a second, during which the event loop could handle no signal
         while True:
             try:
+                await asyncio.to_thread(write_vocabulary, self._config.run_dir, await self._run.model_files())
                 with closing(Recorder(self._config, self._run.run_id, self._groups_of)) as recorder:
                     await self._record(recorder, ended)
                     return
@@ -178,13 +196,16 @@ class Trainer:
     async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
         """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
+        self._notifier.know(recorder.evaluations)
         while True:
             last = ended.is_set()
             batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
             await recorder.take(batch, await self._run.state())
+            self._notifier.take([{"time": stream_time(at), **record} for at, record in batch])
             if recorder.recorded > recorded:
                 recorded = recorder.recorded
                 await self._run.set_recorded(recorded)
+                await self._run.discard_trained(recorded)
             since_mark += len(batch)
             if since_mark >= RECORDS_KEPT:
                 await self._run.trim_records(mark)
@@ -192,10 +213,10 @@ class Trainer:
             if last and not batch:
                 return
 
-    async def _groups_of(self, iteration: int) -> list[bytes]:
+    async def _groups_of(self, iteration: int) -> tuple[list[bytes], bytes | None]:
         experience = ExperienceLog(self._run)
         plan = await experience.find_plan(iteration)
-        return await experience.read(plan) if plan else []
+        return await experience.read(plan) if plan else [], await self._run.trained(iteration)
 
     async def _report_replicas(self) -> None:
         """Emits the ids of the replicas and the URLs of their /v1 whenever these change."""

@@ -21,6 +21,7 @@ from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
+from polyreme_trainer.memory_estimate import announce
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def main(kind: type[Learner] = Learner) -> None:
         config, files = asyncio.run(read_run(redis_url, run_id))
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
         device.seed(config.seed)
+        announce(config, device.memory(), leads=rank == 0)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:

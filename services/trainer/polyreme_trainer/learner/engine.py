@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from polyreme.config.trainer import SftPhase
 from polyreme.experience.records import GroupRecord, decode_group
+from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest
@@ -142,6 +143,11 @@ class TrainEngine(Protocol):
         Returns:
             Its metrics, which include `trained_samples` and `actor/lr`. They are the same on every rank, except seconds.
         """
+        ...
+
+    @property
+    def trained_samples(self) -> TrainedSamples | None:
+        """What the newest iteration did with its samples; None before the first. The same on every rank."""
         ...
 
     def write(self, slot: int, version: int, term: int) -> Written:

@@ -192,6 +192,8 @@ class Learner:
             logger.warning("%s", holding[name])
             await self.client.run.emit({"kind": "alarm", "text": holding[name]})
         self.alarmed = set(holding)
+        if (samples := self.engine.trained_samples) is not None:
+            await self.client.run.set_trained(batch.iteration, samples.encode())
         record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time(), self.config)
         await self.client.run.emit({**record, "alarms": list(holding.values())})
 

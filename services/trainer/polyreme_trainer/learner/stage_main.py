@@ -25,6 +25,7 @@ from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.stage_engine import MegatronStageEngine
+from polyreme_trainer.memory_estimate import announce
 from polyreme_trainer.observe.stage_records import StageRecorder
 from polyreme_trainer.stages.loop import StageLoop
 from polyreme_trainer.stages.table import TABLE
@@ -79,6 +80,7 @@ def main() -> None:
     with exit_on_error("learner"):
         config = read_stage_config(run_dir)
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
+        announce(config, device.memory(), leads=rank == 0)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:

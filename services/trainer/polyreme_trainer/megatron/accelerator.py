@@ -72,10 +72,10 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
 
 
 def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:
-    embedded = module.embedding(input_ids=ids, position_ids=None)
+    embedded = module.embedding(input_ids=ids, position_ids=None) if module.pre_process else None
     both_halves = Angles(*(torch.cat((part, part), dim=-1)[:, None, None, :] for part in (angles.full, angles.sliding)))
     hidden = module.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=both_halves)  # each [s, 1, 1, head_dim]
-    return whole_sequence(module, hidden).transpose(0, 1).flatten(0, 1)
+    return whole_sequence(module, hidden).transpose(0, 1).flatten(0, 1) if module.post_process else hidden
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:

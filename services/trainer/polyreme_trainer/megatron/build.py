@@ -28,14 +28,16 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def init_parallel(parallel: ParallelConfig, device: Device) -> None:
-    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the tensor and data groups.
+    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, stages
+    and data ranks.
 
-    Tensor ranks are adjacent. Every collective has a deadline. Raises ConfigError when the world size is not tensor * data.
+    Tensor ranks are adjacent, and a stage's ranks too. Every collective has a deadline. Raises ConfigError when the world size is another
+    than the configuration's.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
         raise ConfigError(
-            f"{parallel.world_size} learner ranks (tensor {parallel.tensor} x data {parallel.data})",
+            f"{parallel.world_size} learner ranks ({parallel.layout})",
             f"WORLD_SIZE={world}",
             "Start as many ranks as trainer.parallel requires.",
         )
@@ -45,6 +47,7 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         )
@@ -89,9 +92,9 @@ def build_module(arch: Architecture, dtype: torch.dtype, device: Device, spec: M
     """This rank's shard as a GPTModel with uninitialised weights. Raises ConfigError when the sizes do not divide over the ranks."""
     here = rank()
     try:
-        hf_mapping.check(arch, here.tp)
+        hf_mapping.rank_slices(arch, here)
     except ValueError as error:
-        raise ConfigError("sizes that divide over the tensor ranks", str(error), "Change trainer.parallel.tensor.") from None
+        raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
     config = transformer_config(arch, dtype, here, spec)
     last = here.pp_rank == here.pp - 1
     with device.megatron():
@@ -156,5 +159,6 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.
         **spec.options,
         **arch.family.options,
     )
+    config.variable_seq_lengths = True  # between stages. Set now: the constructor would refuse it for some layers with experts
     config.activation_func = _ACTIVATIONS[arch.family.activation]  # set now: the constructor knows no tanh approximation
     return config

@@ -1,8 +1,9 @@
-"""Checkpoints: everything that a rank needs to continue bit for bit, on the same layout, as if it had never stopped.
+"""Checkpoints: everything that the ranks need to continue as if they had never stopped: bit for bit on the same layout, and but for rounding
+on any other.
 
-A checkpoint is a directory. `state-T.pt` has the weights and moments of tensor rank T of every role that changes, written by data rank 0.
-`rng-R.pt` has the random generators of rank R. `checkpoint.json` has the format, the iteration, the layout, the learner's facts, the
-xxh3_64 of every file, and its own digest.
+A checkpoint is a directory. `state-R.pt` has what rank R saves of every role that changes: the moments that it updates, and on data rank 0
+the weights of its shard. `rng-R.pt` has its random generators. `checkpoint.json` has the format, the iteration, the layout, the learner's
+facts, the xxh3_64 of every file, and its own digest.
 
 Invariant: a checkpoint directory is complete, because it is built under another name, synced and renamed. A damaged checkpoint, whatever
 the damage, never prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
@@ -10,23 +11,28 @@ the damage, never prevents finding, pruning or saving others; the log has the re
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import atomic
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.mcore import parallel_state
+from polyreme_trainer.megatron.reshard import Layout, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "checkpoint.json"
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,21 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
         atomic.discard(temporary)
         temporary.mkdir(parents=True)
     torch.distributed.barrier()
-    model = roles[0].model
-    rng, state = _names(roles[0])
-    torch.save(model.device.rng_state(), temporary / rng)
-    atomic.sync(temporary / rng)  # on a file system of several machines, only the writer can sync a file
-    if parallel_state.get_data_parallel_rank() == 0:
-        torch.save({role.name: role.state_dict() for role in roles}, temporary / state)
-        atomic.sync(temporary / state)
+    device, number = roles[0].model.device, torch.distributed.get_rank()
+    weights = parallel_state.get_data_parallel_rank() == 0
+    contents = {
+        _random_file(number): device.rng_state(),
+        _state_file(number): {role.name: role.rank_state(weights) for role in roles},
+    }
+    for name, content in contents.items():
+        torch.save(content, temporary / name)
+        atomic.sync(temporary / name)  # on a file system of several machines, only the writer can sync a file
     torch.distributed.barrier()
     if first:
-        files = {name: digest_of(temporary / name) for name in _all_names(roles[0])}
-        write_manifest(temporary, _number(path), _layout(roles), facts, files)
+        ranks = range(torch.distributed.get_world_size())
+        names = sorted(name for rank in ranks for name in (_random_file(rank), _state_file(rank)))
+        files = {name: digest_of(temporary / name) for name in names}
+        write_manifest(temporary, _number(path), asdict(_layout(roles)) | _models(roles), facts, files)
         atomic.publish(temporary, path)
     torch.distributed.barrier()
 
@@ -84,20 +94,37 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
 def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
     """Restores weights, moments and random generators. Called on every rank, with an `intact` checkpoint.
 
+    On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
+
     Raises:
-        ConfigError: the checkpoint has a different layout, dtype or set of roles.
+        ConfigError: the checkpoint has another dtype or other roles.
     """
-    if checkpoint.layout != _layout(roles):
+    saved = dict(checkpoint.layout)
+    layout = Layout(saved.pop("tensor"), saved.pop("pipeline"), saved.pop("data"))
+    if saved != _models(roles):
         raise ConfigError(
-            f"the layout of checkpoint {checkpoint.path.name}, {dict(checkpoint.layout)}",
-            f"{_layout(roles)}",
-            "Set trainer.parallel, model.dtype and the algorithm as they were, or start from the checkpoint's Hugging Face export.",
+            f"the models of checkpoint {checkpoint.path.name}, {saved}",
+            f"{_models(roles)}",
+            "Set model.dtype and the algorithm as they were, or start from the checkpoint's Hugging Face export.",
         )
-    rng, state = (checkpoint.path / name for name in _names(roles[0]))
-    states = torch.load(state, map_location="cpu", weights_only=True)
+    device, here = roles[0].model.device, roles[0].model.rank
+    sources = [(rank, [_read(checkpoint.path / _state_file(each)) for each in numbers]) for rank, numbers in layout.files(here)]
     for role in roles:
-        role.load_state_dict(states[role.name])
-    roles[0].model.device.set_rng_state(torch.load(rng, map_location="cpu", weights_only=True))
+        shards = [SavedShard(role.model.arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
+        steps = sources[0][1][0][role.name]["steps"]
+        role.restore(steps, partial(_reshard, role.model.arch, here, shards))
+    generators = checkpoint.path / _random_file(torch.distributed.get_rank())
+    if generators.name in checkpoint.files:
+        device.set_rng_state(_read(generators))
+
+
+def _reshard(arch: Architecture, here: Rank, shards: Sequence[SavedShard], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
+    return reshard(arch, kind, names, here, shards)
+
+
+def _read(file: Path) -> Any:
+    """Tensors and plain containers of a file. The tensors' bytes are read where they are used."""
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 def iteration_path(root: Path, iteration: int, prefix: str = "iteration") -> Path:
@@ -181,19 +208,18 @@ def _number(path: Path) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _names(role: Role[Any]) -> tuple[str, str]:
-    """The names of this rank's files: its generators, and the state that it shares with its data ranks."""
-    return f"rng-{torch.distributed.get_rank()}.pt", f"state-{role.model.rank.tp_rank}.pt"
+def _random_file(rank: int) -> str:
+    return f"rng-{rank}.pt"
 
 
-def _all_names(role: Role[Any]) -> list[str]:
-    """The names of all ranks' files, sorted."""
-    generators = (f"rng-{rank}.pt" for rank in range(torch.distributed.get_world_size()))
-    return sorted([*generators, *(f"state-{rank}.pt" for rank in range(role.model.rank.tp))])
+def _state_file(rank: int) -> str:
+    return f"state-{rank}.pt"
 
 
-def _layout(roles: Sequence[Role[Any]]) -> dict[str, Any]:
-    model = roles[0].model
-    data = parallel_state.get_data_parallel_world_size()
-    names = [role.name for role in roles]
-    return {"tensor": model.rank.tp, "pipeline": model.rank.pp, "data": data, "dtype": model.dtype, "roles": names}
+def _layout(roles: Sequence[Role[Any]]) -> Layout:
+    rank = roles[0].model.rank
+    return Layout(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size())
+
+
+def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:
+    return {"dtype": roles[0].model.dtype, "roles": [role.name for role in roles]}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from polyreme.errors import ConfigError
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.megatron.cpu.cuda_stand_ins import CudaIsCpu, install_cuda_stand_ins, keep_freed_memory
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -29,7 +30,7 @@ class Device:
 
     def __init__(self, kind: str, local_rank: int = 0, threads: int = 1) -> None:
         if kind == "npu":
-            _import_npu()
+            import_npu()
         if kind != "cpu" and not getattr(torch, kind).is_available():
             raise ConfigError(
                 f"a machine with {kind}", f"torch {torch.__version__} sees none", "Set device: cpu, or fix the driver."
@@ -74,13 +75,20 @@ class Device:
         if self.kind != "cpu":
             getattr(torch, self.kind).synchronize()
 
+    def memory(self) -> int:
+        """Bytes of memory of the device; on CPU, of the machine or of the container that this process runs in."""
+        if self.kind == "cpu":
+            return memory_limit()
+        _, total = getattr(torch, self.kind).mem_get_info()
+        return int(total)
+
     def megatron(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which megatron-core code that names CUDA works on this device. On npu, `transfer_to_npu` does that for the whole
         process."""
         return CudaIsCpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
-def _import_npu() -> None:
+def import_npu() -> None:
     try:
         import torch_npu  # type: ignore[import-not-found]  # noqa: F401
         from torch_npu.contrib import transfer_to_npu  # type: ignore[import-not-found]  # noqa: F401

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
+from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import LIMITS as CANARY_LIMITS
 from polyreme.weights.canary import Canary
@@ -33,6 +34,7 @@ from polyreme_trainer.megatron.followers import Followers
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.own_algorithm import load_algorithm
+from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import Forward, Role
 from polyreme_trainer.megatron.saves import Saves
@@ -71,6 +73,7 @@ class MegatronEngine:
         self.reference: Role[Policy] | None = self.followers.reference
         self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
+        self.trained_samples: TrainedSamples | None = None
         """The algorithm's state between iterations."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
         self.saves = Saves(config, files, ranks)
@@ -210,7 +213,7 @@ class MegatronEngine:
             ptx_coef=config.algorithm.ptx.coef if config.algorithm.ptx else 0.0,
         )
         trained = train_iteration(iteration, self.algorithm, self)
-        self.state = trained.state
+        self.state, self.trained_samples = trained.state, trained.samples
         metrics = {**trained.metrics, **self.followers.follow(batch.iteration)}
         self.device.synchronize()
         return metrics | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
@@ -252,8 +255,7 @@ class MegatronEngine:
         length = min(32, self.policy.arch.max_position)
         ids = comparison.probe_ids(self.policy.arch.vocab, length, self.config.seed)
         logits = self.policy.logits(ids.to(self.device.torch))
-        with torch.no_grad():
-            values = None if self.critic is None else self.critic.model.values(ids.to(self.device.torch))
+        values = None if self.critic is None else self.probe_values(self.critic.model, ids.to(self.device.torch))
         outcomes: list[Gate] = []
 
         async def compare() -> None:
@@ -265,6 +267,10 @@ class MegatronEngine:
 
         self.ranks.on_leader(compare)
         return outcomes
+
+    def probe_values(self, critic: Critic, ids: torch.Tensor) -> torch.Tensor:
+        """The critic's values of int64 ids [b, s], fp32 [b, s]. Collective."""
+        return on_every_stage(critic, ids, lambda: critic.values(ids), tuple(ids.shape))
 
     compares_answers = True
 
@@ -291,7 +297,12 @@ class MegatronEngine:
         ids, targets = (torch.from_numpy(part).to(self.device.torch) for part in stack(answers))
         rows = max(1, self.config.trainer.micro_batch_tokens // ids.shape[1])
         forward = partial(self.policy.logprobs, temperature=temperature or self.config.rollout.temperature)
-        return torch.cat([forward(*pair) for pair in zip(ids.split(rows), targets.split(rows), strict=True)])
+        return torch.cat(
+            [
+                on_every_stage(self.policy, part, partial(forward, part, wanted), (int((wanted != IGNORE).sum()),))
+                for part, wanted in zip(ids.split(rows), targets.split(rows), strict=True)
+            ]
+        )
 
     def close(self) -> None:
         self.writer.close()

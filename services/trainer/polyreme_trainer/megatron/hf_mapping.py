@@ -13,7 +13,7 @@ How megatron-core stores tensors that Hugging Face keeps separate (rows are outp
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyreme_trainer.megatron.families.base import (
     EMBEDDING,
@@ -79,6 +79,12 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
         yield FINAL_NORM_ROW, leads
         if not (first and arch.head == "tied"):
             yield arch.head_row(), leads and arch.head != "tied"
+
+
+def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
+    """The pipeline stage that writes each Hugging Face tensor."""
+    stages = [replace(rank, tp_rank=0, pp_rank=stage) for stage in range(rank.pp)]
+    return {piece.hf_name: stage.pp_rank for stage in stages for piece in rank_slices(arch, stage) if piece.primary}
 
 
 def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:

@@ -1,19 +1,52 @@
 """The imports of megatron-core.
 
-Invariant: no other module imports megatron, so its import-time warnings about missing CUDA packages are silenced in one place.
+Invariant: no other module imports megatron, so what its import costs and prints is decided in one place: no warnings about missing CUDA
+packages, no compiler where nothing is compiled, no tracker.
 """
 
 import logging
+import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-with warnings.catch_warnings():
+import torch
+
+
+def _uncompiled(function: Callable[..., Any] | None = None, **_: object) -> Callable[..., Any]:
+    """Stands for torch.compile, also where it is called with options."""
+    return function if function is not None else _uncompiled
+
+
+@contextmanager
+def _light_import() -> Iterator[None]:
+    """megatron-core compiles its fused functions when it is imported, and imports wandb where that is installed. Without CUDA no fused
+    function is called, and our trackers run in processes of their own: every rank starts 3 seconds of CPU time earlier.
+    """
+    compiler, wandb = torch.compile, sys.modules.get("wandb")
+    sys.modules["wandb"] = None  # type: ignore[assignment]  # Python's own mark of a module that cannot be imported
+    if not torch.cuda.is_available():
+        torch.compile = _uncompiled  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+        del sys.modules["wandb"]
+        if wandb is not None:
+            sys.modules["wandb"] = wandb
+
+
+with warnings.catch_warnings(), _light_import():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -44,6 +77,7 @@ __all__ = [
     "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "GPTModel",
     "IdentityOp",
     "MLPSubmodules",
@@ -64,6 +98,7 @@ __all__ = [
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "finalize_model_grads",
+    "forward_backward_pipelining_without_interleaving",
     "gather_from_sequence_parallel_region",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",

@@ -46,7 +46,8 @@ class ShardedModel:
         self._params = dict(self.module.named_parameters())
         self.ddp: DistributedDataParallel | None = None
         if trainable:
-            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+            several = parallel_state.get_data_parallel_world_size() > 1
+            config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
             with device.megatron():
                 self.ddp = DistributedDataParallel(self.module.config, config, self.module)
         else:
@@ -72,25 +73,43 @@ class ShardedModel:
 
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
-        """Copies this rank's primary slices into whole Hugging Face tensors. Data rank 0's tensor ranks call it and together fill them."""
+        """Copies this rank's primary slices into whole Hugging Face tensors. Data rank 0's tensor ranks and stages together fill them."""
         for piece in self.slices:
             if piece.primary:
                 views[piece.hf_name][piece.hf_index].copy_(self._params[piece.param][piece.param_index])
 
     @torch.no_grad()
     def full_tensors(self) -> dict[str, Tensor] | None:
-        """Whole Hugging Face tensors, on the CPU of the first tensor rank; None on the others. Collective over the tensor ranks."""
+        """Whole Hugging Face tensors, on the CPU of the first stage's first tensor rank; None on the others. Collective over both."""
         here = self.rank
         everyone = {here.tp_rank: self._params} if here.tp == 1 else self._gather_params()
         if here.tp_rank:
             return None
-        shapes = hf_mapping.hf_shapes(self.arch)
-        full = {name: torch.empty(shape, dtype=DTYPES[self.dtype][0]) for name, shape in shapes.items()}
+        owners = hf_mapping.stage_of_tensors(self.arch, here)
+        full = {
+            name: torch.empty(shape, dtype=DTYPES[self.dtype][0])
+            for name, shape in hf_mapping.hf_shapes(self.arch).items()
+            if here.pp_rank in (0, owners[name])
+        }
         for tp_rank, params in everyone.items():
             for piece in hf_mapping.rank_slices(self.arch, replace(here, tp_rank=tp_rank)):
                 if piece.primary:
                     full[piece.hf_name][piece.hf_index].copy_(params[piece.param][piece.param_index])
-        return full
+        return self._collect_stages(full, owners) if here.pp > 1 else full
+
+    def _collect_stages(self, tensors: dict[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor] | None:
+        """Sends every stage's tensors to the first stage, which returns all; None on the others."""
+        group, here = parallel_state.get_pipeline_model_parallel_group(), self.rank.pp_rank
+        for name, tensor in tensors.items():
+            if owners[name] == 0:
+                continue
+            on_device = tensor.to(self.device.torch)
+            if here:
+                torch.distributed.send(on_device, parallel_state.get_pipeline_model_parallel_first_rank(), group=group)
+            else:
+                torch.distributed.recv(on_device, torch.distributed.get_global_rank(group, owners[name]), group=group)
+                tensor.copy_(on_device)
+        return None if here else tensors
 
     def frozen_copy(self) -> Self:
         """A copy of the present weights without gradient buffers."""
@@ -111,7 +130,10 @@ class ShardedModel:
             param.copy_(state[name])
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states of int64 ids [b, s]: [b * s, hidden]. Raises ValueError for more positions than the model has."""
+        """Final hidden states of int64 ids [b, s]: [b * s, hidden]; of a stage before the last, what the next stage takes.
+
+        Raises ValueError for more positions than the model has.
+        """
         width = ids.shape[1]
         if width > self.arch.max_position:
             raise ValueError(f"expected at most {self.arch.max_position} positions; found {width}")
@@ -122,7 +144,8 @@ class ShardedModel:
             for rope in (self.arch.rope, self.arch.sliding_rope or self.arch.rope)
         )
         hidden = self.spec.forward(self.module, padded, Angles(full, sliding))
-        return hidden if width == padded.shape[1] else hidden.unflatten(0, padded.shape)[:, :width].flatten(0, 1)
+        whole = not self.module.post_process or width == padded.shape[1]
+        return hidden if whole else hidden.unflatten(0, padded.shape)[:, :width].flatten(0, 1)
 
     def _gather_params(self) -> dict[int, dict[str, Tensor]]:
         """Every tensor rank's parameters, on the first tensor rank."""

@@ -3,11 +3,14 @@
 A step's gradient is the sum over data ranks, because losses are already divided by the step's global token count. The norm, also for
 clipping, is that of the whole model; parameters that tensor ranks replicate count once.
 
+With several data ranks, megatron-core's distributed optimizer gives each of them an equal part of the moments and of the full-precision
+weights (`state_bytes` = the single rank's bytes / data ranks). A rank sums only its part's gradients, and receives the others' new weights.
+
 Invariant: a step whose gradient is not finite changes nothing, and a step that produces weights that are not finite ends the run.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +35,56 @@ class Adam:
     clip_grad: float = 1.0
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of AdamW's moments in torch."""
+MASTER = "master"
+"""Kind of state: the full-precision copies of weights that are not float32."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The elements `start:stop` of a flat parameter, which this rank's optimizer updates.
+
+    Attributes:
+        name, param: the parameter of this rank's model.
+        main: the fp32 tensor that AdamW steps: a part of the parameter, or a copy.
+        copied: whether it is a copy.
+    """
+
+    name: str
+    param: Tensor
+    start: int
+    stop: int
+    main: Tensor
+    copied: bool
+
+    @property
+    def gradient(self) -> Tensor:
+        """The fragment's elements of the parameter's gradient: flat, in the gradient buffer's memory."""
+        return self.cut(self.param.main_grad)  # type: ignore[attr-defined]
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The fragment's elements of a tensor of the parameter's shape: flat, in the same memory."""
+        return tensor.view(-1)[self.start : self.stop]
+
+
+def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list[Fragment]:
+    """The fragments of a rank in the order of the model's `parameters`. `inner` is megatron-core's optimizer."""
+    fragments = []
+    for name, param in parameters:
+        if isinstance(inner, mcore.DistributedOptimizer):
+            if param not in inner.model_param_group_index_map:
+                continue  # other data ranks update it
+            group, place = inner.model_param_group_index_map[param]
+            part = inner._get_model_param_range_map(param)["param"]
+            main = inner.optimizer.param_groups[group]["params"][place]
+            fragments.append(Fragment(name, param, part.start, part.end, main, main.dtype != param.dtype))
+        elif param.requires_grad:
+            main = param if param.dtype == torch.float32 else param.main_param  # type: ignore[attr-defined]
+            fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param))
+    return fragments
+
+
 class Optimizer:
     """Owns a trainable model's gradients and AdamW moments. One-dimensional parameters have no weight decay."""
 
@@ -48,14 +101,16 @@ class Optimizer:
             clip_grad=0.0,
             bf16=model.dtype == "bfloat16",
             params_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
+            use_distributed_optimizer=self._ddp.ddp_config.use_distributed_optimizer,
         )
         overrides = mcore.get_standard_config_overrides(config)
-        with model.device.megatron():
+        with model.device.megatron(), torch.no_grad():  # without no_grad, a data rank's part of a parameter would have a graph
             chained = mcore.get_megatron_optimizer(config, [self._ddp], overrides, use_gloo_process_groups=False)
         (self._inner,) = chained.chained_optimizers
         self._set_hyper_parameters()
+        self.fragments = find_fragments(model.module.named_parameters(), self._inner)
         mine = {piece.param for piece in model.slices if piece.primary}
-        self._counted = [param for name, param in model.module.named_parameters() if name in mine]
+        self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -79,14 +134,15 @@ class Optimizer:
                 norm, are not finite; the model is unusable then.
         """
         mcore.finalize_model_grads([self._ddp])
-        norm = self._norm(param.main_grad for param in self._counted)
+        norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:
             self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
-        self._inner.prepare_grads()
-        self._inner.step_with_ready_grads()
-        if not math.isfinite(weights := self._norm(self._counted)):
+        with self.model.device.megatron():
+            self._inner.prepare_grads()
+            self._inner.step_with_ready_grads()
+        if not math.isfinite(weights := self._norm(fragment.cut(fragment.param) for fragment in self._counted)):
             lr = self._inner.param_groups[0]["lr"]
             raise RunFailedError(
                 "finite weights after a step",
@@ -95,13 +151,50 @@ class Optimizer:
             )
         return norm
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's moments and step counts: plain containers, numbers and tensors (not copies)."""
-        return self._inner.state_dict()
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of this rank's moments and full-precision copies of weights, after the first step."""
+        moments = sum(tensor.nbytes for fragment in self.fragments for tensor in self.moments(fragment).values())
+        return moments + sum(fragment.main.nbytes for fragment in self.fragments if fragment.copied)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict` on a rank of the same layout."""
-        self._inner.load_state_dict(state)
+    @property
+    def steps(self) -> int:
+        """The number of steps since the moments were zero."""
+        return max(
+            (int(self._inner.optimizer.state[each.main]["step"]) for each in self.fragments if self.moments(each)), default=0
+        )
+
+    def moments(self, fragment: Fragment) -> dict[str, Tensor]:
+        """AdamW's moments of a fragment by name, each of the shape of `fragment.main`; empty before the first step."""
+        state = self._inner.optimizer.state.get(fragment.main, {})
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    def rank_state(self) -> dict[str, dict[str, tuple[int, Tensor]]]:
+        """This rank's moments and full-precision copies, as in `RankState` (not copies)."""
+        state: dict[str, dict[str, tuple[int, Tensor]]] = {kind: {} for kind in (*MOMENTS, MASTER)}
+        for fragment in self.fragments:
+            copied = {MASTER: fragment.main.detach()} if fragment.copied else {}
+            for kind, tensor in (self.moments(fragment) | copied).items():
+                state[kind][fragment.name] = fragment.start, tensor.flatten()
+        return state
+
+    @torch.no_grad()
+    def restore(self, steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
+        """Sets moments and full-precision copies to saved ones, after the model's weights. See `Role.restore`."""
+        state, names = self._inner.optimizer.state, [fragment.name for fragment in self.fragments]
+        state.clear()
+        fused = self.model.device.kind != "npu"
+        for kind in MOMENTS if steps else ():
+            whole = read(kind, names)
+            for fragment in self.fragments:
+                main = fragment.main
+                if main not in state:  # each has its own count of steps, because AdamW increments it in place
+                    state[main] = {"step": torch.tensor(float(steps), device=main.device if fused else "cpu")}
+                state[main][kind] = torch.empty_like(main).copy_(fragment.cut(whole[fragment.name]).view_as(main))
+        if any(fragment.copied for fragment in self.fragments):
+            whole = read(MASTER, names)
+            for fragment in self.fragments:
+                fragment.main.copy_(fragment.cut(whole[fragment.name]).view_as(fragment.main))
         self._set_hyper_parameters()  # a fork may have other hyper-parameters
 
     def _set_hyper_parameters(self) -> None:
@@ -112,10 +205,11 @@ class Optimizer:
 
     @torch.no_grad()
     def _norm(self, tensors: Iterable[Tensor]) -> float:
-        """The norm over the whole model. `tensors` has one tensor for each parameter that this rank counts. Collective."""
+        """The norm over the whole model. `tensors` has one tensor for each fragment that this rank counts. Collective."""
         norms: list[Tensor] = list(torch._foreach_norm(list(tensors)))
-        squared = torch.stack(norms).square().sum()
-        torch.distributed.all_reduce(squared, group=parallel_state.get_model_parallel_group())
+        squared = torch.stack([*norms, torch.zeros((), device=self.model.device.torch)]).square().sum()
+        distributed = self._ddp.ddp_config.use_distributed_optimizer  # then all data ranks have parts, otherwise each has all
+        torch.distributed.all_reduce(squared, group=None if distributed else parallel_state.get_model_parallel_group())
         return math.sqrt(squared.item())
 
 

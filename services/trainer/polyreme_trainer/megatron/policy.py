@@ -1,27 +1,23 @@
 """A policy: a sharded language model and the log-probabilities of tokens under it.
 
-Invariant: at most `CHUNK_LOGITS` logits exist at a time on a rank while log-probabilities are computed, except for a single row.
+Invariant: the logits of a micro-batch never exist together while log-probabilities are computed, unless they fit into one block
+(`logprobs.BLOCK_LOGITS`).
 """
 
-from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from polyreme.config.run import RunConfig
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
-from polyreme_trainer.megatron.logprobs import token_logprobs
+from polyreme_trainer.megatron.logprobs import Head, token_logprobs
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
-
-CHUNK_LOGITS = 2**26
-"""The largest number of logits that exist at a time on a rank; 256 MiB in fp32. A longer micro-batch computes its logits in chunks, and again
-in the backward pass."""
+from polyreme_trainer.megatron.pipeline import on_every_stage
 
 
 class Policy(ShardedModel):
@@ -49,28 +45,20 @@ class Policy(ShardedModel):
         flat = targets.reshape(-1)
         wanted = (flat != IGNORE).nonzero().squeeze(1)
         hidden = self.hidden(ids).index_select(0, wanted)
-
-        def compute(hidden: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-            start, valid = self._columns
-            group = parallel_state.get_tensor_model_parallel_group() if self.rank.tp > 1 else None
-            return token_logprobs(
-                self._logits(hidden),
-                targets,
-                start=start,
-                valid=valid,
-                temperature=temperature,
-                group=group,
-                with_entropy=with_entropy,
-            )
-
-        rows = max(1, CHUNK_LOGITS // self._padded_columns)
-        results = _in_chunks(compute, hidden, flat[wanted], rows)
+        start, valid = self._columns
+        group = parallel_state.get_tensor_model_parallel_group() if self.rank.tp > 1 else None
+        head = Head(self._product, start, valid, temperature, group, with_entropy)
+        results = token_logprobs(hidden, self._head_weight, flat[wanted], head)
         return (results[0], results[1]) if with_entropy else results[0]
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """All logits, gathered over the tensor ranks: fp32 [b, s, vocab]. Used to compare models, not for training."""
-        local = self._logits(self.hidden(ids)).float()
+        """All logits, on every rank: fp32 [b, s, vocab]. Used to compare models, not for training. Collective."""
+        return on_every_stage(self, ids, lambda: self._all_logits(ids), (*ids.shape, self.arch.vocab))
+
+    def _all_logits(self, ids: Tensor) -> Tensor:
+        """The last stage's logits, gathered over its tensor ranks."""
+        local = self._product(self.hidden(ids), self._head_weight).float()
         if self.rank.tp > 1:
             group = parallel_state.get_tensor_model_parallel_group()
             parts = [torch.empty_like(local) for _ in range(self.rank.tp)]
@@ -89,24 +77,15 @@ class Policy(ShardedModel):
         start = self.rank.tp_rank * self._padded_columns
         return start, max(0, min(self._padded_columns, self.arch.vocab - start))
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Logits [rows, this rank's columns]."""
+    @property
+    def _head_weight(self) -> Tensor:
+        """This rank's columns of the output layer, with padding: [columns, hidden]."""
         tied = self.arch.head == "tied"
-        weight = self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
-        return self.spec.linear(hidden, weight, None, parallel_state.get_tensor_model_parallel_group(), self.rank.tp > 1)
+        return self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
 
-
-def _in_chunks(
-    compute: Callable[[Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, targets: Tensor, rows: int
-) -> tuple[Tensor, ...]:
-    """Runs `compute` on at most `rows` rows at a time. With several chunks, each is computed again in its backward pass."""
-    if len(targets) <= rows:
-        return compute(hidden, targets)
-    parts = [
-        checkpoint(compute, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
-    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight.T with the kernel of the model's spec."""
+        return self.spec.linear(x, weight, None, parallel_state.get_tensor_model_parallel_group(), False)
 
 
 def build_policy(config: RunConfig, device: Device, *, trainable: bool = True) -> Policy:

@@ -4,7 +4,7 @@ Invariant: a role without an optimizer changes only between two iterations, if a
 all of them alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
 from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+from polyreme_trainer.megatron.pipeline import Job, run_stages, run_whole
+from polyreme_trainer.megatron.reshard import WEIGHTS, RankState
 from polyreme_trainer.megatron.shard import DataShard
 
 Model = TypeVar("Model", bound=ShardedModel)
@@ -63,9 +65,18 @@ class Role(Generic[Model]):
     def infer(self, sequences: Sequences, indices: IntArray) -> FloatArray:
         """The model's numbers for the trained tokens of `indices`, float32 [t], and 0 elsewhere. The same on every data rank."""
         result = torch.zeros(int(sequences.offsets[-1]), dtype=torch.float32, device=self.shard.device)
-        for batch in self.shard.micro_batches(sequences, indices, self.parameters):
-            result[torch.from_numpy(batch.tokens).to(result.device)] = self.forward(batch)
+
+        def keep(batch: MicroBatch, output: Tensor) -> Tensor:
+            result[torch.from_numpy(batch.tokens).to(result.device)] = output
+            return result.new_zeros(())
+
+        self._run(LossTerm(sequences, indices, keep), backward=False)
         return self.shard.sum(result).cpu().numpy()
+
+    @torch.no_grad()
+    def measure(self, term: LossTerm) -> None:
+        """Computes a loss and its metrics without a gradient."""
+        self._run(term, backward=False)
 
     def update(
         self,
@@ -89,23 +100,42 @@ class Role(Generic[Model]):
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
         for part in (LossTerm(sequences, indices, loss, forward), *beside):
-            for batch in self.shard.micro_batches(part.sequences, part.indices, self.parameters):
-                part.loss(batch, (part.forward or self.forward)(batch)).backward()
+            self._run(part, backward=True)
         self.optimizer.set_lr(lr)
         return self.optimizer.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's weights and, for a trained role, moments: plain containers and tensors (not copies)."""
-        state: dict[str, Any] = {"model": self.model.state_dict()}
+    def _run(self, term: LossTerm, backward: bool) -> None:
+        """Runs this data rank's micro-batches of a term."""
+        forward = term.forward or self.forward
+
+        def job(batch: MicroBatch) -> Job:
+            return Job(batch.ids, lambda: term.loss(batch, forward(batch)))
+
+        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.parameters))
+        if self.shard.stages is None:
+            run_whole(jobs, backward)
+        else:
+            run_stages(self.model, jobs, backward)
+
+    def rank_state(self, weights: bool) -> RankState:
+        """The weights and moments that this rank saves (not copies). `weights`: whether it saves the weights too, which data ranks share."""
+        state: dict[str, Any] = {"steps": 0, WEIGHTS: {}}
+        if weights:
+            state[WEIGHTS] = {name: (0, param.flatten()) for name, param in self.model.state_dict().items()}
         if self.optimizer is not None:
-            state["optimizer"] = self.optimizer.state_dict()
+            state |= {"steps": self.optimizer.steps, **self.optimizer.rank_state()}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
-        self.model.load_state_dict(state["model"])
+    def restore(self, steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
+        """Sets weights and moments to saved ones.
+
+        Args:
+            steps: the optimizer's steps.
+            read: kind of state, names of parameters -> this rank's whole parameters, see `reshard`.
+        """
+        self.model.load_state_dict(read(WEIGHTS, self.model.state_dict()))
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.restore(steps, read)
 
 
 def everything(sequences: Sequences) -> IntArray:

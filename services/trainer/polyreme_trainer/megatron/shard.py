@@ -33,6 +33,7 @@ class DataShard:
         micro_batch_tokens: the largest number of padded tokens of a micro-batch.
         rank, ranks: this rank's number among the data-parallel ranks, and their count.
         group: the process group of the data-parallel ranks; None when there is one rank.
+        stages: the process group of the stages that share this rank's micro-batches; None when the model is one stage.
     """
 
     device: torch.device
@@ -40,6 +41,7 @@ class DataShard:
     rank: int = 0
     ranks: int = 1
     group: dist.ProcessGroup | None = None
+    stages: dist.ProcessGroup | None = None
 
     def micro_batches(self, sequences: Sequences, indices: IntArray, parameters: int) -> Iterator[MicroBatch]:
         """This rank's share of `indices`, padded.
@@ -56,19 +58,27 @@ class DataShard:
             yield pad(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over the data-parallel ranks in place, and returns it. Collective."""
-        if self.ranks > 1:
-            dist.all_reduce(tensor, group=self.group)
+        """Sums `tensor` over the data-parallel ranks and the stages in place, and returns it. Collective.
+
+        Where it comes from a model's output, the stages before the last have zeros.
+        """
+        for group in self.groups:
+            dist.all_reduce(tensor, group=group)
         return tensor
 
-    def gather(self, payload: bytes) -> list[bytes]:
-        """The payloads of all data-parallel ranks, by rank. Collective."""
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.ranks)]
-        dist.all_gather(sizes, torch.tensor([len(payload)], device=self.device), group=self.group)
+    @property
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """The groups over which results of micro-batches are spread: of data-parallel ranks and of stages, where there are several."""
+        return ([self.group] if self.ranks > 1 else []) + ([self.stages] if self.stages is not None else [])
+
+    def gather(self, payload: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+        """The payloads of all ranks of one of `groups`, by rank. Collective."""
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, torch.tensor([len(payload)], device=self.device), group=group)
         longest = max(int(size) for size in sizes)
         padded = torch.frombuffer(bytearray(payload.ljust(longest)), dtype=torch.uint8).to(self.device)
         parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded, group=self.group)
+        dist.all_gather(parts, padded, group=group)
         return [part.cpu().numpy().tobytes()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -80,4 +90,7 @@ def data_shard(micro_batch_tokens: int, device: Device) -> DataShard:
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_data_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group()
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1
+        else None,
     )

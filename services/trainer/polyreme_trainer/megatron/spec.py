@@ -46,7 +46,8 @@ class ModelSpec:
 
     Attributes:
         block: (config, family, number of layers of this stage) -> the modules of megatron-core's transformer block.
-        forward: (module, token ids [b, s], rotary angles) -> final hidden states [b * s, hidden].
+        forward: (module, token ids [b, s], rotary angles) -> final hidden states [b * s, hidden]; of a stage before the last, its output
+            in megatron-core's shape. A stage after the first takes the input that the schedule has set instead of the ids.
         linear: the matrix product of the output layer.
         options: fields of megatron-core's TransformerConfig that `block` requires.
     """

@@ -30,8 +30,9 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
+from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.roles import Loss, Role
+from polyreme_trainer.megatron.roles import Loss, LossTerm, Role
 from polyreme_trainer.megatron.saves import find_newest
 from polyreme_trainer.megatron.shard import DataShard, data_shard
 from polyreme_trainer.megatron.step import over_ranks
@@ -117,13 +118,11 @@ class MegatronStageEngine:
         norm = self.model.update(prepared.sequences, every, self.loss_of(prepared, parts), lr)
         return {**finish(over_ranks(self.shard, parts)), "grad_norm": norm, "lr": lr}
 
-    @torch.no_grad()
     def measure(self, rows: StageRows) -> Sums:
         prepared, parts = self.prepare(rows), list[Metrics]()
         loss = self.loss_of(prepared, parts)
         every = np.arange(len(prepared.sequences))
-        for batch in self.shard.micro_batches(prepared.sequences, every, self.model.parameters):
-            loss(batch, self.model.forward(batch))
+        self.model.measure(LossTerm(prepared.sequences, every, loss))
         return over_ranks(self.shard, parts)
 
     def save(self, number: int, facts: Mapping[str, Any]) -> Path:
@@ -219,7 +218,9 @@ class MegatronStageEngine:
     def probe(self, ids: Tensor) -> Tensor:
         """The model's logits [b, s, vocab], or its values [b, s]. Collective."""
         model = self.model.model
-        return model.values(ids) if isinstance(model, Critic) else model.logits(ids)
+        if not isinstance(model, Critic):
+            return model.logits(ids)
+        return on_every_stage(model, ids, lambda: model.values(ids), tuple(ids.shape))
 
     def compare(self, path: Path, ids: Tensor, mine: Tensor) -> Gate:
         """What transformers computes with the exported model, against this engine's numbers. On rank 0."""

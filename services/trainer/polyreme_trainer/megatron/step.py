@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from polyreme.experience.trained_samples import TrainedSamples
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
 from polyreme_trainer.algorithms.inputs import LossInputs
@@ -83,11 +83,13 @@ class Trained:
     Attributes:
         metrics: metrics by name, the same on every rank.
         state: the algorithm's state for the next iteration.
+        samples: what the iteration did with its samples.
         seconds: wall-clock seconds of each of PARTS on this rank.
     """
 
     metrics: dict[str, float | None]
     state: AlgorithmState
+    samples: TrainedSamples
     seconds: dict[str, float]
 
 
@@ -166,7 +168,8 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     if models.critic is not None:
         measured |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": batch.critic_lr}
     measured["trained_samples"] = int((moving & has_advantage(tokens, advantages)).sum())
-    return Trained({RECORDED_AS.get(name, name): value for name, value in measured.items()}, advantages.state, clock.seconds)
+    named = {RECORDED_AS.get(name, name): value for name, value in measured.items()}
+    return Trained(named, advantages.state, losses.trained_samples(), clock.seconds)
 
 
 def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, clock: Stopwatch) -> TokenBatch:
@@ -215,12 +218,9 @@ def fresh_sequences(batch: Iteration) -> IntArray:
     return np.flatnonzero((stale == 0) & (batch.sequences.trained > 0))
 
 
-@torch.no_grad()
 def probe(actor: Role[Any], forward: Forward, losses: "Losses", indices: IntArray) -> None:
     """Runs the policy's loss on `indices` without a gradient, so that their metrics measure the mismatch."""
-    loss = losses.of_policy(indices)
-    for batch in actor.shard.micro_batches(losses.sequences, indices, actor.parameters):
-        loss(batch, forward(batch))
+    actor.measure(LossTerm(losses.sequences, indices, losses.of_policy(indices), forward))
 
 
 class Losses:
@@ -237,11 +237,14 @@ class Losses:
         self._critic: list[Metrics] = []
         self._supervised: list[Metrics] = []
         self._coefficients = 0.0
+        self._steps = batch.steps
+        self._weights = np.zeros(len(tokens.mask))
 
     def of_policy(self, step: IntArray) -> Loss:
         """The policy's loss in an optimizer step on the sequences `step`."""
         weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
         self._coefficients += float(weight.sum())
+        self._weights += weight
 
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
             logprobs, entropy = output if self.with_entropy else (output, None)
@@ -307,6 +310,21 @@ class Losses:
             new_values=values,
         )
 
+    def trained_samples(self) -> TrainedSamples:
+        """What the optimizer steps did with each sample."""
+        count = len(self._tokens)
+        steps: list[list[int]] = [[] for _ in range(count)]
+        for number, step in enumerate(self._steps, start=1):
+            for sequence in step.tolist():
+                steps[sequence].append(number)
+        of_response = self._tokens.version >= 0
+        sums = np.bincount(self._tokens.sequence_of, weights=self._weights, minlength=count)
+        return TrainedSamples(
+            advantages=self._advantages.advantages[of_response],
+            weights=(sums / max(1, len(steps[0]))).astype(np.float32),
+            steps=np.array(steps, dtype=np.int32),
+        )
+
     def reduced(self) -> dict[str, float]:
         """Every metric over all micro-batches and data ranks. Collective."""
         policy, critic, rows = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic, self._supervised))
@@ -316,9 +334,11 @@ class Losses:
 
 
 def over_ranks(shard: DataShard, parts: list[Metrics]) -> dict[str, tuple[float, float]]:
-    """Combines the metrics of all data ranks' micro-batches. Collective.
+    """Combines the metrics of all data ranks' micro-batches, which are on the last stage. Collective.
 
     Ranks may have different numbers of micro-batches, or none, so they exchange names together with numbers.
     """
-    mine = combine(parts)
-    return mine if shard.ranks == 1 else combine(json.loads(other) for other in shard.gather(json.dumps(mine).encode()))
+    found = combine(parts)
+    for group in shard.groups:
+        found = combine(json.loads(other) for other in shard.gather(json.dumps(found).encode(), group))
+    return found

@@ -1,4 +1,4 @@
-"""The trainer's HTTP port: /health, /ready and /metrics, from the run's records.
+"""The trainer's HTTP port: /health, /ready and /metrics, from the run's records, and the run page at /ui, from the run directory.
 
 Invariant: a scrape reads one snapshot, which `follow` replaces as a whole. Scrapes cannot delay or fail a run.
 """
@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, make_asgi_app
@@ -16,6 +16,9 @@ from prometheus_client.registry import Collector
 
 from polyreme.cli.progress import SPLIT, Progress, Record, stream_time
 from polyreme.cli.run_records import read_records
+from polyreme.cli.ui.api import PATH, application, is_open
+from polyreme.cli.ui.runs import Runs
+from polyreme.cli.ui.server_status import ServerStatus
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.run import Run, RunState
@@ -105,7 +108,7 @@ class Exporter(Collector):
 
 @asynccontextmanager
 async def export(run: Run, config: RunConfig, host: str, port: int | None) -> AsyncIterator[int | None]:
-    """Serves /health, /ready and /metrics until the block ends. Yields the bound port; without `port`, None, and serves nothing.
+    """Serves /health, /ready, /metrics and the run page until the block ends. Yields the bound port; without `port`, None, and serves nothing.
 
     Raises:
         ConfigError: the port is taken, or config.security cannot be used.
@@ -113,18 +116,19 @@ async def export(run: Run, config: RunConfig, host: str, port: int | None) -> As
     if port is None:
         yield None
         return
-    exporter = Exporter(run, config)
-    following = asyncio.create_task(exporter.follow())
+    exporter, runs = Exporter(run, config), Runs([config.run_dir])
+    following = [asyncio.create_task(exporter.follow()), asyncio.create_task(runs.follow())]
+    page = application(runs, ServerStatus(run))
     try:
-        async with serve_http(host, port, _application(exporter), security=config.security) as bound:
+        async with serve_http(host, port, _application(exporter, page), security=config.security, is_open=is_open) as bound:
             yield bound
     finally:
-        following.cancel()
-        with suppress(asyncio.CancelledError):
-            await following
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
 
 
-def _application(exporter: Exporter) -> ASGIApp:
+def _application(exporter: Exporter, page: ASGIApp) -> ASGIApp:
     registry = CollectorRegistry()
     registry.register(exporter)
     registry.register(Usage())
@@ -134,11 +138,13 @@ def _application(exporter: Exporter) -> ASGIApp:
         path = scope["path"]
         if path == "/metrics":
             await metrics(scope, receive, send)
+        elif path == PATH or path.startswith(f"{PATH}/"):
+            await page(scope, receive, send)
         elif path in PROBES:
             good = path == "/health" or exporter.shown.state in (RunState.RUNNING, RunState.DRAINING)
             await _answer(send, 200 if good else 503, str(exporter.shown.state))
         else:
-            await _answer(send, 404, f"expected /metrics, {' or '.join(PROBES)}; found {path}")
+            await _answer(send, 404, f"expected {PATH}, /metrics, {' or '.join(PROBES)}; found {path}")
 
     return application
 

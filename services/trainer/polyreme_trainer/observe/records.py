@@ -8,30 +8,33 @@ flushed at once, so that a full disk raises OSError where it is handled. Nothing
 
 import json
 import logging
-import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from polyreme.api.v1.experience_pb2 import FinishReason
-from polyreme.cli.progress import Progress, Record, evaluation_of, stream_time
+from polyreme.cli.progress import Progress, Record, stream_time
+from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_records, write_atomically, write_summary
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.experience.run import RunState
+from polyreme.experience.trained_samples import TrainedSamples
 
 logger = logging.getLogger(__name__)
 
 _TAIL = 1 << 16
 COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds", "canary_difference"}
 
-GroupsOf = Callable[[int], Awaitable[list[bytes]]]
-"""The payloads of an iteration's groups. Raises PolyremeError when the log no longer has them."""
+GroupsOf = Callable[[int], Awaitable[tuple[list[bytes], bytes | None]]]
+"""The payloads of an iteration's groups, and what the iteration did with their samples (None: unknown). Raises PolyremeError when the log no
+longer has them."""
+_DIGITS = 5
 
 
 class Recorder:
@@ -39,7 +42,7 @@ class Recorder:
 
     Args:
         config, run_id: the run's configuration and id. Its directory exists.
-        groups_of: reads an iteration's groups from the experience log.
+        groups_of: reads an iteration's groups from the experience log, and what it did with their samples.
 
     Attributes:
         cursor: stream id of the last record that was taken.
@@ -65,6 +68,11 @@ class Recorder:
     def recorded(self) -> int:
         """The newest iteration whose samples are on disk; 0 before the first."""
         return self._progress.newest
+
+    @property
+    def evaluations(self) -> Mapping[int, float]:
+        """The recorded evaluation results by version."""
+        return self._progress.evaluations
 
     async def take(self, records: list[tuple[str, Record]], state: tuple[RunState, str]) -> None:
         """Writes the records that follow the cursor, in order, and the summary when it changes.
@@ -101,11 +109,14 @@ class Recorder:
     async def _write_samples(self, iteration: int) -> Record:
         """Writes an iteration's sample file. Returns `next_group` for its record: the index after the highest one trained."""
         try:
-            groups = [decode_group(payload) for payload in await self._groups_of(iteration)]
+            payloads, trained = await self._groups_of(iteration)
+            groups = [decode_group(payload) for payload in payloads]
+            used = of_samples(groups, trained)
         except PolyremeError as error:
             logger.warning("cannot write the sample file of iteration %d: %s", iteration, error)
             return {}
-        lines = [json.dumps({"iteration": iteration, **line}) for group in groups for line in sample_lines(group)]
+        found = zip((line for group in groups for line in sample_lines(group)), used, strict=True)
+        lines = [json.dumps({"iteration": iteration, **line, **fields}) for line, fields in found]
         write_atomically(self._folder / "samples" / f"iteration_{iteration:04d}.jsonl", "".join(line + "\n" for line in lines))
         return {"next_group": max(group.index for group in groups) + 1} if groups else {}
 
@@ -140,8 +151,17 @@ class Board:
         self._file.close()
 
 
+def of_samples(groups: list[GroupRecord], trained: bytes | None) -> list[Record]:
+    """For each sample, its advantage, its weight and the optimizer steps that had it; {} where these are unknown."""
+    samples = [sample for group in groups for sample in group.samples]
+    if trained is None:
+        return [{} for _ in samples]
+    return list(TrainedSamples.decode(trained).fields([len(sample) for sample in samples]))
+
+
 def sample_lines(group: GroupRecord) -> Iterator[Record]:
-    """One line for each sample of a group: text, score and origin."""
+    """One line for each sample of a group: text, score, origin, and how it was generated and scored."""
+    times = {"began": group.began, "generate_seconds": group.generate_seconds, "score_seconds": group.score_seconds}
     for position, sample in enumerate(group.samples):
         numbers = {"token_rewards": sample.token_rewards, "teacher_logprobs": sample.teacher_logprobs}
         yield {
@@ -157,31 +177,13 @@ def sample_lines(group: GroupRecord) -> Iterator[Record]:
             "finish_reason": FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower(),
             "spans": [list(span) for span in sample.spans],
             **{name: values.tolist() for name, values in numbers.items() if values is not None},
+            "prompt_tokens": len(group.prompt_ids),
+            **({name: round(value, _DIGITS) for name, value in times.items()} if group.began else {}),
+            "replicas": list(sample.replicas),
+            "calls": [asdict(call) for call in sample.calls],
+            "token_ids": sample.token_ids.tolist(),
+            "logprobs": [round(value, _DIGITS) for value in sample.logprobs.tolist()],
         }
-
-
-def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
-    """The scalars of a record for TensorBoard: (tag, value, step). A step is an iteration, or an optimizer step of a warm start."""
-    match line["kind"]:
-        case "iteration":
-            step = line["iteration"]
-            for key, value in line.items():
-                if key not in ("iteration", "time") and is_number(value):
-                    yield key, float(value), step
-                elif key == "staleness/samples":
-                    yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
-        case "rollout":
-            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and is_number(value))
-            yield from ((key, float(value), line["iteration"]) for key, value in numbers)
-        case "eval":
-            yield *evaluation_of(line), line["version"]
-        case "commit":
-            for key in sorted(COMMIT_METRICS & line.keys()):
-                yield f"weights/{key}", float(line[key]), line["version"]
-        case "saved" if "seconds" in line:
-            yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]
-        case "sft":
-            yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
 
 
 def cut_torn_line(path: Path) -> None:
@@ -198,8 +200,3 @@ def cut_torn_line(path: Path) -> None:
             end = start
         if end < size:
             file.truncate(end)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a record's value can be plotted."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,15 +6,14 @@ at once, so that a full disk raises OSError where it is handled.
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from polyreme.cli.reader.scalars import stage_scalars
 from polyreme.cli.run_records import read_records
-from polyreme_trainer.observe.records import Board, cut_torn_line, is_number
-
-_NO_METRICS = ("step", "steps", "time", "rows", "seconds")
+from polyreme_trainer.observe.records import Board, cut_torn_line
 
 
 class StageRecorder:
@@ -49,12 +48,3 @@ class StageRecorder:
     def _note(self, line: Mapping[str, Any]) -> None:
         if line["kind"] in self._newest:
             self._newest[line["kind"]] = line["step"]
-
-
-def stage_scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float, int]]:
-    """What TensorBoard plots of a record: (tag, value, step)."""
-    group = {"step": "train", "eval": "eval"}.get(line["kind"])
-    if group is not None:
-        for name, value in line.items():
-            if name not in _NO_METRICS and is_number(value):
-                yield f"{group}/{name}", float(value), line["step"]

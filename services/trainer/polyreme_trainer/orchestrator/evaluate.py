@@ -16,7 +16,7 @@ from polyreme.api.v1.experience_pb2 import FinishReason
 from polyreme.cli.run_records import write_atomically
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
-from polyreme_trainer.data.prompts import Prompt
+from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout

@@ -93,6 +93,8 @@ async def generate(
             except BadStreamError as error:
                 claim.failed()
                 raise GenerateError(f"replica {claim.target.id}: {error}") from error
+            finally:
+                rollouts.credit(claim.target.id)
         if not busy:
             broken.append(what)
             avoid.add(claim.target.id)

@@ -4,7 +4,6 @@ Invariant: prompt and seeds follow from index and attempt alone.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,12 +13,13 @@ from polyreme.config.recipe import GreedyBaseline
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import Admission
 from polyreme.experience.records import GroupRecord, SampleRecord
-from polyreme_trainer.data.prompts import Prompt
+from polyreme_trainer.data.prompt_store import Prompt
+from polyreme_trainer.data.prompts import Dataset
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.generate import Generation, generate
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, PartialRollouts
-from polyreme_trainer.orchestrator.prompt_order import row_of, sequence_seed
+from polyreme_trainer.orchestrator.prompt_order import PromptOrder, sequence_seed
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.reward_client import Question
 from polyreme_trainer.orchestrator.scoring import Judgement, Scoring
@@ -33,17 +33,21 @@ class GroupMaker:
         run_id: str,
         config: RunConfig,
         template: Template,
-        prompts: Sequence[Prompt],
+        dataset: Dataset,
         pool: ReplicaPool,
         scoring: Scoring,
         partial_log: PartialRolloutLog,
     ) -> None:
-        self._run_id, self._config, self._template, self._prompts = run_id, config, template, prompts
+        self._run_id, self._config, self._template, self._prompts = run_id, config, template, dataset.prompts
+        data = config.data
+        seed = config.seed if data.shuffle_seed is None else data.shuffle_seed
+        weights = [weight for weight in data.weights if weight is not None]
+        self._order = PromptOrder(seed, dataset.sizes, weights or None, shuffled=data.shuffle)
         self._pool, self._scoring, self.partial_log = pool, scoring, partial_log
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of a group."""
-        return self._prompts[row_of(self._config.seed, index, len(self._prompts))]
+        return self._prompts[self._order.row_of(index)]
 
     async def make(self, admission: Admission) -> GroupRecord:
         """Runs one attempt.
@@ -58,7 +62,7 @@ class GroupMaker:
             return await self._make(admission, prompt, wanted, partial)
 
     async def _make(self, admission: Admission, prompt: Prompt, wanted: Generation, partial: PartialRollouts) -> GroupRecord:
-        begin = time.monotonic()
+        began, begin = time.time(), time.monotonic()
         rollout = self._config.rollout
         samples = await generate(
             self._pool, wanted, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout, partial=partial
@@ -94,6 +98,7 @@ class GroupMaker:
             label=prompt.label,
             generate_seconds=generated - begin,
             score_seconds=time.monotonic() - generated,
+            began=began,
         )
 
     async def _greedy(self, wanted: Generation) -> PartialRollout:
@@ -131,4 +136,6 @@ def _sample(sample: PartialRollout, text: str, judged: Judgement, trained: bool)
         text=text,
         token_rewards=judged.token_rewards,
         teacher_logprobs=judged.teacher_logprobs,
+        replicas=tuple(sample.replicas),
+        calls=judged.calls,
     )

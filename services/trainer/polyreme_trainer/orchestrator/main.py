@@ -64,7 +64,8 @@ async def _orchestrate(run: Run) -> None:
     for name, data in (("training", train), ("held-out", held_out)):
         if data:
             await _notice(
-                run, f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long (template {template.digest})"
+                run,
+                f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long, {data.duplicates} as repeated (template {template.digest})",
             )
     term = await experience.take(Writer.ORCHESTRATOR)
     logger.info("term %d", term.counter)
@@ -81,7 +82,7 @@ async def _orchestrate(run: Run) -> None:
     await together(waits)
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    maker = GroupMaker(run.run_id, config, template, train.prompts, pool, scoring, PartialRolloutLog(experience))
+    maker = GroupMaker(run.run_id, config, template, train, pool, scoring, PartialRolloutLog(experience))
     evaluator = Evaluator(run, config, template, held_out.prompts, pool, rewards) if held_out and rewards else None
     settle()
     try:

@@ -29,7 +29,8 @@ class BadStreamError(Exception):
 
 @dataclass
 class PartialRollout:
-    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, spans (version, start, end), finish reason (0: none yet)."""
+    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, spans (version, start, end), finish reason (0: none yet),
+    and the ids of the replicas that sampled it."""
 
     index: int
     ids: bytearray = field(default_factory=bytearray)
@@ -37,6 +38,7 @@ class PartialRollout:
     spans: list[Span] = field(default_factory=list)
     finish_reason: int = experience_pb2.FINISH_REASON_UNSPECIFIED
     call_start: int = 0
+    replicas: list[str] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -108,6 +110,13 @@ class PartialRollouts:
             sample.call_start = sample.length
         return self.unfinished()
 
+    def credit(self, replica: str) -> None:
+        """Notes the replica of the newest call at every sample that got tokens from it."""
+        for sample in self.samples:
+            if sample.length > sample.call_start and sample.replicas[-1:] != [replica]:
+                sample.replicas.append(replica)
+            sample.call_start = sample.length
+
     def add(self, response: rollout_pb2.GenerateResponse) -> int:
         """Adds one message of the running call. Returns its number of tokens.
 
@@ -174,6 +183,7 @@ def part_since(marks: Sequence[Mark], rollouts: PartialRollouts, prompt_ids: np.
             logprobs=bytes(sample.logprobs[4 * mark[0] :]),
             finish_reason=sample.finish_reason,
             spans=[experience_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in sample.spans],
+            replicas=sample.replicas,
         )
     return part.SerializeToString()
 
@@ -195,6 +205,7 @@ def join_parts(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: PartialRol
                 sample.logprobs += new.logprobs
                 sample.spans = [(span.version, span.start, span.end) for span in new.spans]
                 sample.finish_reason = new.finish_reason
+                sample.replicas = list(new.replicas)
     for sample in samples:
         if (
             sample.length > blank.max_new

@@ -12,7 +12,7 @@ from polyreme.experience.ledger import Admission, ExperienceLog
 from polyreme.experience.pass_rates import Tally
 from polyreme.experience.records import GroupRecord
 from polyreme_trainer.algorithms.filters import reason_to_skip
-from polyreme_trainer.data.prompts import Prompt
+from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.orchestrator.prompt_order import retry_draw
 
 

@@ -5,7 +5,10 @@ numpy gives the same prompts and seeds.
 """
 
 import struct
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import xxhash
@@ -13,12 +16,56 @@ import xxhash
 _U64 = (1 << 64) - 1
 
 
+class PromptOrder:
+    """Which prompt each group has.
+
+    A pass has as many places as there are prompts. Without weights it has each prompt once. With weights a source gets its share of the
+    places of every pass, and goes through its own prompts in passes of its own: all of them are used, however small its share.
+
+    Args:
+        seed: seed of the order.
+        sizes: prompts of each source. Rows are numbered through all sources.
+        weights: share of each source; None: as many places as it has prompts.
+        shuffled: whether each pass has an order of its own. False: the order of the rows.
+    """
+
+    def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float] | None = None, *, shuffled: bool = True) -> None:
+        self._seed, self._shuffled = seed, shuffled
+        self._sizes = tuple(sizes) if weights is not None else (sum(sizes),)
+        self._places = self._sizes if weights is None else _shares(sum(sizes), weights)
+        self._ends = list(accumulate(self._places))
+        self._starts = [0, *accumulate(self._sizes)]
+
+    def row_of(self, index: int) -> int:
+        """The row of group `index`."""
+        if len(self._places) == 1:
+            return self._row(self._seed, index, self._sizes[0])
+        number = index // self._ends[-1]
+        place = self._row(self._seed, index, self._ends[-1])
+        source = bisect_right(self._ends, place)
+        draw = number * self._places[source] + place - (self._ends[source] - self._places[source])
+        return self._starts[source] + self._row(_digest(self._seed, source), draw, self._sizes[source])
+
+    def _row(self, seed: int, index: int, size: int) -> int:
+        return row_of(seed, index, size) if self._shuffled else index % size
+
+
+def _shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """`total` places divided by weight, by largest remainder, of which each gets at least one."""
+    quotas = [total * weight / sum(weights) for weight in weights]
+    counts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: counts[i] - quotas[i])
+    for place in by_remainder[: total - sum(counts)]:
+        counts[place] += 1
+    return tuple(max(1, count) for count in counts)
+
+
 def row_of(seed: int, index: int, size: int) -> int:
     """The dataset row of group `index`: pass index // size, position index % size in that pass's shuffled order."""
     return int(pass_order(seed, index // size, size)[index % size])
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def pass_order(seed: int, number: int, size: int) -> np.ndarray:
     """The shuffled rows of pass `number`, int64 [size]: rows sorted by a 64-bit mix of (seed, pass, row)."""
     key = np.uint64(_digest(seed, number))

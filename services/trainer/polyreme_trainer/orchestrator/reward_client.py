@@ -20,6 +20,7 @@ from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.config.reward import RewardConfig
 from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease
+from polyreme.experience.records import RewardCall
 from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(first=0.5, longest=5.0)
 _SERVER_REST_SECONDS = 5.0  # a server that failed is the last choice for this long
+_CALLS_KEPT = 16  # per sample; a long outage makes many
 _OK = reward_pb2.SCORE_STATUS_OK
 _VARIABLE = re.compile(r"""'[^']*'|"[^"]*"|\d+(\.\d+)?""")  # parts of a message that differ between items with one problem
 
@@ -143,6 +145,8 @@ class _Outcome:
         counts: whether the server judged the items, so that the call counts as an attempt.
         outage: whether the error indicates an outage rather than bad items.
         verdict: as ScoreError's.
+        server: id of the server; "" when none was registered.
+        failures: (status, message) by position, of the items that the server judged without a score.
     """
 
     scored: dict[int, reward_pb2.ScoreResult] = field(default_factory=dict)
@@ -151,6 +155,15 @@ class _Outcome:
     outage: bool = False
     verdict: str = ""
     retry_after: float = 0.0
+    server: str = ""
+    failures: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def note(self, positions: Sequence[int], seconds: float, calls: Sequence[list[RewardCall]]) -> None:
+        """Adds this call to the calls of each asked sample."""
+        for position in positions:
+            status, message = ("ok", "") if position in self.scored else self.failures.get(position, ("unavailable", self.error))
+            calls[position].append(RewardCall(self.server, status, message, seconds))
+            del calls[position][:-_CALLS_KEPT]
 
 
 class RewardClient:
@@ -212,8 +225,13 @@ class RewardClient:
             await server.channel.close()
         self._servers.clear()
 
-    async def score(self, questions: Sequence[Question]) -> list[reward_pb2.ScoreResult]:
+    async def score(
+        self, questions: Sequence[Question], calls: Sequence[list[RewardCall]] | None = None
+    ) -> list[reward_pb2.ScoreResult]:
         """One result with a score per question, in order.
+
+        Args:
+            calls: one list per question, to which its calls are added; None: nobody needs them.
 
         While scoring as a whole is down (see Health), it retries for `start_timeout`; then the failures count.
 
@@ -225,7 +243,10 @@ class RewardClient:
         attempts = retries = 0
         while True:
             missing = [position for position in range(len(questions)) if position not in scored]
+            began = time.monotonic()
             outcome = await self._ask(questions, missing)
+            if calls is not None:
+                outcome.note(missing, time.monotonic() - began, calls)
             scored |= outcome.scored
             if len(scored) == len(questions):
                 self.health.succeeded()
@@ -289,14 +310,15 @@ class RewardClient:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ScoreError(message) from error
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                return _Outcome(error=message, counts=False, retry_after=_retry_after(error))
+                return _Outcome(error=message, counts=False, retry_after=_retry_after(error), server=server.lease.id)
             server.backoff_until = now + _SERVER_REST_SECONDS
-            return _Outcome(error=message, counts=False, outage=True)
+            return _Outcome(error=message, counts=False, outage=True, server=server.lease.id)
         except asyncio.CancelledError:
             if not rpc.channel_closed():
                 raise
-            return _Outcome(error=f"reward server {server.lease.id} left", counts=False, outage=True)
+            return _Outcome(error=f"reward server {server.lease.id} left", counts=False, outage=True, server=server.lease.id)
         outcome = _sort(response, items, positions)
+        outcome.server = server.lease.id
         outcome.verdict = _verdict(response.results, self._remote)
         return outcome
 
@@ -321,6 +343,7 @@ def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreIt
         else:
             outcome.outage |= result.status != reward_pb2.SCORE_STATUS_INVALID
             status = reward_pb2.ScoreStatus.Name(result.status).removeprefix("SCORE_STATUS_").lower()
+            outcome.failures[position] = status, result.message
             outcome.error = outcome.error or f"{status}: {result.message}"
     return outcome
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme.api.v1 import reward_pb2
-from polyreme.experience.records import RewardPart
+from polyreme.experience.records import RewardCall, RewardPart
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
 from polyreme_trainer.orchestrator.reward_client import Question, RewardClient
 from polyreme_trainer.orchestrator.tasks import task_group, together
@@ -22,12 +22,13 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Judgement:
-    """A sample's score with its parts, and its numbers per token, float32 [t], where there are some: see SampleRecord."""
+    """A sample's score with its parts, its numbers per token, float32 [t], where there are some, and its calls: see SampleRecord."""
 
     score: float
     parts: list[RewardPart]
     token_rewards: Float32 | None = None
     teacher_logprobs: Float32 | None = None
+    calls: tuple[RewardCall, ...] = ()
 
 
 class Scoring:
@@ -75,15 +76,16 @@ class Scoring:
             UnavailableError: no reward server, or no server of the teacher.
         """
         async with task_group() as group:
-            scored = group.create_task(self._score(questions))
+            calls: list[list[RewardCall]] = [[] for _ in questions]
+            scored = group.create_task(self._score(questions, calls))
             asked = group.create_task(self._ask_teacher(prompt_ids, samples[:trained]))
         results, taught = scored.result(), [*asked.result(), *[None] * len(samples)]
         if not results:
             return [by_teacher(*pair) for pair in zip(samples, taught, strict=False)]
-        return [by_rewards(*pair) for pair in zip(results, taught, strict=False)]
+        return [by_rewards(*parts) for parts in zip(results, taught, calls, strict=False)]
 
-    async def _score(self, questions: Sequence[Question]) -> list[reward_pb2.ScoreResult]:
-        return [] if self.rewards is None else await self.rewards.score(questions)
+    async def _score(self, questions: Sequence[Question], calls: list[list[RewardCall]]) -> list[reward_pb2.ScoreResult]:
+        return [] if self.rewards is None else await self.rewards.score(questions, calls)
 
     async def _ask_teacher(self, prompt_ids: NDArray[np.int32], samples: Sequence[PartialRollout]) -> list[Float32]:
         if self._teacher is None:
@@ -92,13 +94,14 @@ class Scoring:
         return await together([self._teacher.logprobs(prompt, sample.token_ids().tolist()) for sample in samples])
 
 
-def by_rewards(result: reward_pb2.ScoreResult, teacher_logprobs: Float32 | None) -> Judgement:
+def by_rewards(result: reward_pb2.ScoreResult, teacher_logprobs: Float32 | None, calls: Sequence[RewardCall] = ()) -> Judgement:
     """The rewards' score."""
     return Judgement(
         score=result.score,
         parts=[RewardPart(part.name, part.raw, part.weighted, part.plugin_version) for part in result.parts],
         token_rewards=np.array(result.token_rewards, dtype=np.float32) if result.token_rewards else None,
         teacher_logprobs=teacher_logprobs,
+        calls=tuple(calls),
     )
 
 

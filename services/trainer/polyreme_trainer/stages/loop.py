@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
@@ -81,11 +82,11 @@ class StageLoop:
         self.export(saved)
         return True
 
-    def rows(self, path: Path) -> StageRows:
-        """The rows of a file, which rank 0 reads, on every rank."""
+    def rows(self, sources: Sources) -> StageRows:
+        """The rows of the data, which rank 0 reads, on every rank."""
 
         async def read() -> bytes:
-            return pack(await asyncio.to_thread(self.read, path, self.config, self.template, None))
+            return pack(await asyncio.to_thread(self.read, sources, self.config, self.template, None))
 
         return unpack(self.ranks.broadcast_from_leader(read))
 

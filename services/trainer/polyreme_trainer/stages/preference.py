@@ -6,6 +6,7 @@ Invariant: a reference takes part exactly where the loss compares with one, and 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyreme.config.data import Sources
 from polyreme.config.stage import DpoConfig, Kto
 from polyreme_trainer.data.preferences import read_labelled, read_pairs
 from polyreme_trainer.data.stage_rows import StageRows
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.objective import Objective
 
 
-def read(path: Path, config: DpoConfig, template: Template, limit: int | None) -> StageRows:
+def read(sources: Sources, config: DpoConfig, template: Template, limit: int | None) -> StageRows:
     rows = read_labelled if isinstance(config.loss, Kto) else read_pairs
-    return rows(path, config.data, template, limit)
+    return rows(sources, config.data, template, limit)
 
 
 def objective(config: DpoConfig) -> "Objective":

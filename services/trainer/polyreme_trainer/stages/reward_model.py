@@ -3,9 +3,9 @@
 Invariant: a conversation's tokens are those that the reward service gives to the exported model.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyreme.config.data import Sources
 from polyreme.config.stage import RewardModelConfig
 from polyreme_trainer.data.preferences import read_scored_pairs
 from polyreme_trainer.data.stage_rows import StageRows
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.objective import Objective
 
 
-def read(path: Path, config: RewardModelConfig, template: Template, limit: int | None) -> StageRows:
-    return read_scored_pairs(path, config, template, limit)
+def read(sources: Sources, config: RewardModelConfig, template: Template, limit: int | None) -> StageRows:
+    return read_scored_pairs(sources, config, template, limit)
 
 
 def objective(config: RewardModelConfig) -> "Objective":

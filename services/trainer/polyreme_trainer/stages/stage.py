@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyreme.config.data import Sources
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
 
 if TYPE_CHECKING:
     from polyreme_trainer.algorithms.objective import Objective
 
-Read = Callable[[Path, Any, Template, int | None], StageRows]
-"""The rows of a file, given the stage's configuration and how many lines to read at most (None: all). Raises DataError."""
+Read = Callable[[Sources, Any, Template, int | None], StageRows]
+"""The rows of the data, given the stage's configuration and how many rows to read at most (None: all). Raises DataError."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 Invariant: every trained token of a step counts alike.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polyreme.config.data import Sources
 from polyreme.config.stage import SftConfig
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.supervised import read_supervised
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from polyreme_trainer.algorithms.objective import Objective
 
 
-def read(path: Path, config: SftConfig, template: Template, limit: int | None) -> StageRows:
-    return read_supervised(path, config.data, template, limit)
+def read(sources: Sources, config: SftConfig, template: Template, limit: int | None) -> StageRows:
+    return read_supervised(sources, config.data, template, limit)
 
 
 def objective(config: SftConfig) -> "Objective":

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
+from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
@@ -66,6 +67,7 @@ class SimulatedTrainEngine:
         self._layout = plan_manifest([TensorSpec("weight", "U8", (weight_bytes,))])
         self._arena = Arena.create(run_id, weight_bytes)
         self.newest_save: int | None = None
+        self.trained_samples: TrainedSamples | None = None
         self.facts: Mapping[str, Any] = {}
 
     @property
@@ -106,6 +108,7 @@ class SimulatedTrainEngine:
     def train(self, batch: PlannedBatch) -> IterationMetrics:
         time.sleep(self._train_seconds)
         self._weights = self._weights.trained_on(batch)
+        self.trained_samples = centred(batch)
         samples = sum(len(group.samples) for group in batch.groups)
         weights = (self._weights.plans + self._weights.payloads).hex()
         return {"weights": weights, "trained_samples": samples, "actor/lr": self._config.trainer.optimizer.lr}
@@ -145,6 +148,14 @@ class SimulatedTrainEngine:
 
     def close(self) -> None:
         self._arena.close()
+
+
+def centred(batch: PlannedBatch) -> TrainedSamples:
+    """Advantages relative to the group's mean score, and equal weights: what a run without a model did with its samples."""
+    samples = [(group, sample) for group in batch.groups for sample in group.samples]
+    parts = [np.full(len(sample), sample.score - group.mean_reward, dtype=np.float32) for group, sample in samples]
+    count = len(samples)
+    return TrainedSamples(np.concatenate(parts), np.full(count, 1 / count, dtype=np.float32), np.ones((count, 1), dtype=np.int32))
 
 
 def newest(checkpoints: Path) -> Weights | None:

@@ -25,6 +25,8 @@ from support.configs import run_config
 from support.simulated import ROWS, config_tree
 from support.simulated_run import simulated_run
 
+pytestmark = pytest.mark.real
+
 RUN = "run-20261122-1"
 SECONDS = 300
 _BLOCK = 32768

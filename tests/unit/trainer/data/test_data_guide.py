@@ -3,12 +3,16 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from polyreme.config.data import DataConfig
+from polyreme.config.load import resolve_paths
+from polyreme.config.run import RunConfig
+from polyreme.dataset.source import read_objects
 from polyreme_trainer.data.prompts import load_examples, load_prompts
 from polyreme_trainer.data.template import Template
 
@@ -43,9 +47,15 @@ def template_of(data: DataConfig) -> Template:
     return Template(files, data)
 
 
+def load_tree(path: Path) -> dict[str, Any]:
+    """The section `data` of a file, with its paths resolved."""
+    tree = {"data": yaml.safe_load(path.read_text())["data"]}
+    resolve_paths(tree, RunConfig, path.parent)
+    return dict(tree["data"])
+
+
 def test_the_rows_of_the_guide_become_what_it_shows(folder: Path) -> None:
-    tree = yaml.safe_load((folder / "data.yaml").read_text())["data"]
-    data = DataConfig.model_validate(tree | {"train": folder / tree["train"]})
+    data = DataConfig.model_validate(load_tree(folder / "data.yaml"))
     template = template_of(data)
     prompts = load_prompts(data.train, data, template).prompts
     assert "".join(prompt.text for prompt in prompts) == (folder / "prompts.txt").read_text()
@@ -54,3 +64,16 @@ def test_the_rows_of_the_guide_become_what_it_shows(folder: Path) -> None:
     examples = load_examples(folder / "sft.jsonl", data, template, max_tokens=160)
     labels = template.decode([example.ids[example.loss_mask == 1] for example in examples], special=True)
     assert "".join(f"{label}\n" for label in labels) == (folder / "labels.txt").read_text()
+
+
+def test_the_sources_of_the_guide_are_mixed(folder: Path) -> None:
+    tree = load_tree(folder / "mix.yaml")
+    data = DataConfig.model_validate(tree)
+    template = template_of(data)
+    train = load_prompts(data.train, data, template)
+    kinds = [json.loads(prompt.metadata_json)["kind"] for prompt in train.prompts]
+    assert kinds == ["sums"] * train.sizes[0] + ["words"] * train.sizes[1]
+    assert data.weights == (3, 1) and data.eval is not None
+    held_out = {row.fields["reward_model"]["ground_truth"] for row in read_objects(data.eval)}
+    assert held_out.isdisjoint(prompt.label for prompt in train.prompts)
+    assert held_out | {prompt.label for prompt in train.prompts} == {"5", "2", "a", "b", "c", "d"}

@@ -1,40 +1,92 @@
-"""Log-probabilities and entropies of one rank's logits against torch's distributions, values and gradients."""
+"""Log-probabilities and entropies of one rank's output layer against torch's distributions: values, gradients, and the memory they take."""
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyreme_trainer.megatron.logprobs import token_logprobs
+from polyreme_trainer.megatron import logprobs
+from polyreme_trainer.megatron.logprobs import Head, token_logprobs
+
+TEMPERATURES = [1.0, 0.7]
 
 
-def random_logits(rows: int) -> Tensor:
-    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def head(valid: int, temperature: float = 1.0, with_entropy: bool = False) -> Head:
+    return Head(torch.nn.functional.linear, 0, valid, temperature, None, with_entropy)
+
+
+def random_layer(tokens: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Hidden states [tokens, 6] and an output layer's weight [columns, 6]."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(rows, 6, generator=generator).requires_grad_() for rows in (tokens, columns))  # type: ignore[return-value]
+
+
+def objective(results: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    """A sum in which every token has a weight of its own."""
+    weights = torch.linspace(-1, 1, len(results[0])), torch.linspace(2, 1, len(results[0]))
+    return torch.stack([(part * weight).sum() for part, weight in zip(results, weights, strict=False)]).sum()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_padded_columns_are_left_out(temperature: float, with_entropy: bool) -> None:
-    logits = random_logits(6)
-    targets = torch.tensor([0, 4, 2, 2, 1, 3])
-    distribution = torch.distributions.Categorical(logits=logits[:, :5] / temperature)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(("limit", "valid"), [(2**25, 37), (1, 37), (1, 10)])
+def test_values_and_gradients_are_those_of_torch(
+    limit: int, valid: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one block, from three of which the last one has padding, and from one that leaves out columns of padding alone."""
+    monkeypatch.setattr(logprobs, "BLOCK_LOGITS", limit)
+    layer = random_layer(7, 48)
+    targets = torch.tensor([0, 4, 36, 15, 16, 31, 32]) % valid
+    distribution = torch.distributions.Categorical(logits=(layer[0] @ layer[1].t())[:, :valid] / temperature)
     want = [distribution.log_prob(targets), distribution.entropy()][: 1 + with_entropy]
-    got = token_logprobs(logits, targets, start=0, valid=5, temperature=temperature, with_entropy=with_entropy)
+    got = token_logprobs(*layer, targets, head(valid, temperature, with_entropy))
     assert len(got) == len(want)
-    weights = torch.linspace(-1, 1, 6), torch.linspace(2, 1, 6)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs)
-    ours, theirs = (
-        torch.autograd.grad(sum((part * weight).sum() for part, weight in zip(parts, weights, strict=False)), logits)[0]
-        for parts in (got, want)
-    )
-    torch.testing.assert_close(ours, theirs)
-    assert (ours[:, 5:] == 0).all()
+    gradients = [torch.autograd.grad(objective(results), layer) for results in (got, want)]
+    torch.testing.assert_close(*gradients)
+    assert (gradients[0][1][valid:] == 0).all()
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_side_has_no_gradient(frozen: int) -> None:
+    layer = random_layer(4, 16)
+    layer[frozen].requires_grad_(False)
+    objective(token_logprobs(*layer, torch.tensor([3, 1, 2, 0]), head(16))).backward()
+    assert layer[frozen].grad is None
+    assert layer[1 - frozen].grad is not None
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_no_wanted_token_is_no_gradient(with_entropy: bool) -> None:
-    logits = random_logits(0)
-    nobody = torch.empty(0, dtype=torch.int64)
-    got = token_logprobs(logits, nobody, start=0, valid=5, temperature=1.0, with_entropy=with_entropy)
+    layer = random_layer(0, 16)
+    got = token_logprobs(*layer, torch.empty(0, dtype=torch.int64), head(5, with_entropy=with_entropy))
     torch.cat(got).sum().backward()
     assert all(part.shape == (0,) for part in got)
+    assert layer[1].grad is not None
+    assert (layer[1].grad == 0).all()
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_logits_never_exist_together(with_entropy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward: no tensor is larger than a block, or than the layer's own weight."""
+    monkeypatch.setattr(logprobs, "BLOCK_LOGITS", 64 * 32)
+    layer = random_layer(64, 320)
+    with Largest() as largest:
+        objective(token_logprobs(*layer, torch.arange(64), head(311, with_entropy=with_entropy))).backward()
+    assert 0 < largest.elements <= max(logprobs.BLOCK_LOGITS, layer[1].numel()) < 64 * 311

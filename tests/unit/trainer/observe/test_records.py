@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.cli.reader.scalars import scalars
 from polyreme.cli.run_records import read_summary, write_end
 from polyreme.config.run import RunConfig
-from polyreme.errors import StoreError
-from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
+from polyreme.errors import DataError, StoreError
+from polyreme.experience.records import GroupRecord, RewardCall, RewardPart, SampleRecord, decode_group, encode_group
 from polyreme.experience.run import RunState
-from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines, scalars
+from polyreme.experience.trained_samples import TrainedSamples
+from polyreme_trainer.observe.records import Recorder, cut_torn_line, sample_lines
 from support.configs import run_config
 
 Stream = list[tuple[str, dict[str, Any]]]
@@ -43,17 +45,19 @@ def group(index: int) -> bytes:
             score=score,
             parts=[RewardPart("exact", score, score / 2), RewardPart("exact/length", 3.0, 1.5)],
             text="#5",
+            replicas=("rollout-1",),
+            calls=(RewardCall("reward-1", "ok", "", 0.25),),
         )
 
     prompt_ids = np.arange(4, dtype=np.int32)
     return encode_group(GroupRecord(index, 1, prompt_ids, [sample(1.0), sample(0.0)], "a2b3=", "5"))
 
 
-async def groups_of(iteration: int) -> list[bytes]:
-    return [group(4 * iteration + place) for place in range(4)]
+async def groups_of(iteration: int) -> tuple[list[bytes], bytes | None]:
+    return [group(4 * iteration + place) for place in range(4)], None
 
 
-async def no_groups(iteration: int) -> list[bytes]:
+async def no_groups(iteration: int) -> tuple[list[bytes], bytes | None]:
     raise StoreError(f"the groups of iteration {iteration}", "no payload", "They are released.")
 
 
@@ -130,7 +134,37 @@ async def test_samples_of_an_iteration_come_from_the_log(config: RunConfig) -> N
         "tokens": 3,
         "finish_reason": "stop",
         "spans": [[0, 0, 3]],
+        "prompt_tokens": 4,
+        "replicas": ["rollout-1"],
+        "calls": [{"server": "reward-1", "status": "ok", "message": "", "seconds": 0.25}],
+        "token_ids": [0, 1, 2],
+        "logprobs": [-0.5, -0.5, -0.5],
     }
+
+
+async def test_a_sample_has_what_its_iteration_did_with_it(config: RunConfig) -> None:
+    advantages = np.repeat(np.linspace(-1, 1, 8), 3).astype(np.float32)
+    advantages[:3] = (0.25, 0.5, 0.75)
+    used = TrainedSamples(advantages, np.full(8, 0.125, np.float32), np.tile(np.array([1, 3], np.int32), (8, 1)))
+
+    async def of(iteration: int) -> tuple[list[bytes], bytes | None]:
+        return (await groups_of(iteration))[0], used.encode()
+
+    with closing(Recorder(config, "run-1", of)) as recorder:
+        await recorder.take(stream(iteration(1)), RUNNING)
+    first, second, *_ = lines(config.run_dir / "samples" / "iteration_0001.jsonl")
+    assert first["advantage"] == [0.25, 0.5, 0.75], "advantages that differ within a sample are all there"
+    assert second["advantage"] == pytest.approx(-5 / 7, rel=1e-4) and second["weight"] == 0.125
+    assert first["optimizer_steps"] == [1, 3]
+
+
+def test_what_belongs_to_other_samples_is_refused() -> None:
+    used = TrainedSamples(np.zeros(3, np.float32), np.ones(1, np.float32), np.ones((1, 1), np.int32))
+    assert TrainedSamples.decode(used.encode()).steps.tolist() == [[1]]
+    with pytest.raises(DataError):
+        list(used.fields([2]))
+    with pytest.raises(DataError):
+        TrainedSamples.decode(b"\xff\xff")
 
 
 def test_a_sample_has_its_numbers_per_token_where_there_are_some() -> None:
@@ -229,7 +263,7 @@ from polyreme_trainer.observe.records import Recorder
 from support.configs import run_config
 
 async def no_groups(iteration):
-    return []
+    return [], None
 
 async def main(folder, records):
     config, refused, open_files = run_config(folder), 0, []

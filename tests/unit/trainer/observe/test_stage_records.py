@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from polyreme.cli.reader.scalars import stage_scalars
 from polyreme_trainer.launch.stage_progress import StageProgress, line_of
-from polyreme_trainer.observe.stage_records import StageRecorder, stage_scalars
+from polyreme_trainer.observe.stage_records import StageRecorder
 
 
 def step(number: int, loss: float = 1.0) -> dict[str, Any]:

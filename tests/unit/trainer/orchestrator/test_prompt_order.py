@@ -1,9 +1,11 @@
 """The order of prompts and the seeds: permutations, stable for ever."""
 
+from itertools import accumulate
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme_trainer.orchestrator.prompt_order import pass_order, row_of, sequence_seed
+from polyreme_trainer.orchestrator.prompt_order import PromptOrder, pass_order, row_of, sequence_seed
 
 
 @given(st.integers(-(2**63), 2**63), st.integers(0, 100), st.integers(1, 300))
@@ -37,3 +39,30 @@ def test_seeds_are_distinct_and_fit_a_signed_word() -> None:
 
 PINNED_ORDER = [7, 2, 5, 1, 0, 4, 3, 6]
 PINNED_SEED = 2434754648190216957
+
+
+@given(st.integers(0, 2**40), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.booleans())
+def test_without_weights_sources_are_one_data_set(seed: int, sizes: list[int], shuffled: bool) -> None:
+    order = PromptOrder(seed, sizes, shuffled=shuffled)
+    total = sum(sizes)
+    expected = [row_of(seed, index, total) if shuffled else index % total for index in range(2 * total)]
+    assert [order.row_of(index) for index in range(2 * total)] == expected
+
+
+@given(st.integers(0, 2**40), st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4])), min_size=2, max_size=3))
+def test_a_weighted_source_has_its_share_and_uses_all_its_rows(seed: int, parts: list[tuple[int, int]]) -> None:
+    sizes, weights = zip(*parts, strict=True)
+    order, total = PromptOrder(seed, sizes, weights), sum(sizes)
+    drawn = [order.row_of(index) for index in range(12 * total)]
+    for size, end, weight in zip(sizes, accumulate(sizes), weights, strict=True):
+        own = [row for row in drawn if end - size <= row < end]
+        assert abs(len(own) - len(drawn) * weight / sum(weights)) <= 12 * len(parts)  # each pass rounds to whole places
+        assert len(own) < 2 * size or set(own) == set(range(end - size, end))
+
+
+def test_a_share_of_a_large_source_reaches_all_its_rows_over_several_passes() -> None:
+    order = PromptOrder(3, [10, 90], [0.5, 0.5])
+    first, second = ([order.row_of(index) for index in range(start, start + 100)] for start in (0, 100))
+    assert [sum(row < 10 for row in rows) for rows in (first, second)] == [50, 50]
+    assert {row for row in first + second if row >= 10} == set(range(10, 100))
+    assert first != second

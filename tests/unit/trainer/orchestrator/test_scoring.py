@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from polyreme.api.v1 import experience_pb2, reward_pb2
-from polyreme.experience.records import RewardPart
+from polyreme.experience.records import RewardCall, RewardPart
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
 from polyreme_trainer.orchestrator.reward_client import Question
 from polyreme_trainer.orchestrator.scoring import Scoring, by_rewards
@@ -18,7 +18,9 @@ PROMPT = np.array([1, 2], np.int32)
 class Rewards:
     """Scores every question with the length of its response."""
 
-    async def score(self, questions: list[Question]) -> list[reward_pb2.ScoreResult]:
+    async def score(self, questions: list[Question], calls: list[list[RewardCall]]) -> list[reward_pb2.ScoreResult]:
+        for each in calls:
+            each.append(RewardCall("reward-1", "ok"))
         return [reward_pb2.ScoreResult(score=float(len(question.response))) for question in questions]
 
 
@@ -55,6 +57,7 @@ async def test_rewards_and_teacher_are_both_heard_and_a_greedy_sample_needs_no_t
     judged = await scoring(Rewards(), Teacher()).judge(PROMPT, *samples([3, 4], [9]), trained=1)
     assert [each.score for each in judged] == [2.0, 1.0]
     assert [each.teacher_logprobs is None for each in judged] == [False, True]
+    assert [each.calls for each in judged] == [(RewardCall("reward-1", "ok"),)] * 2
 
 
 async def test_a_teacher_that_fails_for_one_sample_fails_the_attempt() -> None:

@@ -97,11 +97,13 @@ def _add_residual(x_with_bias: tuple[Tensor, None], residual: Tensor, dropout: f
 
 def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:
     size, width = ids.shape
-    rows = module.embedding(input_ids=ids.reshape(1, -1), position_ids=None)
-    full = tuple(part.to(rows.dtype).unsqueeze(1) for part in (angles.full.cos(), angles.full.sin()))
-    sliding = tuple(part.to(rows.dtype).unsqueeze(1) for part in (angles.sliding.cos(), angles.sliding.sin()))
+    rows = module.embedding(input_ids=ids.reshape(1, -1), position_ids=None) if module.pre_process else None
+    dtype = module.config.params_dtype
+    full = tuple(part.to(dtype).unsqueeze(1) for part in (angles.full.cos(), angles.full.sin()))
+    sliding = tuple(part.to(dtype).unsqueeze(1) for part in (angles.sliding.cos(), angles.sliding.sin()))
     batch = Batch(size=size, width=width, full=full, sliding=sliding)
-    return whole_sequence(module, module.decoder(hidden_states=rows, attention_mask=None, packed_seq_params=batch)).squeeze(1)
+    hidden = module.decoder(hidden_states=rows, attention_mask=None, packed_seq_params=batch)
+    return whole_sequence(module, hidden).squeeze(1) if module.post_process else hidden
 
 
 CPU = ModelSpec(

@@ -1,0 +1,159 @@
+"""What data ranks save in optimizer state, and how well a run resumes in another layout. CPU, tiny model (tied, grouped-query, odd vocabulary).
+
+    python bench/layouts.py
+
+`dist_optimizer_bytes_ratio` (<= 0.6): bytes of the optimizer's state of a rank with two data ranks over those of a rank that has all of it, with
+bfloat16 weights. `resume_other_layout_loss_diff` (<= 1e-5): one rank trains two steps and saves; two data ranks resume, train one step and save,
+then two tensor ranks, two stages, and one rank; the largest difference of their losses to those of one rank that trained straight on.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TARGET = {"dist_optimizer_bytes_ratio": 0.6, "resume_other_layout_loss_diff": 1e-5}
+CHAIN: list[dict[str, int]] = [{"data": 2}, {"tensor": 2}, {"pipeline": 2}, {}]
+ROWS, WIDTH, DEADLINE = 6, 40, 300.0
+
+
+def save_model(path: Path) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 333,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    config = Qwen2Config(**sizes, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=128)
+    Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+def child(order: dict[str, Any]) -> None:
+    """A rank: loads, resumes, trains, saves. Rank 0 prints {losses, state_bytes}."""
+    import numpy as np
+    import torch
+
+    from polyreme.config.trainer import ParallelConfig
+    from polyreme_trainer.megatron import checkpoint
+    from polyreme_trainer.megatron.batch import MicroBatch, supervised
+    from polyreme_trainer.megatron.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.device import Device
+    from polyreme_trainer.megatron.families import load_architecture
+    from polyreme_trainer.megatron.optimizer import Adam
+    from polyreme_trainer.megatron.policy import Policy
+    from polyreme_trainer.megatron.roles import Role
+    from polyreme_trainer.megatron.shard import data_shard
+
+    device, path = Device("cpu"), Path(order["model"])
+    init_parallel(ParallelConfig(**order["layout"]), device)
+    policy = Policy(load_architecture(path), order["dtype"], device, trainable=True)
+    policy.load_hf(path)
+    role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets), data_shard(2 * WIDTH, device))
+    role.make_optimizer(Adam())
+    if order["resume"]:
+        found = checkpoint.read(Path(order["resume"]))
+        assert found is not None
+        checkpoint.load(found, [role])
+    random = np.random.default_rng(1)
+    rows = supervised(
+        list(random.integers(0, policy.arch.vocab, (ROWS, WIDTH), dtype=np.int32)), [np.ones(WIDTH, dtype=np.uint8)] * ROWS
+    )
+    losses = []
+    for number in range(order["steps"]):
+        total = torch.zeros(1, dtype=torch.float64)
+
+        def loss(batch: MicroBatch, logprobs: torch.Tensor, total: torch.Tensor = total) -> torch.Tensor:
+            value = -logprobs.sum() / float(rows.trained.sum())
+            total.add_(value.detach())
+            return value
+
+        role.update(rows, np.arange(ROWS), loss, 1e-3)
+        losses.append(float(role.shard.sum(total)))
+        if number + 1 == order["save_at"]:
+            checkpoint.save(Path(order["save"]), [role], {})
+    assert role.optimizer is not None
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps({"losses": losses, "state_bytes": role.optimizer.state_bytes}), flush=True)
+    close_parallel()
+
+
+def train(model: Path, layout: dict[str, int], steps: int, **order: Any) -> dict[str, Any]:
+    """Runs `child` on a layout's ranks. Returns what rank 0 prints."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    defaults = {"dtype": "float32", "resume": "", "save": "", "save_at": 0}
+    text = json.dumps({**defaults, "model": str(model), "layout": layout, "steps": steps, **order})
+    world = max(1, *layout.values()) if layout else 1
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--child", text],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"layout {layout}: exit codes {[rank.returncode for rank in ranks]}")
+    answer: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return answer
+
+
+def measure(folder: Path) -> dict[str, float]:
+    model = folder / "model"
+    save_model(model)
+    whole, shared = (train(model, layout, 1, dtype="bfloat16") for layout in ({}, {"data": 2}))
+    before = folder / "at-000002"
+    straight = train(model, {}, 2 + len(CHAIN), save_at=2, save=str(before))["losses"][2:]
+    differences = []
+    for number, (layout, expected) in enumerate(zip(CHAIN, straight, strict=True), start=3):
+        after = folder / f"at-{number:06d}"
+        found = train(model, layout, 1, resume=str(before), save_at=1, save=str(after))["losses"][0]
+        print(f"resumed as {layout or 'one rank'}: loss {found:.7f}, straight {expected:.7f}")
+        differences.append(abs(found - expected))
+        before = after
+    return {
+        "dist_optimizer_bytes_ratio": shared["state_bytes"] / whole["state_bytes"],
+        "resume_other_layout_loss_diff": max(differences),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(json.loads(arguments.child))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure(Path(folder))
+    met = all(measured[name] <= most for name, most in TARGET.items())
+    print(json.dumps({"bench": "layouts", "measured": measured, "target": TARGET, "met": met}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

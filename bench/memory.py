@@ -1,0 +1,242 @@
+"""The estimated memory of a learner rank against what its tensors occupy at the peak of two iterations, on CPU.
+
+    python bench/memory.py [--only layers|vocabulary|experts|tensor] [--resident]
+
+`memory_vs_estimate` (0.9 to 1.1): for each case, the peak of torch's allocator over the estimate that the learner prints at its start. The
+case farthest from 1 is the figure. The learner is the real one (`MegatronEngine`), with 25 to 42 million parameters; it trains two iterations
+of whole micro-batches, and the optimizer's moments exist from the first on. torch's profiler counts every tensor that torch allocates, from
+before the first model to the end. Not counted on either side: the interpreter and its libraries, the arena, and mapped files.
+
+--resident measures resident memory instead, as the system counts it, against the estimate with the arena. It depends on the fragmentation of
+the heap, so it is printed and not judged.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LOW, HIGH = 0.9, 1.1
+PROMPT, RESPONSE = 8, 248
+LLAMA = {"max_position_embeddings": 512, "tie_word_embeddings": False}
+CASES: dict[str, dict[str, Any]] = {
+    "layers": {
+        "model": ("Llama", {**LLAMA, "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}),
+        "heads": (8, 4),
+        "algorithm": {"preset": "grpo"},
+        "tokens": 2048,
+    },
+    "vocabulary": {
+        "model": ("Qwen2", {"vocab_size": 65536, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 2, "tie_word_embeddings": True}),
+        "heads": (6, 2),
+        "algorithm": {"preset": "ppo"},
+        "tokens": 512,
+    },
+    "experts": {
+        "model": ("Qwen3Moe", {"vocab_size": 2048, "hidden_size": 384, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 6}),
+        "heads": (6, 2),
+        "algorithm": {"preset": "dapo"},
+        "tokens": 2048,
+    },
+    "tensor": {
+        "model": ("Llama", {**LLAMA, "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}),
+        "heads": (8, 4),
+        "algorithm": {"preset": "ppo"},
+        "tokens": 2048,
+        "ranks": 2,
+    },
+}  # fmt: skip
+
+
+def save_model(case: str, path: Path) -> None:
+    """The case's model with random weights."""
+    import torch
+    import transformers
+
+    kind, fields = CASES[case]["model"]
+    heads, groups = CASES[case]["heads"]
+    config = getattr(transformers, f"{kind}Config")(**fields, num_attention_heads=heads, num_key_value_heads=groups)
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(path)
+
+
+def config_of(case: str, path: Path) -> Any:
+    from polyreme.config.run import RunConfig
+
+    return RunConfig.model_validate(
+        {
+            "iterations": 2,
+            "groups_per_iteration": 4,
+            "group_size": 4,
+            "output_dir": path / "runs",
+            "model": {"path": path},
+            "data": {"train": path / "unread.jsonl", "max_prompt_tokens": PROMPT},
+            "rollout": {"max_new_tokens": RESPONSE, "max_model_len": PROMPT + RESPONSE},
+            "reward": {"rewards": [{"name": "exact"}]},
+            "algorithm": CASES[case]["algorithm"],
+            "trainer": {
+                "optimizer": {"lr": 1e-5},
+                "micro_batch_tokens": CASES[case]["tokens"],
+                "parallel": {"tensor": CASES[case].get("ranks", 1)},
+            },
+        }
+    )
+
+
+def batch_of(config: Any, iteration: int) -> Any:
+    """Groups of full-length samples, half of which have the reward 1."""
+    import numpy as np
+
+    from polyreme.experience.records import GroupRecord, SampleRecord, encode_group
+    from polyreme_trainer.learner.engine import PlannedBatch
+
+    generator = np.random.default_rng(iteration)
+    ones = np.ones(RESPONSE, dtype=np.uint8)
+
+    def tokens(count: int) -> Any:
+        return generator.integers(1, 2000, count).astype(np.int32)
+
+    def group(index: int) -> bytes:
+        samples = [
+            SampleRecord(
+                tokens(RESPONSE), np.full(RESPONSE, -5, np.float32), ones, 1, [(iteration - 1, 0, RESPONSE)], float(place % 2)
+            )
+            for place in range(config.group_size)
+        ]
+        return encode_group(GroupRecord(index=index, attempt=1, prompt_ids=tokens(PROMPT), samples=samples))
+
+    indices = tuple(range(config.groups_per_iteration))
+    return PlannedBatch(iteration, indices, tuple(group(index) for index in indices))
+
+
+def train(config: Any, ranks: Any, device: Any, run_id: str) -> None:
+    """Two iterations of the learner's engine."""
+    from polyreme_trainer.megatron.engine import MegatronEngine
+
+    engine = MegatronEngine(config, {}, run_id, ranks, device)
+    engine.begin_iterations()
+    if config.recipe.kl is not None:
+        engine.make_reference(config.model.path)
+    for iteration in (1, 2):
+        engine.train(batch_of(config, iteration))
+    engine.close()
+
+
+def measure(case: str, path: Path, resident: bool) -> None:
+    """Child: prints the peak in bytes on the last line."""
+    from polyreme_trainer.learner.leader import Ranks
+    from polyreme_trainer.megatron.build import close_parallel, init_parallel
+    from polyreme_trainer.megatron.channel import BroadcastChannel
+    from polyreme_trainer.megatron.device import Device
+
+    config, rank = config_of(case, path), int(os.environ["RANK"])
+    device = Device("cpu")
+    device.seed(0)
+    init_parallel(config.trainer.parallel, device)
+    ranks = Ranks(rank, BroadcastChannel(device.torch) if config.trainer.parallel.world_size > 1 else None)
+    peak = resident_peak if resident else tensor_peak
+    print(
+        peak(lambda: train(config, ranks, device, f"bench-memory-{os.environ['MASTER_PORT']}"), path / f"trace{rank}.json"),
+        flush=True,
+    )
+    ranks.close()
+    close_parallel()
+
+
+def tensor_peak(work: Any, trace: Path) -> int:
+    """The largest sum of the bytes that torch's allocator has handed out, replayed from its profiler's events.
+
+    The profiler misses what gloo's threads free, so its own total drifts upwards; a block that is handed out again was free before.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    profiler.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    alive: dict[int, int] = {}
+    total = peak = 0
+    for event in sorted(events, key=lambda event: float(event["ts"])):
+        address, change = event["args"]["Addr"], event["args"]["Bytes"]
+        total -= alive.pop(address, 0)
+        if change > 0:
+            alive[address] = change
+            total += change
+            peak = max(peak, total)
+    return peak
+
+
+def resident_peak(work: Any, _: Path) -> int:
+    """The growth of resident memory, from free heap pages returned to the peak."""
+    import ctypes
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def peaks(case: str, path: Path, resident: bool) -> list[int]:
+    """The peak of each rank, every rank in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = CASES[case].get("ranks", 1)
+    command = [sys.executable, __file__, "--measure", case, "--model", str(path), *(["--resident"] if resident else [])]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    children = [
+        subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]
+    outputs = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise SystemExit(f"expected the ranks of case {case} to end; found exit codes {[child.returncode for child in children]}")
+    return [int(output.splitlines()[-1]) for output in outputs]
+
+
+def compare(case: str, folder: Path, resident: bool) -> float:
+    from polyreme_trainer.memory_estimate import learner_memory
+
+    path = folder / case
+    save_model(case, path)
+    memory = learner_memory(config_of(case, path))
+    assert memory.arena is not None
+    estimated = memory.rank.nbytes + (memory.arena.nbytes if resident else 0)
+    measured = max(peaks(case, path, resident))
+    print(f"{case:>12} {estimated / 2**20:>14,.0f} {measured / 2**20:>14,.0f} {measured / estimated:>8.3f}", flush=True)
+    return measured / estimated
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(CASES))
+    parser.add_argument("--resident", action="store_true")
+    parser.add_argument("--measure", choices=list(CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        measure(args.measure, args.model, args.resident)
+        return 0
+    print(f"{'case':>12} {'estimated MiB':>14} {'measured MiB':>14} {'ratio':>8}")
+    with tempfile.TemporaryDirectory() as folder:
+        ratios = [compare(case, Path(folder), args.resident) for case in ([args.only] if args.only else CASES)]
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    met = all(LOW <= ratio <= HIGH for ratio in ratios)
+    name = "resident_vs_estimate" if args.resident else "memory_vs_estimate"
+    target = {} if args.resident else {name: [LOW, HIGH]}
+    print(json.dumps({"bench": "memory", "measured": {name: round(worst, 3)}, "target": target, "met": met or args.resident}))
+    return 0 if met or args.resident else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

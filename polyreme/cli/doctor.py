@@ -1,0 +1,111 @@
+"""`polyreme doctor`: what this machine offers a run, and what to do about what it lacks.
+
+Invariant: the command measures and reports. It changes nothing that outlasts it: servers and processes that it starts end with it.
+"""
+
+import asyncio
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from polyreme.cli.verdicts import (
+    Verdict,
+    disk_verdict,
+    exit_code,
+    files_verdict,
+    memory_verdict,
+    packages_verdict,
+    port_verdict,
+    python_verdict,
+    redis_verdict,
+    shared_memory_verdict,
+)
+from polyreme.errors import PolyremeError
+from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.net.ports import check_free
+from polyreme.net.redis_url import redis_option
+from polyreme.process.machine import memory_limit
+from polyreme.weights.arena import SHARED_MEMORY
+
+GROUP = "polyreme.doctor"
+SERVICES = {"polyreme-rollout": "rollout", "polyreme-reward": "reward", "polyreme-trainer": "trainer"}
+
+
+def doctor(
+    device: Annotated[
+        Literal["cpu", "cuda", "npu"] | None,
+        typer.Option(help="The device that runs shall use; without it, those of this machine.", show_default=False),
+    ] = None,
+    redis: Annotated[str | None, redis_option("Redis to check; without it, the one that `polyreme up` would start.")] = None,
+    port: Annotated[list[int] | None, typer.Option(help="A port that must be free; may be repeated.")] = None,
+    directory: Annotated[Path, typer.Option(help="Where runs are written.")] = Path(),
+) -> None:
+    """Check this machine: versions, devices, collectives, shared memory, Redis, ports, sandbox, disk. Exits with 1 when a part is missing."""
+    verdicts = []
+    for verdict in examine(device, redis, port or [], directory):
+        print(verdict.line, flush=True)
+        verdicts.append(verdict)
+    raise typer.Exit(exit_code(verdicts))
+
+
+def examine(device: str | None, redis: str | None, ports: list[int], directory: Path) -> Iterator[Verdict]:
+    """The verdicts on this machine, as they are found; arguments as `doctor`'s."""
+    yield python_verdict((sys.version_info.major, sys.version_info.minor))
+    installed = {name: installed_version(name) for name in ("polyreme", *SERVICES)}
+    yield packages_verdict("polyreme", installed, "Install what this machine runs: pip install ./services/NAME.")
+    yield memory_verdict(memory_limit())
+    room = os.statvfs(SHARED_MEMORY)
+    yield shared_memory_verdict(room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize)
+    yield disk_verdict(str(directory.resolve()), shutil.disk_usage(directory).free)
+    yield files_verdict(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield redis_verdict(redis or "started by `polyreme up`", redis_failure(redis))
+    for number in ports:
+        yield port_verdict(number, port_failure(number))
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        yield from point.load()(device)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None when there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def redis_failure(url: str | None) -> str | None:
+    """Why a run cannot use the Redis at `url`, or an embedded one when it is None."""
+
+    async def reach(where: str) -> None:
+        await (await connect(where)).aclose()
+
+    try:
+        if url is not None:
+            asyncio.run(reach(url))
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            server = EmbeddedServer.start(Path(folder))
+            try:
+                asyncio.run(reach(server.url))
+            finally:
+                server.stop()
+    except PolyremeError as error:
+        return str(error)
+    return None
+
+
+def port_failure(port: int) -> str | None:
+    """Why a server cannot listen on the port of every address."""
+    try:
+        check_free("0.0.0.0", port)
+    except PolyremeError as error:
+        return error.do
+    return None

@@ -1,0 +1,82 @@
+"""`polyreme init`: writes the files of a first run.
+
+Invariant: what a flag answers is not asked, and without a terminal nothing is asked: the defaults apply. No file is overwritten.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, columns_of, write_new_run
+from polyreme.errors import ConfigError
+
+_PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query", "messages", "src")
+_LABELS = ("answer", "label", "solution", "ground_truth", "final_answer", "target", "output", "tgt")
+_NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(help="Folder for the files. Created if needed.")] = Path("."),
+    name: Annotated[str | None, typer.Option(help="Name of the run. Default: the folder's.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help=f"Hugging Face directory, or `{TINY}`: a small model with random weights, to try a run.")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
+    reward: Annotated[str | None, typer.Option(help=f"What a response is worth: {', '.join(REWARDS)}.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
+    prompt_key: Annotated[
+        str | None, typer.Option(help="Column of the data with the prompt. Default: the first usual name that the file has.")
+    ] = None,
+    label_key: Annotated[
+        str | None,
+        typer.Option(help="Column of the data with the reference answer. Default: the first usual name that the file has."),
+    ] = None,
+) -> None:
+    """Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags."""
+    usual = _NOT_IN_NAME.sub("-", folder.resolve().name.lower()).strip("-") or "run"
+    answers_name = name or _ask("Name of the run", usual)
+    answers_model = model or _ask(f"Model: a Hugging Face directory, or `{TINY}` to try without one", TINY)
+    answers_data = data or _ask(f"Data: a file with one row per prompt, or `{SAMPLE}`", SAMPLE)
+    answers_reward = _one_of("--reward", reward or _ask(f"Reward: {', '.join(REWARDS)}", "python"), tuple(REWARDS))
+    answers_device = _one_of("--device", device or _ask("Device: cpu, cuda or npu", "cpu"), get_args(Device))
+    columns = columns_of(Path(answers_data))
+    answers = Answers(
+        name=answers_name,
+        model=answers_model,
+        data=answers_data,
+        reward=answers_reward,
+        device=answers_device,  # type: ignore[arg-type]  # _one_of has checked it
+        prompt_key=prompt_key or next((key for key in _PROMPTS if key in columns), "prompt"),
+        label_key=label_key or next((key for key in _LABELS if key in columns), "answer"),
+    )
+    for path in write_new_run(folder, answers):
+        print(f"wrote    {path}")
+    print("\n".join(next_steps(folder)))
+
+
+def next_steps(folder: Path) -> list[str]:
+    """The commands that a new user runs next."""
+    config = folder / "run.yaml"
+    return [
+        f"next     polyreme config check {config}   # check everything before a start",
+        f"         polyreme up {config}             # train",
+    ]
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _ask(question: str, default: str) -> str:
+    if not _is_terminal():
+        return default
+    return str(typer.prompt(question, default=default)).strip()
+
+
+def _one_of(option: str, answer: str, choices: tuple[str, ...]) -> str:
+    if answer not in choices:
+        raise ConfigError(f"{option} as one of {', '.join(choices)}", repr(answer), "Choose one of these.")
+    return answer

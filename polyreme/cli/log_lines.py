@@ -1,0 +1,80 @@
+"""The lines of a run's log files, in order of time.
+
+Invariant: a reader never sees half a line: the end of a file that has no newline yet belongs to the next read.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from polyreme.errors import ConfigError
+
+_STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[\d.,]*Z?")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of a process's log. `time` is its ISO 8601 time stamp, or that of the line before; '' before the first."""
+
+    process: str
+    time: str
+    text: str
+
+
+class LogFile:
+    """Reads a log file in steps, as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.process = path, path.stem
+        self._offset, self._time = 0, ""
+
+    def read(self) -> list[LogLine]:
+        """The complete lines since the previous call."""
+        with open(self.path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [self._line(text) for text in whole.decode(errors="replace").split("\n")[:-1]]
+
+    def _line(self, text: str) -> LogLine:
+        if stamp := _STAMP.match(text):
+            self._time = stamp.group()
+        return LogLine(self.process, self._time, text)
+
+
+def newest_attempt(run_dir: Path) -> Path:
+    """The folder of the newest start's logs. Raises ConfigError without one."""
+    found = [path for path in run_dir.glob("logs/attempt_*") if path.name.removeprefix("attempt_").isdigit()]
+    if not found:
+        raise ConfigError(f"logs of a run in {run_dir}", "no logs/attempt_1 in it", "Pass output_dir/name of a run.")
+    return max(found, key=lambda path: int(path.name.removeprefix("attempt_")))
+
+
+def log_files(attempt: Path, process: str = "") -> list[LogFile]:
+    """The log files of an attempt, sorted by name.
+
+    Args:
+        attempt: the folder.
+        process: a process such as rollout-0, or a service such as rollout, which stands for all of its processes. '': every process.
+
+    Raises:
+        ConfigError: no log file belongs to the process; the message lists those that there are.
+    """
+    files = [LogFile(path) for path in sorted(attempt.glob("*.log"))]
+    chosen = [file for file in files if not process or file.process == process or file.process.startswith(f"{process}-")]
+    if not chosen and process:
+        names = ", ".join(file.process for file in files) or "none"
+        raise ConfigError(f"the log of a process {process!r} in {attempt}", names, "Pass one of these.")
+    return chosen
+
+
+def in_order(lines: Iterable[LogLine]) -> list[LogLine]:
+    """Lines of several files by time. Lines of one file keep their order."""
+    return sorted(lines, key=lambda line: line.time)
+
+
+def printed(lines: Iterable[LogLine], width: int) -> Iterator[str]:
+    """Lines with their process in front, padded to `width` characters."""
+    return (f"{line.process:{width}} | {line.text}" for line in lines)

@@ -1,0 +1,189 @@
+"""The files of a new run, from the answers to five questions.
+
+Invariant: no file is overwritten, and `polyreme config check` accepts what is written, for every combination of answers whose model and
+data exist.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from polyreme.cli.new_run.sample_data import rows, supervised_rows
+from polyreme.cli.new_run.tiny_model import write_tiny_model
+from polyreme.errors import ConfigError
+
+TINY = "tiny"
+"""The model that is created for a first try."""
+SAMPLE = "sample"
+"""The data that is created for a first try."""
+REWARDS = {
+    "python": "a function in reward.py",
+    "exact": "1 if the response is the label",
+    "numeric": "1 if the number in the response is the label's",
+    "math": "1 if the response is mathematically equal to the label",
+    "choice": "1 if the chosen letter is the label's",
+}
+Device = Literal["cpu", "cuda", "npu"]
+_TOKENS = 512
+"""Of a prompt and of a response, unless the model's context is shorter."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to the questions.
+
+    Attributes:
+        name: of the run.
+        model: a Hugging Face directory, or TINY.
+        data: a data file, or SAMPLE.
+        reward: a key of REWARDS.
+        device: device type of learner and replicas.
+        prompt_key, label_key: columns of the data file.
+    """
+
+    name: str
+    model: str = TINY
+    data: str = SAMPLE
+    reward: str = "python"
+    device: Device = "cpu"
+    prompt_key: str = "prompt"
+    label_key: str = "answer"
+
+
+def write_new_run(folder: Path, answers: Answers) -> list[Path]:
+    """Writes the files into the folder, which is created if needed. Returns them in the order in which a reader wants them.
+
+    Raises:
+        ConfigError: a file exists, or the named model or data does not.
+    """
+    texts = {"run.yaml": run_yaml(answers, folder)}
+    if answers.reward == "python":
+        texts["reward.py"] = _REWARD if answers.data == SAMPLE else _EMPTY_REWARD
+    if answers.data == SAMPLE:
+        texts |= {"train.jsonl": _lines(rows(answers.reward, 512, 1)), "eval.jsonl": _lines(rows(answers.reward, 64, 2))}
+        if answers.model == TINY:
+            texts["sft.jsonl"] = _lines(supervised_rows(answers.reward, 1600, 3))
+    written = [folder / name for name in texts]
+    created = [*written, folder / "model"] if answers.model == TINY else written
+    if there := [path.name for path in created if path.exists()]:
+        raise ConfigError(f"no {' and no '.join(there)} in {folder}", "files of another run", "Choose another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    if answers.model == TINY:
+        write_tiny_model(folder / "model")
+    return created
+
+
+def run_yaml(answers: Answers, folder: Path) -> str:
+    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data is not there."""
+    tiny, sample = answers.model == TINY, answers.data == SAMPLE
+    prompt, response = (48, 16) if tiny and sample else _lengths(answers)
+    warm_start = (
+        "  # The model starts from random weights: it first learns the form of an answer, then what is right.\n"
+        "  sft:\n    - {data: sft.jsonl, steps: 50, batch_size: 32, lr: 2.0e-3, warmup: 5}\n"
+    )
+    return _RUN.format(
+        name=answers.name,
+        device=answers.device,
+        iterations=40 if tiny else 100,
+        groups=16 if tiny else 32,
+        model="model" if tiny else _absolute("the model", answers.model),
+        dtype="float32" if answers.device == "cpu" else "bfloat16",
+        train="train.jsonl" if sample else _absolute("the data", answers.data),
+        held_out="  eval: eval.jsonl\n" if sample else "  # eval: eval.jsonl               # held-out rows, to see progress\n",
+        prompt_key="prompt" if sample else answers.prompt_key,
+        label_key="answer" if sample else answers.label_key,
+        prompt_tokens=prompt,
+        new_tokens=response,
+        length=prompt + response,
+        vllm=f"  vllm: {{kv_cache_mib: {64 if tiny else 1024}}}\n" if answers.device == "cpu" else "",
+        reward="file: reward.py" if answers.reward == "python" else f"name: {answers.reward}",
+        about=REWARDS[answers.reward],
+        lr="1.0e-3" if tiny else "1.0e-6",
+        sft=warm_start if tiny and sample else "",
+    )
+
+
+def columns_of(path: Path) -> list[str]:
+    """The columns of the first row of a JSON lines file; [] for another kind of file."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return []
+    with open(path) as file:
+        try:
+            row = json.loads(file.readline())
+        except ValueError:
+            return []
+    return list(row) if isinstance(row, dict) else []
+
+
+def _lengths(answers: Answers) -> tuple[int, int]:
+    """Longest prompt and response in tokens: _TOKENS each, or halves of the model's context."""
+    if answers.model == TINY:
+        return 128, 128
+    config = Path(answers.model) / "config.json"
+    try:
+        context = json.loads(config.read_text()).get("max_position_embeddings") or 2 * _TOKENS
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"a Hugging Face model directory at {answers.model}", str(error), "Fix the path of the model."
+        ) from None
+    return min(_TOKENS, context // 2), min(_TOKENS, context // 2)
+
+
+def _absolute(what: str, path: str) -> str:
+    """A path as run.yaml names it. JSON's quotes are YAML's too."""
+    if not Path(path).exists():
+        raise ConfigError(f"{what} at {path}", "no such file or directory", "Fix the path.")
+    return json.dumps(str(Path(path).resolve()))
+
+
+def _lines(found: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in found)
+
+
+_RUN = """\
+# Paths are relative to this file. `polyreme config show run.yaml` prints every key with its default and its meaning.
+name: {name}
+device: {device}
+iterations: {iterations}
+groups_per_iteration: {groups}          # prompts in each iteration
+group_size: 8                     # samples of each prompt
+
+model:
+  path: {model}
+  dtype: {dtype}
+
+data:
+  train: {train}
+{held_out}  prompt_key: {prompt_key}              # column with the prompt, a text or chat messages
+  label_key: {label_key}               # column with the reference answer
+  max_prompt_tokens: {prompt_tokens}
+
+reward:
+  rewards:
+    - {reward}              # {about}
+
+rollout:
+  max_new_tokens: {new_tokens}
+  max_model_len: {length}
+{vllm}
+algorithm:
+  preset: grpo
+
+trainer:
+  optimizer: {{lr: {lr}}}
+{sft}"""
+
+_REWARD = '''\
+def reward(response, label):
+    """The fraction of the first four characters that are in the label."""
+    return sum(letter in label for letter in response[:4]) / 4
+'''
+_EMPTY_REWARD = '''\
+def reward(prompt, response, label):
+    """A number: the higher, the better. `label` is the row's reference answer, or an empty text."""
+    return float(bool(label) and label in response)
+'''

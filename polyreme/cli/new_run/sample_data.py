@@ -1,0 +1,55 @@
+"""Sample data for each kind of reward.
+
+Invariant: the same call returns the same rows. Every row has the columns `prompt` and `answer`; supervised rows have `prompt` and `response`.
+"""
+
+import random
+import string
+from collections.abc import Callable
+
+Row = dict[str, str]
+Example = Callable[[random.Random], tuple[Row, str]]
+"""Makes a row, and a response in the form of an answer, which need not be right."""
+
+_KINDS = {"vowels": "aeiouy", "early": "abcdefgh", "late": "stuvwxyz"}
+
+
+def _letters(rng: random.Random) -> tuple[Row, str]:
+    kind = rng.choice(list(_KINDS))
+    prompt = f"{kind} for {''.join(rng.choices(string.ascii_lowercase, k=3))}"
+    return {"prompt": prompt, "answer": _KINDS[kind]}, "".join(rng.choices(string.ascii_lowercase, k=4))
+
+
+def _reverse(rng: random.Random) -> tuple[Row, str]:
+    word = "".join(rng.choices("abc", k=3))
+    return {"prompt": f"reverse {word}", "answer": word[::-1]}, "".join(rng.choices("abc", k=3))
+
+
+def _sum(rng: random.Random) -> tuple[Row, str]:
+    first, second = rng.randrange(5), rng.randrange(5)
+    return {"prompt": f"{first} + {second}", "answer": str(first + second)}, str(rng.randrange(9))
+
+
+def _choice(rng: random.Random) -> tuple[Row, str]:
+    letters = [rng.choice("aeiou"), *rng.sample("bcdfghjk", k=2)]
+    rng.shuffle(letters)
+    options = " ".join(f"{name}) {letter}" for name, letter in zip("ABC", letters, strict=True))
+    right = next(name for name, letter in zip("ABC", letters, strict=True) if letter in "aeiou")
+    return {"prompt": f"Which is a vowel? {options}", "answer": right}, rng.choice("ABC")
+
+
+EXAMPLES: dict[str, Example] = {"python": _letters, "exact": _reverse, "numeric": _sum, "math": _sum, "choice": _choice}
+"""By reward."""
+
+
+def rows(reward: str, count: int, seed: int) -> list[Row]:
+    """Prompts with labels."""
+    rng = random.Random(seed)
+    return [EXAMPLES[reward](rng)[0] for _ in range(count)]
+
+
+def supervised_rows(reward: str, count: int, seed: int) -> list[Row]:
+    """Prompts with responses that have the form of an answer, for a model that cannot write one yet."""
+    rng = random.Random(seed)
+    found = (EXAMPLES[reward](rng) for _ in range(count))
+    return [{"prompt": row["prompt"], "response": response} for row, response in found]

@@ -1,0 +1,217 @@
+"""The index of one run directory: an SQLite file with its metrics, events and samples, built incrementally from the run's own files.
+
+Invariant: the index holds what the files held when it was last updated, for one run id. An update is one transaction, so processes that
+share an index see whole updates only, and a file or line is added once. The index can always be rebuilt from the files.
+"""
+
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from polyreme.cli.reader.index_rows import SampleRow, event_of, points_of, sample_row
+from polyreme.errors import ConfigError
+
+SCHEMA = 1
+"""Changes with the tables; an index of another number is rebuilt."""
+
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE metric (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
+CREATE TABLE point (metric INTEGER, step INTEGER, value REAL, PRIMARY KEY (metric, step)) WITHOUT ROWID;
+CREATE TABLE event (id INTEGER PRIMARY KEY, time REAL, kind TEXT, data TEXT);
+CREATE INDEX event_kind ON event (kind, time);
+CREATE TABLE file (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE prompt (id INTEGER PRIMARY KEY, prompt TEXT, label TEXT, UNIQUE (prompt, label));
+CREATE TABLE sample (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE, kind TEXT, step INTEGER, "group" INTEGER, position INTEGER, prompt INTEGER,
+    score REAL, tokens INTEGER, finish TEXT, oldest INTEGER, newest INTEGER, replica TEXT, advantage REAL, logprob REAL,
+    file TEXT, start INTEGER, size INTEGER, response TEXT
+);
+CREATE INDEX sample_step ON sample (kind, step);
+CREATE INDEX sample_prompt ON sample (prompt);
+CREATE TABLE span (step INTEGER, "group" INTEGER, began REAL, generate REAL, score REAL, replicas TEXT, PRIMARY KEY (step, "group"))
+    WITHOUT ROWID;
+"""
+_SAMPLE = (
+    'INSERT OR REPLACE INTO sample (id, kind, step, "group", position, prompt, score, tokens, finish, oldest, newest, replica, advantage,'
+    " logprob, file, start, size, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_BUSY_SECONDS = 60.0
+_LINES_AT_ONCE = 2000
+_FILES_AT_ONCE = 200
+_FILE = re.compile(r"(?:iteration|evaluation)_(\d+)\.jsonl")
+
+
+class Index:
+    """The index of the run directory `run_dir`, in the file `path`."""
+
+    def __init__(self, run_dir: Path, path: Path) -> None:
+        self._run_dir, self._path = run_dir, path
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """A connection for queries; rows are accessible by name."""
+        with self._connect() as connection:
+            connection.row_factory = sqlite3.Row
+            yield connection
+
+    def update(self, run_id: str) -> bool:
+        """Adds what the run's files have beyond the index. Returns whether anything was added.
+
+        Args:
+            run_id: of the directory's run. An index of another run is rebuilt.
+        """
+        added = False
+        while self._is_behind(run_id):
+            with self._connect() as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                self._create(connection, run_id)
+                more = self._add_records(connection, run_id) + self._add_sample_files(connection)
+                connection.execute("COMMIT")
+            if not more:
+                break
+            added = True
+        return added
+
+    def _is_behind(self, run_id: str) -> bool:
+        """Whether an update may find anything. Takes no write lock, so idle pollers do not disturb each other."""
+        with self._connect() as connection:
+            meta = read_meta(connection)
+            if meta.get("run") != run_id or meta.get("schema") != str(SCHEMA):
+                return True
+            metrics = self._run_dir / "metrics.jsonl"
+            behind = metrics.exists() and metrics.stat().st_size > int(meta["offset"])
+            return behind or bool(self._new_files(connection))
+
+    def _create(self, connection: sqlite3.Connection, run_id: str) -> None:
+        """Empties an index of another run or another schema."""
+        meta = read_meta(connection)
+        if meta.get("run") == run_id and meta.get("schema") == str(SCHEMA):
+            return
+        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            connection.execute(f'DROP TABLE "{name}"')
+        for statement in filter(str.strip, _TABLES.split(";")):
+            connection.execute(statement)
+        values = {"run": run_id, "schema": str(SCHEMA), "offset": "0", "iteration": "0"}
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
+
+    def _add_records(self, connection: sqlite3.Connection, run_id: str) -> bool:
+        meta = read_meta(connection)
+        offset, iteration = int(meta["offset"]), int(meta["iteration"])
+        lines, end = read_lines(self._run_dir / "metrics.jsonl", offset, _LINES_AT_ONCE)
+        if end == offset:
+            return False
+        metrics: dict[str, int] = dict(connection.execute("SELECT name, id FROM metric").fetchall())
+        points, events = [], []
+        for _, line in lines:
+            record = json.loads(line)
+            if record.get("run") != run_id:
+                continue
+            if record["kind"] == "iteration":
+                iteration = max(iteration, record["iteration"])
+            for name, value, step in points_of(record):
+                if name not in metrics:
+                    metrics[name] = len(metrics) + 1
+                    connection.execute("INSERT INTO metric VALUES (?, ?)", (metrics[name], name))
+                points.append((metrics[name], step, value))
+            if event := event_of(record):
+                events.append((record["time"], record["kind"], json.dumps(event)))
+        points.sort()
+        connection.executemany("INSERT OR IGNORE INTO point VALUES (?, ?, ?)", points)
+        connection.executemany("INSERT INTO event (time, kind, data) VALUES (?, ?, ?)", events)
+        _write_meta(connection, {"offset": str(end), "iteration": str(iteration)})
+        return True
+
+    def _new_files(self, connection: sqlite3.Connection) -> list[str]:
+        """The run's sample files that are not in the index, in order of their names."""
+        newest = int(read_meta(connection)["iteration"])
+        known = {name for (name,) in connection.execute("SELECT name FROM file")}
+        folder = self._run_dir / "samples"
+        names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
+        return sorted(name for name in names if name not in known and _number(name) <= newest)
+
+    def _add_sample_files(self, connection: sqlite3.Connection) -> bool:
+        names = self._new_files(connection)[:_FILES_AT_ONCE]
+        prompts: dict[tuple[str, str], int] = {}
+        for name in names:
+            self._add_sample_file(connection, name, prompts)
+        return bool(names)
+
+    def _add_sample_file(self, connection: sqlite3.Connection, name: str, prompts: dict[tuple[str, str], int]) -> None:
+        """Adds one file. `prompts` maps the prompts that this transaction has seen to their rows."""
+        rows: list[tuple[Any, ...]] = []
+        spans: dict[tuple[int, int], tuple[Any, ...]] = {}
+        lines, _ = read_lines(self._run_dir / "samples" / name, 0)
+        for start, line in lines:
+            row = sample_row(json.loads(line))
+            text = row.prompt, row.label
+            if text not in prompts:
+                prompts[text] = _prompt_id(connection, *text)
+            rows.append((*_columns(row, prompts[text]), name, start, len(line), row.response))
+            if row.began is not None:
+                replicas = json.dumps(row.replicas)
+                spans[row.step, row.group] = (row.step, row.group, row.began, row.generate_seconds, row.score_seconds, replicas)
+        connection.executemany(_SAMPLE, rows)
+        connection.executemany("INSERT OR REPLACE INTO span VALUES (?, ?, ?, ?, ?, ?)", spans.values())
+        connection.execute("INSERT INTO file VALUES (?)", (name,))
+
+    @contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt
+                yield connection
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"a usable index {self._path}", str(error), "Delete the file; it is built again.") from error
+
+
+def read_meta(connection: sqlite3.Connection) -> dict[str, str]:
+    """The index's own values; empty before the first update."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+        return {}
+    return {str(key): str(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+
+
+def _number(name: str) -> float:
+    """The iteration or version of a sample file; infinity for other files."""
+    found = _FILE.fullmatch(name)
+    return int(found[1]) if found else float("inf")
+
+
+def _write_meta(connection: sqlite3.Connection, values: Mapping[str, str]) -> None:
+    connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", values.items())
+
+
+def _prompt_id(connection: sqlite3.Connection, prompt: str, label: str) -> int:
+    connection.execute("INSERT OR IGNORE INTO prompt (prompt, label) VALUES (?, ?)", (prompt, label))
+    (number,) = connection.execute("SELECT id FROM prompt WHERE prompt = ? AND label = ?", (prompt, label)).fetchone()
+    return int(number)
+
+
+def _columns(row: SampleRow, prompt: int) -> tuple[Any, ...]:
+    """A sample's columns from `id` to `logprob`."""
+    replica = " ".join(row.replicas)
+    of_score = (row.score, row.tokens, row.finish, row.oldest, row.newest)
+    return (row.id, row.kind, row.step, row.group, row.position, prompt, *of_score, replica, row.advantage, row.logprob)
+
+
+def read_lines(path: Path, offset: int, count: int | None = None) -> tuple[list[tuple[int, bytes]], int]:
+    """Up to `count` complete lines from a byte offset on, each with its own offset, and the offset after the last one."""
+    lines: list[tuple[int, bytes]] = []
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n") or (count is not None and len(lines) == count):
+                    break
+                lines.append((offset, line))
+                offset += len(line)
+    except FileNotFoundError:
+        pass
+    return lines, offset

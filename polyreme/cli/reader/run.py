@@ -1,0 +1,193 @@
+"""One run directory, as its readers see it.
+
+Invariant: every answer comes from the run's own files or from their index. `refresh` alone looks for new lines, so answers between two
+refreshes agree.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import yaml
+from numpy.typing import NDArray
+
+from polyreme.cli.reader import samples
+from polyreme.cli.reader.downsample import Series, downsample
+from polyreme.cli.reader.index import Index, read_meta
+from polyreme.cli.reader.samples import Sample, SampleQuery
+from polyreme.cli.run_directory import read_run_file, unused
+from polyreme.cli.run_records import read_summary
+from polyreme.errors import ConfigError
+
+INDEX = "index.sqlite"
+VOCABULARY = "vocabulary.json"
+_ENDED = ("done", "stopped", "failed")
+
+
+class RunReader:
+    """Reads one run directory, of a run or a stage, live or ended.
+
+    Args:
+        run_dir: a directory with a `run.json`.
+
+    Attributes:
+        run_dir: its path. `name` is the last part.
+        run_id: of the directory's run.
+
+    Raises:
+        ConfigError: there is no run in the directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.name = run_dir, run_dir.resolve().name
+        self.run_id = self._read_run_id()
+        self._index = Index(run_dir, _index_path(run_dir))
+
+    def _read_run_id(self) -> str:
+        found = read_run_file(self.run_dir)
+        if found is None:
+            raise ConfigError(f"a run directory at {self.run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
+        return found.run_id
+
+    def refresh(self) -> bool:
+        """Reads what was added to the run's files. Returns whether there was anything."""
+        self.run_id = self._read_run_id()
+        return self._index.update(self.run_id)
+
+    # -- what the run is
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration as plain values; {} without one."""
+        try:
+            found = yaml.safe_load((self.run_dir / "config.yaml").read_text())
+        except FileNotFoundError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def summary(self) -> dict[str, Any]:
+        """The fields of summary.json, with the `state` of now: `interrupted` where the run did not end and no process owns it."""
+        fields = read_summary(self.run_dir)
+        fields = fields if fields.get("run") == self.run_id else {"run": self.run_id, "state": "starting", "reason": ""}
+        if fields.get("state") not in _ENDED:
+            with unused(self.run_dir) as free:
+                if free:
+                    fields |= {"state": "interrupted", "reason": "the process that trained it is gone; --resume continues it"}
+        return fields
+
+    def iterations(self) -> int:
+        """The newest recorded iteration; 0 before the first."""
+        with self._index.read() as connection:
+            return int(read_meta(connection).get("iteration", 0))
+
+    # -- metrics
+
+    def metrics(self) -> list[str]:
+        """The names of the metrics, sorted."""
+        with self._index.read() as connection:
+            if not read_meta(connection):
+                return []
+            return [row["name"] for row in connection.execute("SELECT name FROM metric ORDER BY name")]
+
+    def series(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """A metric's steps, int64 [n], ascending, and its values, float64 [n]. Empty for a metric that the run lacks."""
+        query = "SELECT step, value FROM point WHERE metric = (SELECT id FROM metric WHERE name = ?) ORDER BY step"
+        with self._index.read() as connection:
+            points = [tuple(row) for row in connection.execute(query, [name])] if read_meta(connection) else []
+        table = np.array(points, dtype=np.float64).reshape(-1, 2)
+        return table[:, 0].astype(np.int64), table[:, 1]
+
+    def curve(self, name: str, points: int) -> Series:
+        """A metric in at most `points` points."""
+        return downsample(*self.series(name), points)
+
+    def table(self, names: Sequence[str] | None = None) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """Several metrics, or all of them, by name; see `series`."""
+        return {name: self.series(name) for name in (self.metrics() if names is None else names)}
+
+    def events(self, kinds: Sequence[str] = (), since: float = 0.0, until: float = float("inf")) -> list[dict[str, Any]]:
+        """The records that are not rows of numbers (see docs/reference/records.md), in order, with `kind` and `time`.
+
+        Args:
+            kinds: of the records; none: all.
+            since, until: bounds of their Unix time, inclusive.
+        """
+        places = ", ".join("?" * len(kinds))
+        condition = f" AND kind IN ({places})" if kinds else ""
+        query = f"SELECT kind, time, data FROM event WHERE time >= ? AND time <= ?{condition} ORDER BY id"
+        with self._index.read() as connection:
+            found = connection.execute(query, [since, until, *kinds]).fetchall() if read_meta(connection) else []
+        return [{"kind": row["kind"], "time": row["time"], **json.loads(row["data"])} for row in found]
+
+    def group_spans(self, first: int, last: int) -> list[dict[str, Any]]:
+        """When the groups of iterations `first` to `last` were generated and scored: `step`, `group`, `began` (Unix seconds),
+        `generate` and `score` (seconds), `replicas`."""
+        query = "SELECT * FROM span WHERE step BETWEEN ? AND ? ORDER BY began"
+        with self._index.read() as connection:
+            found = connection.execute(query, [first, last]).fetchall() if read_meta(connection) else []
+        return [{**dict(row), "replicas": json.loads(row["replicas"])} for row in found]
+
+    # -- samples
+
+    def find_samples(self, wanted: SampleQuery, offset: int = 0, limit: int = 50) -> tuple[int, list[Sample]]:
+        """The number of matching samples, and `limit` of them from `offset` on."""
+        with self._index.read() as connection:
+            return samples.find(connection, wanted, offset, limit) if read_meta(connection) else (0, [])
+
+    def sample(self, sample_id: str) -> Sample | None:
+        """Everything that the run recorded about a sample: the columns of the index and the fields of its line. None: no such sample.
+
+        Args:
+            sample_id: GROUP.SAMPLE of a trained sample, vVERSION.ROW of an answer in an evaluation.
+        """
+        with self._index.read() as connection:
+            found = samples.place(connection, sample_id) if read_meta(connection) else None
+            if found is None:
+                return None
+            number, name, start, size = found
+            [row] = samples.rows(connection, [number])
+        with open(self.run_dir / "samples" / name, "rb") as file:
+            file.seek(start)
+            line: Sample = json.loads(file.read(size))
+        return {**line, **row}
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; "" where the run did not record its vocabulary."""
+        return [self._vocabulary[number] if 0 <= number < len(self._vocabulary) else "" for number in ids]
+
+    @cached_property
+    def _vocabulary(self) -> list[str]:
+        try:
+            found: list[str] = json.loads((self.run_dir / VOCABULARY).read_text())
+        except FileNotFoundError:
+            return []
+        return found
+
+
+def run_directories(path: Path) -> list[Path]:
+    """The run directories at `path`: itself, or those directly below it, the newest start first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (path / "run.json").is_file():
+        return [path]
+    found = [folder for folder in path.iterdir() if (folder / "run.json").is_file()] if path.is_dir() else []
+    if not found:
+        raise ConfigError(
+            f"a run directory at {path}, or directories of runs below it", "no run.json there", "Pass output_dir/name of a run."
+        )
+    return sorted(found, key=lambda folder: -(folder / "run.json").stat().st_mtime)
+
+
+def _index_path(run_dir: Path) -> Path:
+    """The index's file: beside the run's files, or in the user's cache where the directory cannot be written."""
+    if os.access(run_dir, os.W_OK):
+        return run_dir / INDEX
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyreme"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache / f"{xxhash.xxh3_64_hexdigest(str(run_dir.resolve()).encode())}.sqlite"

@@ -1,0 +1,102 @@
+"""Queries for samples in an index.
+
+Invariant: a query changes nothing. A text is found wherever it occurs in a prompt, label or response, without regard to ASCII case.
+"""
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Sample = dict[str, Any]
+"""A sample as JSON values: the columns of the index, and for a single sample also the fields of its line in the run's file."""
+
+ORDERS = {
+    "newest": "step DESC, number",
+    "oldest": "step, number",
+    "score": "score, step DESC",
+    "-score": "score DESC, step DESC",
+    "tokens": "tokens, step DESC",
+    "-tokens": "tokens DESC, step DESC",
+    "advantage": "advantage, step DESC",
+    "-advantage": "advantage DESC, step DESC",
+    "logprob": "logprob, step DESC",
+}
+"""The orders of a list of samples; "-" in front: from the largest value down."""
+
+_FIELDS = (
+    's.number, s.id, s.kind, s.step, s."group", s.position, s.prompt AS prompt_number, p.prompt, p.label, s.score, s.tokens, s.finish,'
+    " s.oldest, s.newest, s.replica, s.advantage, s.logprob, s.response"
+)
+
+
+@dataclass(frozen=True)
+class SampleQuery:
+    """Which samples of a run, and in which order. None and "" exclude nothing.
+
+    Attributes:
+        kind: "train" for trained samples, "eval" for answers in evaluations.
+        first, last: bounds of the iteration or version, inclusive.
+        score_min, score_max, tokens_min, tokens_max: inclusive bounds.
+        finish: "stop" or "length".
+        prompt: number of a prompt in the index.
+        text: part of the prompt, label or response.
+        order: one of ORDERS.
+    """
+
+    kind: str = ""
+    first: int | None = None
+    last: int | None = None
+    score_min: float | None = None
+    score_max: float | None = None
+    tokens_min: int | None = None
+    tokens_max: int | None = None
+    finish: str = ""
+    prompt: int | None = None
+    text: str = ""
+    order: str = "newest"
+
+    def where(self) -> tuple[str, list[Any]]:
+        """The SQL condition and its arguments."""
+        bounds = (
+            ("kind = ?", self.kind or None),
+            ("step >= ?", self.first),
+            ("step <= ?", self.last),
+            ("score >= ?", self.score_min),
+            ("score <= ?", self.score_max),
+            ("tokens >= ?", self.tokens_min),
+            ("tokens <= ?", self.tokens_max),
+            ("finish = ?", self.finish or None),
+            ("prompt = ?", self.prompt),
+        )
+        terms, values = ["1"], list[Any]()
+        for term, value in bounds:
+            if value is not None:
+                terms.append(term)
+                values.append(value)
+        if self.text:
+            like = "%" + self.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
+            inside = "SELECT id FROM prompt WHERE prompt LIKE ? ESCAPE '\\' OR label LIKE ? ESCAPE '\\'"
+            terms.append(f"(response LIKE ? ESCAPE '\\' OR prompt IN ({inside}))")
+            values += [like, like, like]
+        return " AND ".join(terms), values
+
+
+def find(connection: sqlite3.Connection, wanted: SampleQuery, offset: int, limit: int) -> tuple[int, list[Sample]]:
+    """The number of matching samples, and `limit` of them from `offset` on."""
+    where, values = wanted.where()
+    order = ORDERS.get(wanted.order, ORDERS["newest"])
+    numbers = [row[0] for row in connection.execute(f"SELECT number FROM sample WHERE {where} ORDER BY {order}", values)]
+    return len(numbers), rows(connection, numbers[offset : offset + limit])
+
+
+def rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[Sample]:
+    """The samples of these rows, in the order of `numbers`."""
+    query = f"SELECT {_FIELDS} FROM sample s JOIN prompt p ON p.id = s.prompt WHERE s.number = ?"
+    return [dict(connection.execute(query, [number]).fetchone()) for number in numbers]
+
+
+def place(connection: sqlite3.Connection, sample_id: str) -> tuple[int, str, int, int] | None:
+    """Row, file, byte offset and size of a sample's line; None without such a sample."""
+    found = connection.execute("SELECT number, file, start, size FROM sample WHERE id = ?", [sample_id]).fetchone()
+    return tuple(found) if found else None

@@ -1,0 +1,51 @@
+"""The numbers of records that can be plotted, with their names and steps. Trackers, TensorBoard and the run page show the same ones.
+
+Invariant: a pure function of one record.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from polyreme.cli.progress import Record, evaluation_of
+
+COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds"}
+_NO_METRICS = ("step", "steps", "time", "rows", "seconds")
+
+
+def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
+    """The scalars of a run's record: (tag, value, step). A step is an iteration, a version, or an optimizer step of a warm start."""
+    match line["kind"]:
+        case "iteration":
+            step = line["iteration"]
+            for key, value in line.items():
+                if key not in ("iteration", "time") and is_number(value):
+                    yield key, float(value), step
+                elif key == "staleness/samples":
+                    yield from ((f"{key}_{staleness}", float(count), step) for staleness, count in enumerate(value))
+        case "rollout":
+            numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and is_number(value))
+            yield from ((key, float(value), line["iteration"]) for key, value in numbers)
+        case "eval" if "version" in line:
+            yield *evaluation_of(line), line["version"]
+        case "commit":
+            for key in sorted(COMMIT_METRICS & line.keys()):
+                yield f"weights/{key}", float(line[key]), line["version"]
+        case "saved" if "seconds" in line and "iteration" in line:
+            yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]
+        case "sft":
+            yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
+
+
+def stage_scalars(line: Record) -> Iterator[tuple[str, float, int]]:
+    """The scalars of a stage's record: (tag, value, step)."""
+    group = {"step": "train", "eval": "eval"}.get(line["kind"])
+    if group is not None and "step" in line:
+        for name, value in line.items():
+            if name not in _NO_METRICS and is_number(value):
+                yield f"{group}/{name}", float(value), line["step"]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a record's value can be plotted."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,85 @@
+"""`polyreme samples`: the samples that a run was trained on, filtered.
+
+Invariant: with --json the output is the sample files' own lines, one JSON object each, so that another program can read them.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyreme.cli.report import shortened
+from polyreme.cli.run_directory import read_run_file
+from polyreme.cli.sample_files import EVERYTHING, Range, Sample, SampleFilter, parse_range, read_samples, sample_files
+from polyreme.cli.terminal import TerminalConsole
+from polyreme.errors import ConfigError
+
+_RANGE = "one number, or a range such as 3:10, 3: or :10"
+_SHOWN = 20
+
+
+def samples(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.")],
+    iteration: Annotated[str | None, typer.Option(help=f"Iterations: `newest`, {_RANGE}. Default: newest.")] = None,
+    reward: Annotated[str | None, typer.Option(help=f"Total reward: {_RANGE}.")] = None,
+    tokens: Annotated[str | None, typer.Option(help=f"Response length in tokens: {_RANGE}.")] = None,
+    prompt: Annotated[str, typer.Option(help="Text that the prompt contains.")] = "",
+    response: Annotated[str, typer.Option(help="Text that the response contains.")] = "",
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Show the answers of evaluations; --iteration then selects policy versions.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help=f"Maximum number of samples. Default: {_SHOWN}, with --json all of them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
+) -> None:
+    """Show samples of a run, filtered by iteration, reward, length and text."""
+    if read_run_file(run_dir) is None:
+        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
+    kind = "evaluation" if evaluation else "iteration"
+    chosen = SampleFilter(
+        iterations=_iterations(run_dir, kind, iteration),
+        score=_range("--reward", reward),
+        tokens=_range("--tokens", tokens),
+        prompt=prompt,
+        response=response,
+    )
+    found = itertools.islice(read_samples(run_dir, chosen, kind), limit or (None if as_json else _SHOWN))
+    console, some = TerminalConsole(sys.stdout), False
+    for sample in found:
+        some = True
+        console.print(json.dumps(sample) if as_json else "\n".join(sample_text(sample)), soft_wrap=True)
+        if console.quiet:  # the reader of the output has gone
+            return
+    if not some and not as_json:
+        console.print("no samples match", soft_wrap=True)
+
+
+def sample_text(sample: Sample) -> list[str]:
+    """A sample as a few lines of text: where it is from, what it scored, prompt, response and label, each on one line."""
+    place = f"iteration {sample['iteration']}, group {sample['group']}" if "group" in sample else f"version {sample['version']}"
+    parts = ", ".join(f"{name} {part['raw']:g}" for name, part in sample["parts"].items())
+    score = f"{sample['score']:g}" + (f" ({parts})" if len(sample["parts"]) > 1 else "")
+    head = f"{place}: reward {score}, {sample['tokens']} tokens, {sample['finish_reason']}"
+    texts = {name: shortened(str(sample[name]), 1000) for name in ("prompt", "response", "label")}
+    return [head, *(f"  {name:8} {text}" for name, text in texts.items())]
+
+
+def _iterations(run_dir: Path, kind: str, text: str | None) -> Range:
+    """The chosen iterations; of a run that has no samples yet: all of none."""
+    if text in (None, "newest"):
+        files = sample_files(run_dir, kind)
+        return (files[-1][0], files[-1][0]) if files else EVERYTHING
+    return _range("--iteration", text)
+
+
+def _range(option: str, text: str | None) -> Range:
+    if text is None:
+        return EVERYTHING
+    try:
+        return parse_range(text)
+    except ValueError:
+        raise ConfigError(f"{option} as {_RANGE}", repr(text), "Fix the option.") from None

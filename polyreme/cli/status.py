@@ -1,0 +1,77 @@
+"""`polyreme status`: one line for each run below some folders or in a Redis.
+
+Invariant: it changes no run. A run that both a folder and the Redis have is one line, the one of the Redis.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from polyreme.cli.report import duration
+from polyreme.cli.run_status import RunStatus, directory_status, redis_status, run_directories
+from polyreme.cli.table import aligned
+from polyreme.cli.terminal import TerminalConsole
+from polyreme.errors import ConfigError
+from polyreme.experience.listing import list_runs
+from polyreme.experience.store import connect
+from polyreme.net.redis_url import redis_option
+
+HEADER = ("RUN", "STATE", "ITERATION", "RESULT", "REWARD", "REPLICAS", "UPDATED", "PLACE")
+
+
+def status(
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Run directories, or folders of them. Default: runs, if there is no --redis.")
+    ] = None,
+    redis: Annotated[str | None, redis_option("Lists every run of this Redis.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
+) -> None:
+    """List runs: state, iteration, newest result, replicas, and why a run ended."""
+    folders = paths or ([] if redis else [Path("runs")])
+    if not paths and folders and not folders[0].is_dir():
+        raise ConfigError("runs to list", "no folder runs here", "Pass a run directory, a folder of them, or --redis URL.")
+    by_id = {found.run_id: found for found in map(directory_status, run_directories(folders))}
+    if redis:
+        by_id |= {found.run_id: found for found in asyncio.run(_of_redis(redis))}
+    found = sorted(by_id.values(), key=lambda status: (-(status.updated or 0.0), status.run_id))
+    console = TerminalConsole(sys.stdout)
+    lines = [json.dumps(asdict(each)) for each in found] if as_json else status_lines(found, time.time())
+    if lines:
+        console.print("\n".join(lines), soft_wrap=True)
+
+
+def status_lines(found: list[RunStatus], now: float) -> list[str]:
+    """The table of `found` at Unix time `now`, and below it the reasons of the runs that did not end well."""
+    if not found:
+        return ["no runs"]
+    lines = aligned(HEADER, [_cells(each, now) for each in found])
+    return lines + [f"{each.run_id}: {' '.join(each.reason.split())}" for each in found if each.reason]
+
+
+async def _of_redis(url: str) -> list[RunStatus]:
+    redis = await connect(url)
+    try:
+        return [redis_status(listed, url) for listed in await list_runs(redis)]
+    finally:
+        await redis.aclose()
+
+
+def _cells(status: RunStatus, now: float) -> tuple[str, ...]:
+    replicas = " ".join(f"{name}@{'-' if version is None else version}" for name, version in status.replicas.items())
+    of = "" if status.iterations is None else f"/{status.iterations}"
+    return (
+        status.run_id,
+        status.state,
+        "-" if status.iteration is None else f"{status.iteration}{of}",
+        "-" if status.value is None else f"{status.metric} {status.value:.3f}",
+        "-" if status.reward is None else f"{status.reward:.3f}",
+        replicas or "-",
+        "-" if status.updated is None else f"{duration(now - status.updated)} ago",
+        status.place,
+    )

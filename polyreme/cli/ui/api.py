@@ -1,0 +1,115 @@
+"""The page's HTTP interface: everything below /ui.
+
+Invariant: /ui and its static files hold nothing of a run and are served without the token; everything below /ui/api needs it where the
+service has one (see `net.http_server`). Every answer is read from the runs' directories in a thread.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from polyreme.cli.reader import SampleQuery
+from polyreme.cli.ui import answers
+from polyreme.cli.ui.runs import Runs
+from polyreme.cli.ui.server_status import ServerStatus
+
+STATIC = Path(__file__).parent / "static"
+PATH = "/ui"
+_LARGEST_PAGE = 500
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_NUMBERS: Mapping[str, Callable[[str], float]] = {
+    "first": int, "last": int, "prompt": int, "tokens_min": int, "tokens_max": int, "score_min": float, "score_max": float,
+}  # fmt: skip
+
+
+def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
+    """The page of `runs`; `live`: their servers, where a Redis can be asked."""
+
+    def get(path: str, answer: Callable[[Request], Any]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                found = await asyncio.to_thread(answer, request)
+            except ValueError as error:
+                return JSONResponse({"detail": str(error)}, 400, _HEADERS)
+            return (
+                JSONResponse({"detail": "not found"}, 404, _HEADERS) if found is None else JSONResponse(found, headers=_HEADERS)
+            )
+
+        return Route(f"{PATH}/api/{path}", endpoint)
+
+    def of_run(answer: Callable[..., Any]) -> Callable[[Request], Any]:
+        def found(request: Request) -> Any:
+            reader = runs.reader(request.path_params["run"])
+            return None if reader is None else answer(reader, request)
+
+        return found
+
+    async def live_servers(request: Request) -> Response:
+        reader = runs.reader(request.path_params["run"])
+        found = await live.of(reader) if live is not None and reader is not None else []
+        return JSONResponse(found, headers=_HEADERS)
+
+    async def page(_: Request) -> Response:
+        return Response((STATIC / "index.html").read_text(), media_type="text/html", headers=_HEADERS)
+
+    async def to_page(_: Request) -> Response:
+        return RedirectResponse(f"{PATH}/")
+
+    routes = [
+        get("runs", lambda _: [answers.overview(name, each, name in runs.indexed) for name, each in runs.readers.items()]),
+        get("curves", lambda request: _curves(runs, request)),
+        get("runs/{run}/samples", of_run(_samples)),
+        get("runs/{run}/samples/{sample}", of_run(lambda reader, request: answers.life(reader, request.path_params["sample"]))),
+        get("runs/{run}/timeline", of_run(_timeline)),
+        get("runs/{run}", of_run(lambda reader, _: answers.details(reader))),
+        Route(f"{PATH}/api/runs/{{run}}/servers", live_servers),
+        Mount(f"{PATH}/static", StaticFiles(directory=STATIC)),
+        Route(f"{PATH}/", page),
+        Route(PATH, to_page),
+        Route("/", to_page),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=2048)])
+
+
+def is_open(path: str) -> bool:
+    """Whether a path is served without the token: the page itself, which holds nothing of a run."""
+    return path in ("/", PATH) or (path.startswith(f"{PATH}/") and not path.startswith(f"{PATH}/api/"))
+
+
+def _curves(runs: Runs, request: Request) -> Any:
+    wanted = request.query_params.getlist("run")
+    readers = {name: reader for name, reader in runs.readers.items() if name in wanted}
+    return answers.curves(readers, request.query_params.getlist("metric"))
+
+
+def _samples(reader: Any, request: Request) -> Any:
+    given = dict(request.query_params)
+    offset, limit = max(0, int(given.pop("offset", 0))), min(_LARGEST_PAGE, int(given.pop("limit", 50)))
+    return answers.sample_list(reader, sample_filter(given), offset, limit)
+
+
+def sample_filter(given: Mapping[str, str]) -> SampleQuery:
+    """The filter that a query string names. Raises ValueError for a number that is none, and for a name that there is not."""
+    if unknown := given.keys() - set(SampleQuery.__dataclass_fields__):
+        raise ValueError(f"expected fields of SampleQuery; found {', '.join(sorted(unknown))}")
+    values: dict[str, Any] = {key: _NUMBERS[key](value) if key in _NUMBERS else value for key, value in given.items() if value}
+    return SampleQuery(**values)
+
+
+def _timeline(reader: Any, request: Request) -> Any:
+    given = request.query_params
+    return answers.timeline(reader, int(given.get("first", 0)), int(given.get("last", 0)))

@@ -1,0 +1,111 @@
+"""`polyreme report`: the page of some runs as one HTML file that needs no server.
+
+Invariant: the file holds its data, styles and scripts, and loads nothing. It shows the same views as the page, with the newest samples and
+the samples of some evenly spaced iterations.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from polyreme.cli.reader import RunReader, SampleQuery
+from polyreme.cli.run_records import write_atomically
+from polyreme.cli.ui import answers
+from polyreme.cli.ui.api import STATIC
+from polyreme.cli.ui.runs import Runs
+from polyreme.errors import ConfigError
+
+CURVE_POINTS = 300
+TIMELINE_ITERATIONS = 12
+_SCRIPT = re.compile(r'<script src="static/([^"]+)"[^>]*></script>\n')
+_STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
+_IMPORT = re.compile(r'from "\./([^"]+)"')
+
+
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, or directories of them.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file.")] = Path("report.html"),
+    samples: Annotated[int, typer.Option(min=0, help="How many samples of each run are in the file, at most.")] = 400,
+) -> None:
+    """Write one offline HTML file that compares runs."""
+    runs = Runs(run_dirs)
+    if not runs.readers:
+        raise ConfigError("run directories", f"none at {', '.join(map(str, run_dirs))}", "Pass output_dir/name of runs.")
+    runs.refresh()
+    write_atomically(out, page(embedded(runs.readers, samples)))
+    Console().print(f"{len(runs.readers)} run(s) in {out}, {out.stat().st_size / 2**20:.1f} MiB", soft_wrap=True, highlight=False)
+
+
+def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
+    """The data of the page: what the server would answer."""
+    metrics = sorted({name for reader in readers.values() for name in reader.metrics()})
+    return {
+        "runs": [answers.overview(name, reader, True) for name, reader in readers.items()],
+        "curves": answers.curves(readers, metrics, CURVE_POINTS),
+        "details": {name: answers.details(reader) for name, reader in readers.items()},
+        "samples": {name: chosen_samples(reader, samples) for name, reader in readers.items()},
+        "timelines": {name: newest_timeline(reader) for name, reader in readers.items()},
+    }
+
+
+def newest_timeline(reader: RunReader) -> dict[str, Any]:
+    """The timeline of the newest iterations."""
+    newest = reader.iterations()
+    return answers.timeline(reader, newest - TIMELINE_ITERATIONS + 1, newest)
+
+
+def chosen_samples(reader: RunReader, count: int) -> list[dict[str, Any]]:
+    """At most `count` samples with their lives: half of the newest answers of evaluations and samples, half of iterations spread evenly."""
+    newest = reader.find_samples(SampleQuery(order="newest"), limit=count // 2)[1]
+    chosen = {sample["id"] for sample in newest}
+    steps, left = spread(reader.iterations(), 10), count - len(chosen)
+    for step in steps:
+        found = reader.find_samples(SampleQuery(kind="train", first=step, last=step, order="oldest"), limit=left // len(steps))[1]
+        chosen |= {sample["id"] for sample in found}
+    lives = (answers.life(reader, each) for each in sorted(chosen))
+    return [{**life, "peers": [peer for peer in life["peers"] if peer["id"] in chosen]} for life in lives if life]
+
+
+def spread(last: int, count: int) -> list[int]:
+    """At most `count` numbers from 1 to `last`, evenly spaced, with both ends."""
+    if last < 1:
+        return []
+    return sorted({1 + round(place * (last - 1) / max(1, count - 1)) for place in range(count)})
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The HTML file with `data` in it."""
+    text = (STATIC / "index.html").read_text()
+    scripts = _SCRIPT.findall(text)
+    classic = [name for name in scripts if name.startswith("vendor/")]
+    modules = sorted(
+        path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js") if path.relative_to(STATIC).as_posix() not in classic
+    )
+    text = _STYLE.sub(lambda found: f"<style>{(STATIC / found[1]).read_text()}</style>", _SCRIPT.sub("", text))
+    values = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    parts = [
+        f'<script type="application/json" id="embedded">{values}</script>',
+        *(f"<script>{_inline(name)}</script>" for name in classic),
+        f'<script type="importmap">{json.dumps({"imports": module_urls(modules)})}</script>',
+        '<script type="module">import "page/app.js";</script>',
+    ]
+    return text.replace("</body>", "\n".join(parts) + "\n</body>")
+
+
+def module_urls(names: Sequence[str]) -> dict[str, str]:
+    """The modules as data: URLs under the names by which they import each other; a file has no address for relative imports."""
+    urls = {}
+    for name in names:
+        source = _IMPORT.sub(r'from "page/\1"', (STATIC / name).read_text())
+        urls[f"page/{name}"] = "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
+    return urls
+
+
+def _inline(name: str) -> str:
+    return (STATIC / name).read_text().replace("</script", "<\\/script")

@@ -1,0 +1,76 @@
+"""The runs that a page shows, kept up to date while somebody looks.
+
+Invariant: files are read only while requests arrive, in one thread at a time, so a page that nobody looks at costs a trainer nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from itertools import chain, count
+from pathlib import Path
+
+from polyreme.cli.reader import RunReader, run_directories
+from polyreme.errors import ConfigError, PolyremeError
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 1.0
+_WATCHED_SECONDS = 30.0
+"""How long after the last request files are still read."""
+
+
+class Runs:
+    """The runs at `paths`, each a run directory or a directory of them, now or later.
+
+    Attributes:
+        indexed: names of the runs whose files were read completely at least once.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths, self.indexed = paths, set[str]()
+        self._readers: dict[str, RunReader] = {}
+        self._find()
+        self._asked = time.monotonic()
+
+    @property
+    def readers(self) -> dict[str, RunReader]:
+        """The readers by the names of their runs. Reading it counts as a request."""
+        self._asked = time.monotonic()
+        return dict(self._readers)
+
+    def reader(self, name: str) -> RunReader | None:
+        """The reader of a run; None for an unknown name."""
+        return self.readers.get(name)
+
+    async def follow(self) -> None:
+        """Keeps the readers up to date. Never returns."""
+        while True:
+            if time.monotonic() - self._asked < _WATCHED_SECONDS:
+                await asyncio.to_thread(self.refresh)
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    def refresh(self) -> None:
+        """Reads what was added to the runs, and finds new runs."""
+        self._find()
+        for name, reader in list(self._readers.items()):
+            try:
+                reader.refresh()
+                self.indexed.add(name)
+            except (PolyremeError, OSError, ValueError) as error:
+                logger.warning("cannot read the run %s: %s", name, error)
+
+    def _find(self) -> None:
+        known = {reader.run_dir for reader in self._readers.values()}
+        for path in self._paths:
+            with suppress(ConfigError):  # a run that has not begun
+                for folder in run_directories(path):
+                    if folder not in known:
+                        reader = RunReader(folder)
+                        self._readers[_unused(reader.name, self._readers)] = reader
+
+
+def _unused(name: str, taken: Container[str]) -> str:
+    """`name`, or `name-2`, `name-3` ... when runs of several directories share it."""
+    return next(each for each in chain([name], (f"{name}-{number}" for number in count(2))) if each not in taken)

@@ -1,0 +1,145 @@
+// The page: the list of runs, the views, keyboard, theme and address. The address (after #) says what is shown.
+
+import {html, render, useEffect, useState} from "./vendor/preact.js";
+import {Curves} from "./curves.js";
+import {Samples} from "./samples.js";
+import {Life} from "./life.js";
+import {Compare} from "./compare.js";
+import {Timeline} from "./timeline.js";
+import {Servers} from "./servers.js";
+import {Events} from "./events.js";
+import {Setup} from "./setup.js";
+import {COLOURS, Empty, State, number} from "./parts.js";
+import {Unauthorized, offline, setToken, source} from "./source.js";
+
+const POLL_SECONDS = 2;
+const VIEWS = [["curves", "Curves"], ["samples", "Samples"], ["timeline", "Timeline"], ["servers", "Servers"], ["events", "Events"], ["setup", "Configuration"]];
+const KEYS = [["1 – 6", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "choose a sample to compare"],
+  ["c", "compare the two chosen samples"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
+
+// "#/samples?text=x" -> {view: "samples", words: [], query: {text: "x"}}
+function address() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [view, ...words] = path.split("/").map(decodeURIComponent);
+  return {view: view || "curves", words, query: Object.fromEntries(new URLSearchParams(query ?? ""))};
+}
+
+export function go(view, words = [], query = {}) {
+  const filled = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null);
+  const tail = new URLSearchParams(filled).toString();
+  location.hash = `/${[view, ...words].map(encodeURIComponent).join("/")}${tail ? "?" + tail : ""}`;
+}
+
+function useTheme() {
+  const [theme, setTheme] = useState(localStorage.getItem("polyreme-theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  document.documentElement.dataset.theme = theme;
+  const change = () => setTheme((now) => {
+    const next = now === "dark" ? "light" : "dark";
+    localStorage.setItem("polyreme-theme", next);
+    return next;
+  });
+  return [theme, change];
+}
+
+function useRuns() {
+  const [state, setState] = useState({runs: null, error: null});
+  useEffect(() => {
+    let timer = null;
+    async function poll() {
+      if (document.visibilityState === "visible") {
+        try {
+          setState({runs: await source.runs(), error: null});
+        } catch (error) {
+          setState((old) => ({...old, error}));
+        }
+      }
+      if (!offline) timer = setTimeout(poll, POLL_SECONDS * 1000);
+    }
+    poll();
+    return () => clearTimeout(timer);
+  }, []);
+  return state;
+}
+
+function RunList({runs, chosen, setChosen, focus, setFocus}) {
+  const toggle = (name) => setChosen(chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name]);
+  return html`<ul class="runs">${runs.map((run, place) => html`<li key=${run.name} class=${run.name === focus ? "focus" : ""}>
+    <input type="checkbox" checked=${chosen.includes(run.name)} onChange=${() => toggle(run.name)} aria-label=${`Show the curves of ${run.name}`}
+      style=${`--mark: var(--run-${place % COLOURS})`} />
+    <button onClick=${() => setFocus(run.name)} aria-pressed=${run.name === focus} title=${run.run}>
+      <span class="name">${run.name}</span>
+      <span class="progress">${run.iterations ? `${number(run.iteration)} / ${number(run.iterations)}` : number(run.iteration)}${run.indexed ? "" : " · reading"}</span>
+      <${State} run=${run} />
+    </button></li>`)}</ul>`;
+}
+
+function Login() {
+  const submit = (event) => {
+    event.preventDefault();
+    setToken(new FormData(event.target).get("token"));
+    location.reload();
+  };
+  return html`<main class="login"><h1>Polyreme</h1><form onSubmit=${submit}>
+    <label>Token of this run's services <input name="token" type="password" autocomplete="off" required autofocus /></label>
+    <button class="primary">Open</button></form></main>`;
+}
+
+function Help({close}) {
+  return html`<dialog open class="help" aria-label="Keys"><h2>Keys</h2><dl>${KEYS.map(([key, what]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${what}</dd></div>`)}</dl>
+    <button onClick=${close}>Close</button></dialog>`;
+}
+
+function App() {
+  const {runs, error} = useRuns();
+  const [at, setAt] = useState(address());
+  const [chosen, setChosen] = useState(null);
+  const [focused, setFocus] = useState(null);
+  const [help, setHelp] = useState(false);
+  const [theme, changeTheme] = useTheme();
+  useEffect(() => {
+    const moved = () => setAt(address());
+    const pressed = (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.key === "Escape") { document.activeElement?.blur(); setHelp(false); return; }
+      if (/^(input|select|textarea)$/i.test(event.target.tagName) && event.target.type !== "checkbox" && event.target.type !== "range") return;
+      if (VIEWS[Number(event.key) - 1]) go(VIEWS[Number(event.key) - 1][0]);
+      else if (event.key === "/") { event.preventDefault(); document.getElementById("search")?.focus(); }
+      else if (event.key === "d") changeTheme();
+      else if (event.key === "?") setHelp((shown) => !shown);
+    };
+    addEventListener("hashchange", moved);
+    addEventListener("keydown", pressed);
+    return () => { removeEventListener("hashchange", moved); removeEventListener("keydown", pressed); };
+  }, []);
+  if (error instanceof Unauthorized) return html`<${Login} />`;
+  if (runs === null) return html`<main class="login"><h1>Polyreme</h1><p>${error ? `The server does not answer: ${error.message}` : ""}</p></main>`;
+  const focus = runs.find((run) => run.name === (at.query.run ?? (["life", "compare"].includes(at.view) ? at.words[0] : focused))) ?? runs[0];
+  const names = chosen ?? (offline ? runs.map((run) => run.name) : focus ? [focus.name] : []);
+  const shown = runs.map((run, place) => ({...run, place})).filter((run) => names.includes(run.name));
+  const select = (name) => { setFocus(name); if (!names.includes(name)) setChosen([...names, name]); if (at.query.run || ["life", "compare"].includes(at.view)) go(at.view === "life" || at.view === "compare" ? "samples" : at.view); };
+  const stamp = runs.map((run) => `${run.iteration}:${run.samples}:${run.metrics.length}:${run.state}`).join();
+  const props = {run: focus, runs: shown, stamp, theme, at, go};
+  const views = {curves: Curves, samples: Samples, life: Life, compare: Compare, timeline: Timeline, servers: Servers, events: Events, setup: Setup};
+  const View = views[at.view] ?? Curves;
+  const current = {life: "samples", compare: "samples"}[at.view] ?? at.view;
+  return html`
+    <header class="top">
+      <a class="brand" href="#/curves">Polyreme</a>
+      ${focus && html`<div class="title"><h1>${focus.name}</h1><${State} run=${focus} />
+        <span class="iteration">iteration ${number(focus.iteration)}${focus.iterations ? ` of ${number(focus.iterations)}` : ""}</span></div>`}
+      <button class="quiet" onClick=${changeTheme} aria-label=${`Change to ${theme === "dark" ? "light" : "dark"} colours`} title="Dark or light (d)">${theme === "dark" ? "☀" : "☾"}</button>
+      <button class="quiet" onClick=${() => setHelp(true)} aria-label="Keys" title="Keys (?)">?</button>
+    </header>
+    ${focus?.iterations ? html`<progress class="bar" max=${focus.iterations} value=${focus.iteration} aria-label="Progress of the run"></progress>` : html`<div class="bar"></div>`}
+    <aside aria-label="Runs"><details class="fold" open=${matchMedia("(min-width: 56rem)").matches}><summary>Runs <span class="count">${runs.length}</span></summary>
+      <${RunList} runs=${runs} chosen=${names} setChosen=${setChosen} focus=${focus?.name} setFocus=${select} /></details></aside>
+    <main>
+      <nav class="tabs" aria-label="Views">${VIEWS.map(([view, title]) => html`<a href=${`#/${view}`} aria-current=${current === view ? "page" : undefined}>${title}</a>`)}</nav>
+      ${error && html`<p class="failure" role="status">The server does not answer; the page shows the last values.</p>`}
+      ${focus?.reason && focus.state !== "done" ? html`<p class=${`notice ${focus.state}`}>${focus.reason}</p>` : null}
+      ${runs.length ? html`<${View} ...${props} />` : html`<${Empty} title="No run">There is no run in this directory.<//>`}
+    </main>
+    ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
+}
+
+render(html`<${App} />`, document.getElementById("app"));

@@ -1,0 +1,26 @@
+// Two samples side by side, with what differs marked.
+
+import {html} from "./vendor/preact.js";
+import {Empty, Failure, number, useAnswer} from "./parts.js";
+import {source} from "./source.js";
+
+function Side({run, sample, changes, keep}) {
+  return html`<section class="card"><header><h3><a href=${`#/life/${encodeURIComponent(run.name)}/${encodeURIComponent(sample.id)}`}>Sample ${sample.id}</a></h3>
+      <span class="soft">${sample.kind === "eval" ? "version" : "iteration"} ${sample.step}</span><span class="last">${number(sample.score)}</span></header>
+    <p class="soft">${number(sample.tokens)} tokens${sample.advantage === null || sample.advantage === undefined ? "" : `, advantage ${number(sample.advantage)}`}</p>
+    <pre class="diff">${changes.filter((change) => !change[keep === "added" ? "removed" : "added"])
+      .map((change) => (change[keep] ? html`<mark class=${keep}>${change.value}</mark>` : change.value))}</pre></section>`;
+}
+
+export function Compare({run, at}) {
+  const [, first, second] = at.words;
+  const {value, error} = useAnswer(() => Promise.all([source.sample(run.name, first), source.sample(run.name, second)]), [run.name, first, second]);
+  if (error) return html`<${Failure} error=${error} />`;
+  if (!value) return null;
+  const [a, b] = value;
+  if (!a || !b) return html`<${Empty} title="No such sample">One of ${first} and ${second} is not in this run.<//>`;
+  const changes = Diff.diffWordsWithSpace(a.response, b.response);
+  return html`<article><header class="life-head"><h2>Compare</h2></header>
+    ${a.prompt === b.prompt ? html`<pre class="prompt-same" tabindex="0">${a.prompt}</pre>` : html`<p class="notice">The prompts differ.</p>`}
+    <div class="sides"><${Side} run=${run} sample=${a} changes=${changes} keep="removed" /><${Side} run=${run} sample=${b} changes=${changes} keep="added" /></div></article>`;
+}

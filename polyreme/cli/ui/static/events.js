@@ -1,0 +1,32 @@
+// Alarms first, then everything that was worth a record, newest first.
+
+import {html, useState} from "./vendor/preact.js";
+import {Empty, clock, number, seconds, useAnswer} from "./parts.js";
+import {source} from "./source.js";
+
+function text(event) {
+  switch (event.kind) {
+    case "eval": return `version ${event.version ?? event.step}: ${["accuracy", "score", "loss"].filter((name) => name in event).map((name) => `${name} ${number(event[name])}`).join(", ")} (${seconds(event.seconds)})`;
+    case "saved": return `checkpoint ${event.iteration ?? event.step} in ${seconds(event.seconds)}: ${event.path}`;
+    case "gate": return `${event.name}: ${number(event.value)}, limit ${number(event.limit)}`;
+    case "start": return event.start > 1 ? `start ${event.start}: resumed` : "first start";
+    case "restart": return `${event.process}: ${event.text}`;
+    case "sft_done": return `warm start complete in ${seconds(event.seconds)}`;
+    case "done_learning": return "the last iteration is trained";
+    default: return [event.service, event.text ?? event.hf_path ?? ""].filter(Boolean).join(": ");
+  }
+}
+
+export function Events({run, stamp}) {
+  const {value} = useAnswer(() => source.details(run.name), [run.name, stamp]);
+  const [kind, setKind] = useState("");
+  if (!value) return null;
+  const kinds = [...new Set(value.events.map((event) => event.kind))].sort();
+  const shown = value.events.filter((event) => !kind || event.kind === kind);
+  return html`${value.alarms.length ? html`<section class="card alarms"><header><h3>Alarms of the newest iteration</h3></header><ul>${value.alarms.map((each) => html`<li>${each}</li>`)}</ul></section>`
+      : html`<p class="calm">No alarm in the newest iteration.</p>`}
+    <div class="toolbar" role="group" aria-label="Kinds of events"><button aria-pressed=${kind === ""} onClick=${() => setKind("")}>all</button>
+      ${kinds.map((each) => html`<button aria-pressed=${kind === each} onClick=${() => setKind(each)}>${each}</button>`)}</div>
+    ${shown.length ? html`<ul class="events">${shown.map((event) => html`<li class=${event.kind}><time>${clock(event.time)}</time><span class="tag">${event.kind}</span><span>${text(event)}</span></li>`)}</ul>`
+      : html`<${Empty} title="No event yet">Evaluations, checkpoints, notices and alarms appear here.<//>`}`;
+}

@@ -1,0 +1,55 @@
+// Small parts that several views share: numbers and times as text, colours of runs, hooks, empty states.
+
+import {html, useEffect, useState} from "./vendor/preact.js";
+
+export const COLOURS = 8;
+
+export function colour(place) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--run-${place % COLOURS}`).trim();
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (Number.isInteger(value)) return (value || 0).toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 1e6 || (size < 1e-3 && size > 0)) return value.toExponential(2);
+  return Number(value.toPrecision(digits)).toLocaleString("en", {maximumFractionDigits: 6});
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value < 60) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+}
+
+export const clock = (time) => (time ? new Date(time * 1000).toLocaleString(undefined, {dateStyle: "medium", timeStyle: "medium"}) : "–");
+
+export const bytes = (value) => `${(value / 2 ** 30 >= 1 ? value / 2 ** 30 : value / 2 ** 20).toFixed(1)} ${value / 2 ** 30 >= 1 ? "GiB" : "MiB"}`;
+
+export function Empty({title, children}) {
+  return html`<div class="empty"><p class="empty-title">${title}</p><p>${children}</p></div>`;
+}
+
+export function State({run}) {
+  return html`<span class="state state-${run.state}" title=${run.reason || run.state}>${run.state}</span>`;
+}
+
+// The answer of a question to the source, asked again when `keys` change. Keeps the old answer meanwhile.
+export function useAnswer(ask, keys) {
+  const [answer, setAnswer] = useState({value: undefined, error: null, asked: null});
+  useEffect(() => {
+    let current = true;
+    ask().then(
+      (value) => current && setAnswer({value, error: null, asked: keys}),
+      (error) => current && setAnswer((old) => ({...old, error})),
+    );
+    return () => { current = false; };
+  }, keys);
+  return answer;
+}
+
+export function Failure({error}) {
+  return error ? html`<p class="failure" role="alert">The page could not load this: ${error.message || "access denied"}</p>` : null;
+}

@@ -1,0 +1,107 @@
+// The samples browser: filters, a list that the keyboard walks through, and two chosen samples to compare.
+
+import {html, useEffect, useState} from "./vendor/preact.js";
+import {Empty, Failure, number, useAnswer} from "./parts.js";
+import {source} from "./source.js";
+
+const LIMIT = 50;
+const ORDERS = [["newest", "newest first"], ["oldest", "oldest first"], ["-score", "highest score"], ["score", "lowest score"], ["-tokens", "longest"],
+  ["tokens", "shortest"], ["-advantage", "highest advantage"], ["advantage", "lowest advantage"], ["logprob", "least likely"]];
+
+function Field({label, name, filter, change, ...rest}) {
+  return html`<label class="field"><span>${label}</span><input name=${name} value=${filter[name] ?? ""} onInput=${(event) => change(name, event.target.value)} ...${rest} /></label>`;
+}
+
+function Choice({label, name, options, filter, change}) {
+  return html`<label class="field"><span>${label}</span><select name=${name} value=${filter[name] ?? options[0][0]} onChange=${(event) => change(name, event.target.value)}>
+    ${options.map(([value, text]) => html`<option value=${value}>${text}</option>`)}</select></label>`;
+}
+
+// A text that waits until typing pauses.
+function useSettled(value, milliseconds) {
+  const [settled, setSettled] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setSettled(value), milliseconds);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return settled;
+}
+
+function Row({sample, run, marked, chosen, toggle, scores}) {
+  const width = scores.high > scores.low ? (sample.score - scores.low) / (scores.high - scores.low) : sample.score > 0 ? 1 : 0;
+  const href = `#/life/${encodeURIComponent(run.name)}/${encodeURIComponent(sample.id)}`;
+  return html`<tr class=${marked ? "marked" : ""} data-id=${sample.id}>
+    <td class="choose"><input type="checkbox" checked=${chosen} onChange=${toggle} aria-label=${`Choose sample ${sample.id} to compare`} /></td>
+    <td class="id"><a href=${href}>${sample.id}</a></td>
+    <td class="right" data-label="iteration">${sample.step}</td>
+    <td class="score" data-label="score"><span style=${`--share: ${width}`}>${number(sample.score, 3)}</span></td>
+    <td class="right" data-label="tokens">${number(sample.tokens)}</td>
+    <td class="right" data-label="advantage">${number(sample.advantage, 3)}</td>
+    <td class="text prompt" title=${sample.prompt}>${sample.prompt}</td>
+    <td class="text" title=${sample.response}>${sample.response || html`<em>empty</em>`}${sample.finish === "length" ? html` <span class="tag">cut off</span>` : null}</td>
+  </tr>`;
+}
+
+export function Samples({run, at, go, stamp}) {
+  const [filter, setFilter] = useState(at.query);
+  const settled = useSettled(JSON.stringify(filter), 150);
+  const [marked, setMarked] = useState(0);
+  const [chosen, setChosen] = useState([]);
+  const offset = Number(filter.offset ?? 0);
+  const {value, error} = useAnswer(() => {
+    const {run: _, ...wanted} = JSON.parse(settled);
+    return source.samples(run.name, {...wanted, limit: LIMIT});
+  }, [settled, run.name, run.samples]);
+  const change = (name, text) => { setMarked(0); setFilter({...filter, [name]: text, offset: ""}); };
+  const found = value?.samples ?? [];
+  const toggle = (id) => setChosen(chosen.includes(id) ? chosen.filter((each) => each !== id) : [...chosen, id].slice(-2));
+  const compare = () => chosen.length === 2 && go("compare", [run.name, ...chosen]);
+  useEffect(() => { history.replaceState(null, "", `#/samples?${new URLSearchParams(Object.entries({...filter, run: run.name}).filter(([, text]) => text !== ""))}`); }, [settled, run.name]);
+  useEffect(() => {
+    const pressed = (event) => {
+      if (/^(input|select)$/i.test(event.target.tagName) && event.target.type !== "checkbox") return;
+      if (event.key === "j") setMarked((place) => Math.min(place + 1, found.length - 1));
+      else if (event.key === "k") setMarked((place) => Math.max(place - 1, 0));
+      else if (event.key === "Enter" && found[marked] && event.target === document.body) go("life", [run.name, found[marked].id]);
+      else if (event.key === "x" && found[marked]) toggle(found[marked].id);
+      else if (event.key === "c") compare();
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  });
+  useEffect(() => { document.querySelector("tr.marked")?.scrollIntoView({block: "nearest"}); }, [marked]);
+  const values = found.map((sample) => sample.score);
+  const scores = {low: Math.min(0, ...values), high: Math.max(1, ...values)};
+  const props = {filter, change};
+  return html`
+    <form class="filters" role="search" onSubmit=${(event) => event.preventDefault()}>
+      <label class="field grow"><span>Text in prompt, label or response</span>
+        <input id="search" type="search" value=${filter.text ?? ""} onInput=${(event) => change("text", event.target.value)} placeholder="Search ( / )" /></label>
+      <details class="more" open=${matchMedia("(min-width: 40rem)").matches}><summary>More filters</summary><div>
+      <${Choice} label="Kind" name="kind" options=${[["", "all"], ["train", "trained"], ["eval", "evaluation"]]} ...${props} />
+      <${Field} label="From iteration" name="first" type="number" min="0" ...${props} />
+      <${Field} label="To" name="last" type="number" min="0" ...${props} />
+      <${Field} label="Score from" name="score_min" type="number" step="any" ...${props} />
+      <${Field} label="To" name="score_max" type="number" step="any" ...${props} />
+      <${Field} label="Tokens from" name="tokens_min" type="number" min="0" ...${props} />
+      <${Field} label="To" name="tokens_max" type="number" min="0" ...${props} />
+      <${Choice} label="End" name="finish" options=${[["", "any"], ["stop", "stopped"], ["length", "cut off"]]} ...${props} />
+      <${Choice} label="Order" name="order" options=${ORDERS} ...${props} />
+      </div></details>
+    </form>
+    <div class="summary" aria-live="polite">
+      <span>${value ? `${number(value.total)} sample${value.total === 1 ? "" : "s"}` : "…"}</span>
+      ${filter.prompt ? html`<button class="tag" onClick=${() => change("prompt", "")}>one prompt ×</button>` : null}
+      <span class="grow"></span>
+      <button onClick=${compare} disabled=${chosen.length !== 2}>Compare${chosen.length ? ` (${chosen.join(", ")})` : ""}</button>
+      <button disabled=${offset === 0} onClick=${() => setFilter({...filter, offset: String(Math.max(0, offset - LIMIT))})}>Previous</button>
+      <button disabled=${!value || offset + LIMIT >= value.total} onClick=${() => setFilter({...filter, offset: String(offset + LIMIT)})}>Next</button>
+    </div>
+    <${Failure} error=${error} />
+    ${value && !value.total ? html`<${Empty} title=${run.samples ? "Nothing matches" : "No sample yet"}>
+        ${run.samples ? "Widen the filter." : "Samples appear when the first iteration is recorded. Stages have none."}<//>`
+      : html`<div class="scroll" tabindex="0" role="region" aria-label="Samples"><table class="samples"><thead><tr><th><span class="hidden">Choose</span></th><th>Sample</th><th class="right">Iteration</th><th>Score</th>
+        <th class="right">Tokens</th><th class="right">Advantage</th><th>Prompt</th><th>Response</th></tr></thead>
+        <tbody>${found.map((sample, place) => html`<${Row} key=${sample.id} sample=${sample} run=${run} marked=${place === marked} scores=${scores}
+          chosen=${chosen.includes(sample.id)} toggle=${() => toggle(sample.id)} />`)}</tbody></table></div>`}`;
+}

@@ -1,0 +1,97 @@
+// The pipeline over time: what the learner, each replica and the rewards did in some iterations.
+
+import {html, useEffect, useRef, useState} from "./vendor/preact.js";
+import {Empty, Failure, clock, number, seconds, useAnswer} from "./parts.js";
+import {offline, source} from "./source.js";
+
+const LANE = 34, HEAD = 26, LABEL = 132;
+const KINDS = [["wait", "waits for samples"], ["train", "trains"], ["write", "writes the version"], ["generate", "generates"], ["score", "scores"], ["swap", "swaps weights"], ["mark", "evaluation, checkpoint, alarm"]];
+
+// The lanes: [label, bars], a bar being {kind, begin, end, title}.
+export function lanes({iterations, groups, events}) {
+  const learner = iterations.flatMap((each) => {
+    const begin = each.end - each.iteration_seconds;
+    const waited = begin + each.learner_wait, trained = waited + each.train, written = trained + each.write;
+    const name = `iteration ${each.number}`;
+    return [{kind: "wait", begin, end: waited, title: `${name}: waits ${seconds(each.learner_wait)}`},
+      {kind: "train", begin: waited, end: trained, title: `${name}: trains ${seconds(each.train)}`},
+      {kind: "write", begin: trained, end: written, title: `${name}: writes ${seconds(each.write)}`}];
+  });
+  const replicas = new Map(), scoring = [];
+  const lane = (name) => replicas.get(name) ?? replicas.set(name, []).get(name);
+  for (const group of groups) {
+    const end = group.began + group.generate;
+    for (const name of group.replicas.length ? group.replicas : ["replicas"]) {
+      lane(name).push({kind: "generate", begin: group.began, end, title: `group ${group.group}: generates ${seconds(group.generate)}`});
+    }
+    scoring.push({kind: "score", begin: end, end: end + group.score, title: `group ${group.group}: scores ${seconds(group.score)}`});
+  }
+  const marks = [];
+  for (const event of events) {
+    if (event.kind === "commit") {
+      lane(event.replica).push({kind: "swap", begin: event.time - event.stall_seconds, end: event.time, title: `takes version ${event.version}: generation pauses ${seconds(event.stall_seconds)}`});
+    } else if (event.kind === "eval" && event.seconds) {
+      marks.push({kind: "mark", begin: event.time - event.seconds, end: event.time, title: `evaluation of version ${event.version}: ${number(event.accuracy ?? event.score)}`});
+    } else {
+      marks.push({kind: "mark", begin: event.time - (event.kind === "saved" ? event.seconds ?? 0 : 0), end: event.time, title: event.kind === "saved" ? `checkpoint ${event.iteration}` : `${event.kind}${event.text ? ": " + event.text : ""}`});
+    }
+  }
+  return [["learner", learner], ...[...replicas].sort(), ...(scoring.length ? [["rewards", scoring]] : []), ...(marks.length ? [["events", marks]] : [])];
+}
+
+const named = (answer) => answer && {...answer, iterations: answer.iterations.map((each) => ({...each, number: each.iteration, iteration_seconds: each.seconds}))};
+
+function useWidth() {
+  const place = useRef(null);
+  const [width, setWidth] = useState(900);
+  useEffect(() => {
+    if (!place.current) return undefined;
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.max(320, entry.contentRect.width)));
+    observer.observe(place.current);
+    return () => observer.disconnect();
+  }, []);
+  return [place, width];
+}
+
+function Drawing({answer, width}) {
+  const rows = lanes(answer);
+  const times = rows.flatMap(([, bars]) => bars.flatMap((bar) => [bar.begin, bar.end]));
+  const begin = Math.min(...times), end = Math.max(...times, begin + 1e-3);
+  const label = width < 600 ? 84 : LABEL;
+  const x = (time) => label + ((time - begin) / (end - begin)) * (width - label - 8);
+  const ticks = answer.iterations.map((each) => [x(each.end), each.number]);
+  const apart = ticks.filter(([at], place) => place === 0 || at - ticks[place - 1][0] > 26 || place % Math.ceil(30 / Math.max(1, at - ticks[place - 1][0])) === 0);
+  return html`<svg width=${width} height=${HEAD + rows.length * LANE + 6} role="img" aria-label=${`Timeline of ${answer.iterations.length} iterations, ${seconds(end - begin)} in all`}>
+    ${apart.map(([at, each]) => html`<g><line class="tick" x1=${at} x2=${at} y1=${HEAD - 6} y2=${HEAD + rows.length * LANE} /><text class="tick-label" x=${at} y="13" text-anchor="middle">${each}</text></g>`)}
+    ${rows.map(([name, bars], row) => html`<g transform=${`translate(0 ${HEAD + row * LANE})`}>
+      <text class="lane" x="0" y=${LANE / 2 + 4}>${name.length > (label / 7) ? name.slice(0, label / 7 - 1) + "…" : name}<title>${name}</title></text>
+      <line class="base" x1=${label} x2=${width - 8} y1=${LANE - 4} y2=${LANE - 4} />
+      ${bars.map((bar) => html`<rect class=${`bar-${bar.kind}`} x=${x(bar.begin)} y="5" width=${Math.max(1.5, x(bar.end) - x(bar.begin))} height=${LANE - 10} rx="1.5"><title>${bar.title}</title></rect>`)}
+    </g>`)}</svg>`;
+}
+
+// Shares of the learner's time, as text for everybody and as a bar for the eye.
+function Shares({iterations}) {
+  const total = iterations.reduce((sum, each) => sum + each.iteration_seconds, 0) || 1;
+  const parts = [["wait", "waits", "learner_wait"], ["train", "trains", "train"], ["write", "writes", "write"]].map(([kind, text, key]) => [kind, text, iterations.reduce((sum, each) => sum + each[key], 0) / total]);
+  return html`<p class="shares">The learner ${parts.map(([kind, text, share], place) => html`${place ? ", " : ""}<span class=${`swatch bar-${kind}`}></span>${text} <b>${(100 * share).toFixed(0)} %</b>`)} of ${seconds(total)}.</p>`;
+}
+
+export function Timeline({run, stamp}) {
+  const [count, setCount] = useState(12);
+  const [last, setLast] = useState(null);
+  const [place, width] = useWidth();
+  const until = last ?? run.iteration, first = Math.max(1, until - count + 1);
+  const {value, error} = useAnswer(() => source.timeline(run.name, first, until).then(named), [run.name, first, until, last === null ? stamp : ""]);
+  const move = (by) => setLast(Math.min(run.iteration, Math.max(count, until + by)));
+  return html`<div class="toolbar">
+      ${offline ? null : html`<button onClick=${() => move(-count)} disabled=${first <= 1}>Earlier</button><button onClick=${() => move(count)} disabled=${until >= run.iteration}>Later</button>
+      <button onClick=${() => setLast(null)} disabled=${last === null}>Newest</button>
+      <label>Iterations <select value=${count} onChange=${(event) => setCount(Number(event.target.value))}>${[3, 6, 12, 25, 50].map((each) => html`<option value=${each}>${each}</option>`)}</select></label>`}
+      <span class="soft">${value?.iterations.length ? `iterations ${value.iterations[0].number} to ${value.iterations.at(-1).number}, until ${clock(value.iterations.at(-1).end)}` : ""}</span></div>
+    <${Failure} error=${error} />
+    <div class="card timeline" ref=${place}>${value?.iterations.length ? html`<${Drawing} answer=${value} width=${width - 2} />`
+      : html`<${Empty} title="Nothing to draw yet">The timeline begins with the first iteration.<//>`}</div>
+    ${value?.iterations.length ? html`<${Shares} iterations=${value.iterations} />` : null}
+    <p class="legend">${KINDS.map(([kind, text]) => html`<span><span class=${`swatch bar-${kind}`}></span>${text}</span>`)}</p>`;
+}

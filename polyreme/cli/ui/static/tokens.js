@@ -1,0 +1,54 @@
+// A response's tokens, coloured by a number or by the version that wrote them.
+
+import {html, useState} from "./vendor/preact.js";
+import {number} from "./parts.js";
+
+// The number of each token in a sample, by what it is; null where the run did not record it.
+function columns(sample) {
+  const count = sample.token_ids.length;
+  const advantage = Array.isArray(sample.advantages) ? sample.advantages : Array.isArray(sample.advantage) ? sample.advantage
+    : typeof sample.advantage === "number" ? Array(count).fill(sample.advantage) : null;
+  const version = Array(count).fill(null);
+  for (const [number, start, end] of sample.spans ?? []) version.fill(number, start, end);
+  return {
+    "log-probability": sample.logprobs ?? null,
+    advantage,
+    version: version.some((each) => each !== null) ? version : null,
+    "token reward": sample.token_rewards ?? null,
+    teacher: sample.teacher_logprobs ?? null,
+  };
+}
+
+// The background of a token: strong where the value is far from what is usual.
+function background(kind, value, values) {
+  if (value === null || value === undefined) return "";
+  if (kind === "version") {
+    const versions = [...new Set(values)].sort((a, b) => a - b);
+    return `background: color-mix(in srgb, var(--run-${versions.indexOf(value) % 8}) 26%, transparent)`;
+  }
+  const likely = kind === "log-probability" || kind === "teacher";
+  const top = likely ? 6 : Math.max(1e-9, ...values.map(Math.abs));
+  const share = Math.min(1, Math.abs(value) / top);
+  return `background: color-mix(in srgb, var(${likely || value < 0 ? "--low" : "--high"}) ${Math.round(share * 55)}%, transparent)`;
+}
+
+export function Tokens({sample}) {
+  const available = columns(sample);
+  const kinds = Object.keys(available).filter((kind) => available[kind]);
+  const [chosen, setKind] = useState(kinds[0]);
+  const kind = kinds.includes(chosen) ? chosen : kinds[0];
+  const values = available[kind] ?? [];
+  const text = (place) => sample.token_texts[place] ?? `#${sample.token_ids[place]}`;
+  const title = (place) => [`token ${place}: id ${sample.token_ids[place]}`, ...kinds.map((each) => `${each} ${number(available[each][place])}`)].join("\n");
+  return html`<div class="tokens-head"><span>Colour</span>${kinds.map((each) => html`<label><input type="radio" name="colour" checked=${each === kind} onChange=${() => setKind(each)} /> ${each}</label>`)}</div>
+    <p class="tokens">${sample.token_ids.map((_, place) => html`<span style=${background(kind, values[place], values)} title=${title(place)}>${visible(text(place))}</span>`)}</p>
+    <p class="legend">${legend(kind, values)}</p>`;
+}
+
+function legend(kind, values) {
+  if (!values.length) return "";
+  if (kind === "version") return `versions ${[...new Set(values)].join(", ")}`;
+  return `${kind}: mean ${number(values.reduce((sum, value) => sum + value, 0) / values.length)}, lowest ${number(Math.min(...values))}, highest ${number(Math.max(...values))}`;
+}
+
+const visible = (text) => text.replaceAll("\n", "⏎\n") || "∅";

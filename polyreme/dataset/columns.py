@@ -1,0 +1,81 @@
+"""The values of a row's columns: dotted paths, reference answers, prompts.
+
+Invariant: all parts of the system interpret a row the same way. Pure.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of roles that differ from ours."""
+
+
+class TokenIds(tuple[int, ...]):
+    """A text that is already token ids of the run's tokenizer."""
+
+
+def value_at(fields: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a column, named by its own name or by a dotted path into it.
+
+    `reward_model.ground_truth` is the column of this name if there is one, else `ground_truth` inside `reward_model`. A number in the path
+    selects an element of a list: `messages.0.content`.
+    """
+    if key in fields:
+        return fields[key]
+    node: Any = fields
+    for part in key.split("."):
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            return default
+    return node
+
+
+def chat_messages(value: Any) -> Any:
+    """Messages of ShareGPT's form, `{from, value}`, as `{role, content}`. Any other value is returned unchanged."""
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
+        return value
+    return [{"role": _ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+
+
+def label_text(value: Any) -> str:
+    """A reference answer as text.
+
+    A string is returned unchanged, a number in JSON notation, None as ''. A list of one (PaddleNLP's `tgt`) counts as its element,
+    an empty list as None.
+
+    Raises:
+        TypeError: the value has another type.
+    """
+    if isinstance(value, list) and len(value) < 2:
+        value = value[0] if value else None
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return json.dumps(value)
+    raise TypeError(f"{value!r:.80}")
+
+
+def plain_prompt(value: Any) -> str:
+    """A prompt as plain text: a string, the only string of a list (PaddleNLP's `src`), or the last user message of a chat.
+
+    Raises:
+        TypeError: the value is none of these.
+    """
+    if isinstance(value, str):
+        return value
+    messages = value if isinstance(value, Sequence) else ()
+    if len(messages) == 1 and isinstance(messages[0], str):
+        return messages[0]
+    if not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise TypeError(f"{value!r:.80}")
+    by_user = [message for message in messages if message.get("role") == "user"]
+    content = (by_user or messages)[-1].get("content")
+    if isinstance(content, list):  # a message of several parts: text, images, ...
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""

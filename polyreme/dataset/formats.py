@@ -1,0 +1,118 @@
+"""Rows of other systems in our columns: prompt, answer, response, messages, chosen, rejected.
+
+Invariant: a row keeps every column that has no counterpart here. Pure.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polyreme.dataset.columns import chat_messages, value_at
+from polyreme.errors import DataError
+
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """The rows of one system.
+
+    Attributes:
+        name: as on the command line.
+        columns: columns, by name or dotted path, that a row of this format has.
+        to_ours: a row in our columns; the columns named by `columns` and `also` are replaced.
+        also: columns that a row may have.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    to_ours: Callable[[Fields], dict[str, Any]]
+    also: tuple[str, ...] = ()
+
+
+def _verl(row: Fields) -> dict[str, Any]:
+    return {"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"], "data_source": row["data_source"]}
+
+
+def _paddlenlp(row: Fields) -> dict[str, Any]:
+    asked, told = ([each] if isinstance(each, str) else list(each) for each in (row["src"], row["tgt"]))
+    if len(asked) == 1 and len(told) == 1:
+        return {"prompt": asked[0], "answer": told[0]}
+    turns = [{"role": role, "content": text} for both in zip(asked, told, strict=False) for role, text in _named(both)]
+    if len(asked) == len(told) + 1:
+        return {"prompt": [*turns, {"role": "user", "content": asked[-1]}]}
+    return {"messages": turns}
+
+
+def _named(both: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
+    return ("user", both[0]), ("assistant", both[1])
+
+
+def _alpaca(row: Fields) -> dict[str, Any]:
+    prompt = row["instruction"] + (f"\n{row['input']}" if row.get("input") else "")
+    return {"prompt": prompt, "response": row["output"]}
+
+
+def _human_assistant(row: Fields) -> dict[str, Any]:
+    """Anthropic's hh-rlhf: two whole dialogues as texts, which differ in the last answer."""
+    mark = "\n\nAssistant:"
+    prompt, _, chosen = row["chosen"].rpartition(mark)
+    other, _, rejected = row["rejected"].rpartition(mark)
+    if prompt != other:
+        raise ValueError("two dialogues that differ before the last answer")
+    return {"prompt": prompt + mark, "chosen": chosen, "rejected": rejected}
+
+
+def _pair_of_messages(row: Fields) -> dict[str, Any]:
+    *asked, chosen = row["chosen"]
+    *other, rejected = row["rejected"]
+    if asked != other:
+        raise ValueError("two conversations that differ before the last answer")
+    return {"prompt": asked, "chosen": chosen["content"], "rejected": rejected["content"]}
+
+
+def _completion(row: Fields) -> dict[str, Any]:
+    answer = row["completion"]
+    return {"prompt": row["prompt"], "response": answer if isinstance(answer, str) else answer[-1]["content"]}
+
+
+FORMATS = (
+    Format("verl", ("data_source", "prompt", "reward_model.ground_truth"), _verl),
+    Format("paddlenlp", ("src", "tgt"), _paddlenlp),
+    Format("sharegpt", ("conversations",), lambda row: {"messages": chat_messages(row["conversations"])}),
+    Format("alpaca", ("instruction", "output"), _alpaca, ("input",)),
+    Format("openrlhf", ("input", "label"), lambda row: {"prompt": row["input"], "answer": row["label"]}),
+    Format("openrlhf-sft", ("input", "output"), lambda row: {"prompt": row["input"], "response": row["output"]}),
+    Format("mindspeed", ("problem", "answer"), lambda row: {"prompt": row["problem"], "answer": row["answer"]}),
+    Format("trl-completion", ("prompt", "completion"), _completion),
+    Format("pairs", ("prompt", "chosen", "rejected"), dict),
+    Format("trl-pair", ("chosen.0.role", "rejected.0.role"), _pair_of_messages),
+    Format("hh-rlhf", ("chosen", "rejected"), _human_assistant),
+    Format(
+        "gsm8k",
+        ("question", "answer"),
+        lambda row: {"prompt": row["question"], "answer": row["answer"].rpartition("#### ")[2], "solution": row["answer"]},
+    ),
+    Format("ours", (), dict),
+)
+"""Every known format. A row has the first one whose columns it has."""
+
+
+def format_of(row: Fields) -> Format:
+    """The format of a row, by its columns."""
+    missing = object()
+    return next(each for each in FORMATS if all(value_at(row, key, missing) is not missing for key in each.columns))
+
+
+def to_ours(row: Fields, kind: Format, where: str) -> dict[str, Any]:
+    """A row of a format in our columns. Raises DataError: it is not of this format."""
+    try:
+        converted = kind.to_ours(row)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"a row of the format {kind.name} in {where}",
+            f"{type(error).__name__}: {error}",
+            "Fix the row, or name its --format.",
+        ) from None
+    replaced = {key.partition(".")[0] for key in (*kind.columns, *kind.also)}
+    return {**converted, **{key: value for key, value in row.items() if key not in replaced and key not in converted}}

@@ -1,0 +1,138 @@
+"""Rows of a data source: a file of any known format, a directory of files, or several of these.
+
+Invariant: the rows, and their order, depend on the content of the files and on the source's keys alone.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from polyreme.config.data import DataSource, Sources
+from polyreme.dataset.arrow_files import read_arrow, read_parquet
+from polyreme.dataset.columns import value_at
+from polyreme.dataset.megatron_files import packed_files, read_megatron
+from polyreme.dataset.text_files import Row, read_csv, read_json
+from polyreme.errors import DataError
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": read_json,
+    ".ndjson": read_json,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": read_csv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".feather": read_arrow,
+    ".idx": read_megatron,
+    ".bin": read_megatron,
+}
+"""The reader of each suffix. A file with another suffix is read as JSON lines."""
+
+_BLOCK, _BLOCKS = 1 << 20, 64
+"""Bytes of a block, and the blocks of a file, that count for a digest."""
+
+
+def as_sources(data: Sources) -> tuple[DataSource, ...]:
+    """The sources of `data.train` or `data.eval`, in their order."""
+    parts = data if isinstance(data, tuple) else (data,)
+    return tuple(part if isinstance(part, DataSource) else DataSource(path=part) for part in parts)
+
+
+def name_of(data: Sources) -> str:
+    """The paths of the sources, as text for messages."""
+    return ", ".join(str(source.path) for source in as_sources(data))
+
+
+def read_objects(data: Sources) -> Iterator[Row]:
+    """The rows of all sources, one source after the other. Reads lazily.
+
+    Raises:
+        DataError: a file is missing or damaged, a row is no JSON object, or a source has no row.
+    """
+    for source in as_sources(data):
+        rows = _read_source(source)
+        first = next(rows, None)
+        if first is None:
+            part = "" if source.split is None else f" and data.*.split {list(source.split)}"
+            raise DataError(f"at least one row in {source.path}{part}", "none", "Write one JSON object per line.")
+        yield first
+        yield from rows
+
+
+def digest_of(data: Sources) -> str:
+    """16 hex digits of the content of the sources' files; empty when a file is missing.
+
+    Of a file beyond 64 MiB it reads the size and 64 evenly spaced blocks of 1 MiB.
+    """
+    digest = xxhash.xxh3_64()
+    try:
+        for path in (path for source in as_sources(data) for path in files_of(source.path)):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with open(path, "rb") as file:
+                for number in range(min(_BLOCKS, -(-size // _BLOCK))):
+                    file.seek(max(number * _BLOCK, number * (size - _BLOCK) // (_BLOCKS - 1)))
+                    digest.update(file.read(_BLOCK))
+    except (OSError, DataError):  # the check of the inputs reports what is missing
+        return ""
+    return digest.hexdigest()
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a source, in their order: a file itself, those that match a name with `*`, or those of a directory.
+
+    Raises:
+        DataError: there is none, or a directory has several splits or formats.
+    """
+    if "*" in path.name:
+        found = sorted(path.parent.glob(path.name))
+    elif path.is_dir():
+        found = _files_in(path)
+    else:
+        return [path] if path.exists() else packed_files(path)[:1] or [path]
+    if not found:
+        raise DataError(f"data files ({', '.join(READERS)}) at {path}", "none", "Fix the path in `data`.")
+    return found
+
+
+def _files_in(folder: Path) -> list[Path]:
+    if (state := folder / "state.json").is_file():  # written by save_to_disk of Hugging Face `datasets`
+        try:
+            return [folder / file["filename"] for file in json.loads(state.read_text())["_data_files"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(f"a saved data set in {folder}", f"{error!r} in state.json", "Save it again.") from None
+    if (splits := folder / "dataset_dict.json").is_file():
+        names = [path.parent.name for path in sorted(folder.glob("*/state.json"))]
+        raise DataError(
+            f"one data set in {folder}",
+            f"the splits {', '.join(names)} ({splits.name})",
+            f"Name one: {folder}/{names[0] if names else 'train'}.",
+        )
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix in READERS and path.suffix != ".bin"]
+    kinds = sorted({f"{path.stem.partition('-0')[0] if '-of-' in path.stem else '*'}{path.suffix}" for path in files})
+    if len(kinds) > 1:
+        raise DataError(f"files of one split and one format in {folder}", ", ".join(kinds), "Name some: FOLDER/train-*.parquet.")
+    return files
+
+
+def _read_source(source: DataSource) -> Iterator[Row]:
+    for file in files_of(source.path):
+        for where, fields in READERS.get(file.suffix, read_json)(file):
+            if source.split is None or source.split[0] <= _place(fields) < source.split[1]:
+                renamed = {new: _renamed(fields, old, where) for new, old in source.rename.items()}
+                yield Row(where, {**fields, **renamed, **source.add})
+
+
+def _place(fields: dict[str, object]) -> float:
+    """A number in [0, 1) from the content of a row: equal rows have equal places."""
+    return xxhash.xxh3_64_intdigest(json.dumps(fields, sort_keys=True).encode()) / 2.0**64
+
+
+def _renamed(fields: dict[str, object], key: str, where: str) -> object:
+    missing = object()
+    value = value_at(fields, key, missing)
+    if value is missing:
+        raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", "Fix the row, or `rename`.")
+    return value

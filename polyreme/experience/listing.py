@@ -1,0 +1,62 @@
+"""The runs that a Redis has, for commands that only look at them.
+
+Invariant: nothing here changes a run, and no call loads a run's log.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.asyncio import Redis
+
+from polyreme.experience.leases import Registry
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.scripts import key
+
+_META = ("state", "reason", "iterations", "version")
+_SCAN_COUNT = 1000
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run as its Redis describes it.
+
+    Attributes:
+        run_id, state, reason: as in `Run`.
+        iteration: the newest trained iteration; 0 before the first.
+        iterations: the configured number.
+        replicas: ids of the registered rollout servers, sorted; empty for a run that has ended.
+        records: the newest metric records that Redis still has, oldest first, each with its stream id under `id`.
+    """
+
+    run_id: str
+    state: RunState
+    reason: str
+    iteration: int
+    iterations: int
+    replicas: tuple[str, ...] = ()
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+
+async def run_ids(redis: Redis) -> list[str]:
+    """The ids of all runs in this Redis, sorted."""
+    prefix, suffix = key("\n", "meta").split("\n")
+    store: Any = redis
+    found = [name.decode() async for name in store.scan_iter(match=f"{prefix}*{suffix}", count=_SCAN_COUNT)]
+    return sorted(name.removeprefix(prefix).removesuffix(suffix) for name in found)
+
+
+async def list_run(redis: Redis, run_id: str, records: int = 500) -> ListedRun:
+    """Describes one run with at most `records` of its newest records. Raises UnavailableError when this Redis does not have it."""
+    run = Run(redis, run_id)
+    state, reason = await run.state()
+    _, _, iterations, version = await run.redis.hmget(run.key("meta"), *_META)
+    entries = await run.redis.xrevrange(run.key("metrics"), count=records)
+    newest = [{"id": at.decode(), **json.loads(fields[b"json"])} for at, fields in reversed(entries)]
+    live = () if state.ended else tuple(lease.id for lease in await Registry(run).leases("rollout"))
+    return ListedRun(run_id, state, reason, max(0, int(version or 0)), int(iterations or 0), live, newest)
+
+
+async def list_runs(redis: Redis) -> list[ListedRun]:
+    """Describes every run in this Redis, sorted by id."""
+    return [await list_run(redis, run_id) for run_id in await run_ids(redis)]

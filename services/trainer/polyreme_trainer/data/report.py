@@ -1,0 +1,103 @@
+"""What data becomes under a configuration: lengths, what is left out, repetitions, rows shared with other data.
+
+Invariant: every row is read, rendered and encoded as in training. Rows themselves are not kept, only their lengths and digests.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import xxhash
+
+from polyreme.config.data import Sources
+from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
+from polyreme.dataset.source import read_objects
+from polyreme_trainer.data.prompts import DatasetRow, Example, encode_examples, encode_prompts, read_rows
+from polyreme_trainer.data.stage_rows import StageRows
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.stages.stage import Read
+
+_CHUNK = 256
+_ALL = 1 << 30
+"""A limit on tokens that no row reaches, so that overlong rows are measured, too."""
+
+
+@dataclass
+class Report:
+    """Facts about the rows of some data.
+
+    Attributes:
+        lengths: tokens of each row; of a pair, of its longer sequence.
+        limit: the most tokens that training takes.
+        digests: the row by the digest of its tokens.
+        prompts: the row by the digest of the tokens before the first that is trained on.
+        repeated: rows whose tokens are those of an earlier row, each with that row.
+        unlabelled: rows of a run without a reference answer; None for data without such a column.
+        left_out: rows that a stage leaves out for another reason than their length, by reason.
+        example: the first row's sequences.
+    """
+
+    limit: int
+    lengths: list[int] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+    prompts: dict[int, str] = field(default_factory=dict)
+    repeated: list[tuple[str, str]] = field(default_factory=list)
+    unlabelled: int | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+    example: Sequence[Example] = ()
+
+    def add(self, where: str, sequences: Sequence[Example]) -> None:
+        """Counts a row."""
+        self.lengths.append(max(len(each.ids) for each in sequences))
+        digest = xxhash.xxh3_128_intdigest(b"|".join(each.ids.tobytes() for each in sequences))
+        first = sequences[0]
+        before = first.ids[: int(first.loss_mask.argmax())] if first.loss_mask.any() else first.ids
+        self.prompts.setdefault(xxhash.xxh3_128_intdigest(before.tobytes()) if len(before) else digest, where)
+        if digest in self.digests:
+            self.repeated.append((where, self.digests[digest]))
+        else:
+            self.digests[digest] = where
+        self.example = self.example or sequences
+
+    @property
+    def overlong(self) -> int:
+        return sum(length > self.limit for length in self.lengths)
+
+    def shared_with(self, other: "Report") -> list[tuple[str, str]]:
+        """The rows whose prompts the other data has as well, each with the other's row."""
+        return [(where, other.prompts[digest]) for digest, where in self.prompts.items() if digest in other.prompts]
+
+
+def report_prompts(sources: Sources, config: RunConfig, template: Template) -> Report:
+    """The prompts of a run; or, of rows with a `response`, the examples of its warm start. Raises DataError."""
+    first = next(read_objects(sources)).fields
+    if "response" in first:
+        found = Report(config.rollout.max_model_len)
+        for rows in _chunks(read_rows(sources, config.data, response_key="response")):
+            for row, example in zip(rows, encode_examples(rows, template, _ALL), strict=True):
+                found.add(row.where, [example])
+        return found
+    found, data = Report(config.data.max_prompt_tokens, unlabelled=0), config.data.model_copy(update={"max_prompt_tokens": _ALL})
+    for rows in _chunks(read_rows(sources, data)):
+        for row, prompt in zip(rows, encode_prompts(rows, data, template).prompts, strict=True):
+            found.add(row.where, [Example(prompt.ids, np.zeros(len(prompt.ids), dtype=np.uint8))])
+            found.unlabelled = (found.unlabelled or 0) + (prompt.label == "")
+    return found
+
+
+def report_rows(sources: Sources, config: StageConfig, template: Template, read: Read) -> Report:
+    """The rows of a stage, which `read` reads. Raises DataError."""
+    data = config.data.model_copy(update={"max_tokens": _ALL})
+    rows: StageRows = read(sources, config.model_copy(update={"data": data}), template, None)
+    found = Report(config.data.max_tokens, left_out=dict(rows.left_out))
+    for place in range(len(rows)):
+        parts = range(place * rows.width, (place + 1) * rows.width)
+        found.add(f"row {place + 1}", [Example(rows.ids[part], rows.loss_mask[part]) for part in parts])
+    return found
+
+
+def _chunks(rows: Iterator[DatasetRow]) -> Iterator[list[DatasetRow]]:
+    while chunk := list(islice(rows, _CHUNK)):
+        yield chunk

@@ -1,0 +1,151 @@
+"""`polyreme data`: shows what data becomes in training, and rewrites data of other systems in our columns.
+
+Invariant: `check` writes no file. `convert` writes its target whole or not at all, and never over a file that exists.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from polyreme.cli.input_files import read_model_files
+from polyreme.config.data import DataConfig
+from polyreme.config.load import load_any
+from polyreme.config.stage import StageConfig
+from polyreme.dataset.columns import TokenIds
+from polyreme.dataset.formats import FORMATS, format_of, to_ours
+from polyreme.dataset.source import files_of, read_objects
+from polyreme.dataset.text_files import Row
+from polyreme.errors import ConfigError, DataError
+from polyreme_trainer.data.prompts import Example
+from polyreme_trainer.data.report import Report, report_prompts, report_rows
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.stages.table import TABLE
+
+_SHOWN = 3
+"""How many repeated or shared rows are named."""
+_LONGEST_EXAMPLE = 400
+"""Tokens of an example that are printed."""
+
+data = typer.Typer(no_args_is_help=True, help="Check data as a run reads it, or convert data of other systems.")
+
+
+@data.command("check")
+def check(
+    config: Annotated[Path, typer.Option(help="The YAML file of a run or a stage.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="The data; none: data.train of the configuration.", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Override as key=value, such as data.prompt_key=question.")
+    ] = None,
+) -> None:
+    """Print rows, lengths, repeated rows, rows shared with the held-out data, and the first row's tokens."""
+    resolved = load_any(config, overrides or ())
+    template = Template(read_model_files(resolved.model.path), resolved.data)
+
+    def report(sources: Any) -> Report:
+        if isinstance(resolved, StageConfig):
+            return report_rows(sources, resolved, template, TABLE[resolved.stage].read)
+        return report_prompts(sources, resolved, template)
+
+    found = report(file or resolved.data.train)
+    held_out = None if resolved.data.eval is None or file == resolved.data.eval else report(resolved.data.eval)
+    console = Console(highlight=False, soft_wrap=True)
+    for line in report_lines(found, held_out):
+        console.print(line, markup=False)
+    for example in found.example:
+        console.print(tokens_text(example, template.token_texts(example.ids[:_LONGEST_EXAMPLE].tolist())))
+
+
+@data.command("convert")
+def convert(
+    source: Annotated[Path, typer.Argument(help="Data of any known format.")],
+    target: Annotated[Path, typer.Argument(help="The JSON lines file to write.")],
+    format: Annotated[
+        str | None, typer.Option(help=f"{', '.join(each.name for each in FORMATS)}; none: by the columns.", show_default=False)
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Hugging Face directory whose tokenizer wrote the token ids of Megatron's files.")
+    ] = None,
+) -> None:
+    """Rewrite data of another system as JSON lines with our columns."""
+    if target.exists():
+        raise ConfigError(f"no file {target} yet", "one is there", "Choose another target, or remove the file.")
+    kinds = {each.name: each for each in FORMATS}
+    if format is not None and format not in kinds:
+        raise ConfigError(f"--format {', '.join(kinds)}", format, "Choose one of these.")
+    rows = read_objects(source)
+    if files_of(source)[0].suffix in (".idx", ".bin"):
+        rows = map_tokens(rows, model)
+    count, names = 0, dict[str, int]()
+    with tempfile.NamedTemporaryFile("w", dir=target.absolute().parent, suffix=".part", delete=False, encoding="utf-8") as file:
+        try:
+            for where, fields in rows:
+                kind = format_of(fields) if format is None else kinds[format]
+                file.write(json.dumps(to_ours(fields, kind, where), ensure_ascii=False) + "\n")
+                count, names[kind.name] = count + 1, names.get(kind.name, 0) + 1
+            file.flush()
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    print(f"{target}: {count} rows of the format {', '.join(names)}")
+
+
+def map_tokens(rows: Iterator[Row], model: Path | None) -> Iterator[Row]:
+    """Rows of token ids as texts: `input_ids` as the prompt, which is already templated, and `labels` as the answer."""
+    if model is None:
+        raise ConfigError("--model for token ids", "none", "Name the model whose tokenizer wrote them.")
+    template = Template(read_model_files(model), DataConfig(train=model, template="none"))
+    for where, fields in rows:
+        if not isinstance(ids := fields.get("input_ids"), TokenIds):
+            raise DataError(f"a column input_ids in {where}", f"columns {sorted(fields)}", "Name the files of the prompts.")
+        texts = {"prompt": template.render([ids])[0]}
+        if "labels" in fields:
+            texts["answer"] = template.decode([fields["labels"]], special=False)[0]
+        yield Row(where, texts)
+
+
+def report_lines(found: Report, held_out: Report | None) -> Iterator[str]:
+    """The report as lines of text; `held_out`: that of the data which must share no row with it."""
+    lengths = np.array(found.lengths)
+    low, middle, high = (int(np.percentile(lengths, q)) for q in (5, 50, 95))
+    yield f"rows        {len(lengths):,}"
+    yield (
+        f"tokens      {lengths.sum():,}; per row at least {lengths.min()}, 5% {low}, median {middle}, 95% {high}, at most {lengths.max()}"
+    )
+    yield f"overlong    {found.overlong} of more than {found.limit} tokens"
+    for reason, count in found.left_out.items():
+        yield f"left out    {count}: {reason}"
+    if found.unlabelled is not None:
+        yield f"unlabelled  {found.unlabelled} without a reference answer"
+    yield f"duplicates  {len(found.repeated)}{_named(found.repeated)}"
+    if held_out is not None:
+        shared = found.shared_with(held_out)
+        yield f"leaks       {len(shared)} prompts are in data.eval, too{_named(shared)}"
+
+
+def _named(pairs: Sequence[tuple[str, str]]) -> str:
+    some = "; ".join(f"{where} as {other}" for where, other in pairs[:_SHOWN])
+    return f": {some}{', ...' if len(pairs) > _SHOWN else ''}" if pairs else ""
+
+
+def tokens_text(example: Example, texts: Sequence[str]) -> Text:
+    """A sequence with a background for each token; tokens that are trained on are green. A bar separates tokens without colours."""
+    shown = Text("example     " + (f"(the first {len(texts)} tokens) " if len(texts) < len(example.ids) else ""))
+    for place, text in enumerate(texts):
+        trained = bool(example.loss_mask[place])
+        if place and bool(example.loss_mask[place - 1]) != trained:
+            shown.append(" [trained:] " if trained else " [not trained:] ", style="dim")
+        shown.append("|" if place else "", style="dim")
+        shown.append(text, style=f"{'bold green' if trained else 'white'} on {('grey23', 'grey11')[place % 2]}")
+    return shown

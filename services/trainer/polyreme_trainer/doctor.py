@@ -1,0 +1,107 @@
+"""The trainer's part of `polyreme doctor`: packages, devices, and a collective over the devices of this machine.
+
+Invariant: torch is loaded in child processes alone, each with a deadline, so a broken driver is a verdict and not a hang.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from polyreme.cli.doctor import installed_version
+from polyreme.cli.verdicts import Verdict, packages_verdict
+from polyreme.net.ports import free_port
+
+SECONDS = 120.0
+"""Deadline of a child process."""
+_MODULE = "polyreme_trainer.megatron.self_test"
+
+
+def verdicts(wanted: str | None) -> Iterator[Verdict]:
+    """The verdicts of this machine as a learner's.
+
+    Args:
+        wanted: "cpu", "cuda" or "npu"; None: what the machine has.
+    """
+    versions = {name: installed_version(name) for name in ("torch", "megatron-core", "transformers")}
+    if wanted == "npu":
+        versions["torch-npu"] = installed_version("torch-npu")
+    device = wanted or "cpu"
+    yield packages_verdict("trainer", versions, f"Install requirements/{device}.txt, or use the {device} image.")
+    if versions["torch"] is None:
+        return
+    answers, failure = _children(["facts"])
+    if failure is not None:
+        yield Verdict("missing", "devices", failure, "Run `python -c 'import torch'`, and install the packages again.")
+        return
+    kind, verdict = device_verdict(wanted, answers[0])
+    yield verdict
+    if kind is not None:
+        ranks = 2 if kind == "cpu" else len(answers[0][kind])
+        yield collective_verdict(kind, ranks, _children([kind], ranks)[1])
+
+
+def device_verdict(wanted: str | None, facts: Mapping[str, Any]) -> tuple[str | None, Verdict]:
+    """The device that a learner would use, None when the wanted one is missing, and the verdict.
+
+    Args:
+        facts: as `self_test.facts` reports them.
+    """
+    kind = wanted or next((name for name in ("cuda", "npu") if facts[name]), "cpu")
+    torch = f"torch {facts['torch']}"
+    if kind == "cpu":
+        return "cpu", Verdict("ok", "devices", f"none but the processor, {torch}" if not wanted else f"cpu, {torch}")
+    if names := facts[kind]:
+        each = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
+        return kind, Verdict("ok", "devices", f"{kind}: {each}, {torch}")
+    return None, Verdict("missing", "devices", f"no {kind}, {torch}", _advice(kind, facts))
+
+
+def _advice(kind: str, facts: Mapping[str, Any]) -> str:
+    if kind == "npu":
+        return "Install torch_npu, source CANN's set_env.sh, and check `npu-smi info` (docs/ascend.md)."
+    if facts["cuda_build"] is None:
+        return "This torch has no CUDA: install requirements/cuda.txt, or use the cuda image (docs/cuda.md)."
+    return "Check `nvidia-smi`: install the driver, or give the container its devices (docs/cuda.md)."
+
+
+def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
+    """Whether the devices can sum a tensor together. failure: why not; None when they can."""
+    found = f"sum over {ranks} {kind} rank(s)"
+    if failure is None:
+        return Verdict("ok", "collectives", found)
+    advice = {
+        "cpu": "Check that processes can connect to 127.0.0.1.",
+        "cuda": "Set NCCL_DEBUG=INFO and run it again; in a container, enlarge /dev/shm.",
+        "npu": "Check `npu-smi info` and HCCL_IF_IP, and that no other process uses the devices.",
+    }[kind]
+    return Verdict("missing", "collectives", f"{found}: {failure}", advice)
+
+
+def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, Any]], str | None]:
+    """What each of `ranks` processes of the self-test answers, and why one failed; None when none did."""
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", _MODULE, *arguments],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [child.communicate(timeout=SECONDS) for child in children]
+    except subprocess.TimeoutExpired:
+        return [], f"no answer within {SECONDS:g} s"
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    for child, (_, errors) in zip(children, outputs, strict=True):
+        if child.returncode:
+            return [], (errors.strip().splitlines() or [f"exit code {child.returncode}"])[-1][:300]
+    return [json.loads(output.splitlines()[-1]) for output, _ in outputs], None

@@ -1,0 +1,65 @@
+"""The memory of a learner rank as a sum of named terms, and of what the versions of a policy take beside the ranks.
+
+Invariant: an estimate depends on the configuration and the models' config.json files alone. It counts tensors: not the interpreter, not the
+device's context, and not the buffers of collectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from polyreme.config.trainer import ParallelConfig
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.memory.activations import MicroBatchSize, step_terms
+from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
+from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_terms
+
+ARENA_SLOTS = 3
+"""Versions of the policy in the arena, the default of `Arena.create`."""
+
+
+@dataclass(frozen=True)
+class RankEstimate:
+    """The largest memory of one rank.
+
+    Attributes:
+        state: the models' weights, gradients and optimizer state, which exist at once.
+        step: what the training of one model adds; of several trained models, the one that needs most.
+    """
+
+    state: list[Addend]
+    step: list[Addend]
+
+    @property
+    def terms(self) -> list[Addend]:
+        return [*self.state, *self.step]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(term.nbytes for term in self.terms)
+
+
+def rank_estimate(models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize) -> RankEstimate:
+    """The estimate of one rank. Raises ValueError when a model's sizes do not divide over the ranks."""
+    state = [term for model in models for term in state_terms(model, sharding)]
+    steps = [step_terms(model, sharding, batch) for model in models if model.trained]
+    return RankEstimate(state, max(steps, key=lambda terms: sum(term.nbytes for term in terms)))
+
+
+def largest_rank(models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize) -> RankEstimate:
+    """The estimate of the rank that needs most. Raises ValueError when a model's sizes do not divide over the ranks."""
+    every = [rank_estimate(models, sharding, batch) for sharding in shardings(models[0].arch, parallel)]
+    return max(every, key=lambda estimate: estimate.nbytes)
+
+
+def arena_term(arch: Architecture, dtype: str) -> Addend:
+    """The shared memory of the policy's versions on the learner's first machine."""
+    count, width = arch.parameters, WIDTHS[dtype]
+    return Addend("arena", ARENA_SLOTS * count * width, f"{ARENA_SLOTS} versions x {count:,} parameters x {width} bytes")
+
+
+def cache_bytes_per_token(arch: Architecture, dtype: str, tensor: int) -> int:
+    """Bytes of one token's keys and values on one device of a replica of `tensor` devices, all layers together.
+
+    A head that several devices need is on each of them.
+    """
+    return 2 * arch.layers * max(1, arch.kv_heads // tensor) * arch.head_dim * WIDTHS[dtype]

@@ -1,0 +1,51 @@
+"""How the memory of a learner's models is divided among its ranks.
+
+Invariant: a kind of parallelism divides the estimate in this module only. The other modules read the divisors.
+"""
+
+from dataclasses import dataclass, field
+
+from polyreme.config.trainer import ParallelConfig
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.hf_mapping import Rank
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """One rank's share.
+
+    Attributes:
+        rank: the rank's place among the tensor, pipeline and expert ranks; its parameters follow from it.
+        optimizer_ranks: ranks over which each parameter's optimizer state is divided.
+        sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
+        micro_batches: micro-batches whose activations are alive at once.
+    """
+
+    rank: Rank = field(default_factory=Rank)
+    optimizer_ranks: int = 1
+    sequence_ranks: int = 1
+    micro_batches: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether the rank has the embedding."""
+        return self.rank.pp_rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the rank has the output layer."""
+        return self.rank.pp_rank == self.rank.pp - 1
+
+
+def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
+    """The different shares of the layout: one for each pipeline stage. Ranks of one stage hold equally much.
+
+    With several data ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
+    after it before the first gradient arrives.
+    """
+    sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
+    stages = parallel.pipeline
+    return [
+        Sharding(Rank(0, parallel.tensor, stage, stages), parallel.data, sequence, micro_batches=stages - stage)
+        for stage in range(stages)
+    ]

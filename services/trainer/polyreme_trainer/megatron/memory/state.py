@@ -1,0 +1,78 @@
+"""The memory that a model occupies between two steps: weights, gradients and optimizer state.
+
+A trained model takes 16 bytes for each parameter in float32 (weight, gradient, two moments, 4 bytes each), and 18 in bfloat16 (weight 2,
+gradient 4, master weight 4, two moments 8), as in Rajbhandari et al. 2020 (ZeRO), with gradients accumulated in float32.
+
+Invariant: parameters are counted with their padding and on every rank that holds them, as `hf_mapping` places them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.hf_mapping import check, param_shapes
+from polyreme_trainer.megatron.memory.sharding import Sharding
+
+WIDTHS = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by the name of its type in the configuration."""
+GRADIENT_BYTES = 4  # also of a bfloat16 weight: gradients are summed in float32
+MOMENTS_BYTES = 8
+MASTER_BYTES = 4  # of a weight that is not float32 itself
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that the learner holds.
+
+    Attributes:
+        role: its name.
+        dtype: "float32" or "bfloat16".
+        trained: whether it has gradients and an optimizer.
+    """
+
+    role: str
+    arch: Architecture
+    dtype: str
+    trained: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return WIDTHS[self.dtype]
+
+
+@dataclass(frozen=True)
+class Addend:
+    """One addend of the estimate: its bytes, and how they were computed."""
+
+    name: str
+    nbytes: int
+    arithmetic: str
+
+
+def rank_parameters(arch: Architecture, sharding: Sharding) -> int:
+    """The number of parameters on one rank, with padding. Raises ValueError when the sizes do not divide over the ranks."""
+    check(arch, sharding.rank.tp)
+    return sum(math.prod(shape) for shape in param_shapes(arch, sharding.rank).values())
+
+
+def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
+    """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""
+    count = rank_parameters(model.arch, sharding)
+    terms = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
+    if model.trained:
+        terms.append(
+            Addend(f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)")
+        )
+        master = MASTER_BYTES if model.width < MASTER_BYTES else 0
+        parts = "two moments" + (", master weight" if master else "")
+        divided = f" / {sharding.optimizer_ranks} ranks" if sharding.optimizer_ranks > 1 else ""
+        each = MOMENTS_BYTES + master
+        terms.append(
+            Addend(
+                f"{model.role} optimizer",
+                -(-count * each // sharding.optimizer_ranks),
+                f"{count:,} parameters x {each} bytes ({parts}){divided}",
+            )
+        )
+    return terms

@@ -1,0 +1,98 @@
+"""Cuts the saved state of ranks anew, for ranks of the same or of another layout.
+
+Every rank saves its parameters' weights and the parts of their moments that it updates (`RankState`). The mapping table says which elements of
+the Hugging Face tensors these are, so it leads from the ranks that saved to the ranks that load.
+
+Invariant: numbers are copied, never computed. Ranks of the same layout get back the bits that they saved, and every layout gets the same
+model and moments.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.hf_mapping import Rank, Slice, hf_shapes, param_shapes, rank_slices
+
+WEIGHTS = "weights"
+"""The state of every parameter; the others are those of the trained ones: the optimizer's moments, and full-precision copies of weights."""
+
+RankState = Mapping[str, Any]
+"""One role on one rank: `steps`, the optimizer's steps; and by kind of state and parameter a pair (start, flat tensor): the elements from
+`start` on of the flat parameter. Data ranks have different elements, or no element, of the same parameters."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+    def number(self, model: Rank, data: int) -> int:
+        """The number of the rank at these coordinates."""
+        return model.tp_rank + self.tensor * (data + self.data * model.pp_rank)
+
+    def files(self, here: Rank) -> list[tuple[Rank, list[int]]]:
+        """What the rank `here` of a perhaps different layout reads: shards of the model, each with the numbers of the ranks that saved it."""
+        shards = [Rank(t, self.tensor, p, self.pipeline) for p in range(self.pipeline) for t in range(self.tensor)]
+        mine = [here] if here in shards else shards
+        return [(shard, [self.number(shard, data) for data in range(self.data)]) for shard in mine]
+
+
+class SavedShard:
+    """A model-parallel rank's saved state of one role, put together from its data ranks.
+
+    Args:
+        rank: the rank that saved it.
+        states: those of its data ranks.
+    """
+
+    def __init__(self, arch: Architecture, rank: Rank, states: Sequence[RankState]) -> None:
+        self.rank, self.slices = rank, rank_slices(arch, rank)
+        self._states, self._shapes = states, param_shapes(arch, rank)
+        self._newest: tuple[str, str, Tensor] | None = None
+
+    def param(self, kind: str, name: str) -> Tensor:
+        """One kind of state of a whole parameter. Raises RuntimeError when the data ranks' parts do not fill it."""
+        if self._newest is None or self._newest[:2] != (kind, name):  # a parameter has several slices
+            parts = sorted((state[kind][name] for state in self._states if name in state[kind]), key=lambda part: part[0])
+            flat = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
+            self._newest = kind, name, flat.view(self._shapes[name])
+        return self._newest[2]
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """The dtype of a kind of state."""
+        return next(part.dtype for state in self._states for _, part in state[kind].values())
+
+
+def reshard(arch: Architecture, kind: str, names: Iterable[str], here: Rank, shards: Sequence[SavedShard]) -> dict[str, Tensor]:
+    """One kind of state of the rank `here`'s parameters `names`, whole; padding is zero.
+
+    Args:
+        shards: all shards of the layout that saved; or, if `here` is one of its ranks, that rank's alone.
+    """
+    wanted: dict[str, list[Slice]] = {}
+    chosen = set(names)
+    for piece in rank_slices(arch, here):
+        if piece.param in chosen:
+            wanted.setdefault(piece.hf_name, []).append(piece)
+    own = len(shards) == 1 and shards[0].rank == here
+    sources: dict[str, list[tuple[SavedShard, Slice]]] = {name: [] for name in wanted}
+    for shard in shards:
+        for piece in shard.slices:
+            if piece.hf_name in wanted and (own or piece.primary):
+                sources[piece.hf_name].append((shard, piece))
+    shapes, mine, dtype = hf_shapes(arch), param_shapes(arch, here), shards[0].dtype(kind)
+    result = {name: torch.zeros(mine[name], dtype=dtype) for name in chosen}
+    for name, pieces in wanted.items():
+        whole = torch.empty(shapes[name], dtype=dtype)
+        for shard, piece in sources[name]:
+            whole[piece.hf_index].copy_(shard.param(kind, piece.param)[piece.param_index])
+        for piece in pieces:
+            result[piece.param][piece.param_index].copy_(whole[piece.hf_index])
+    return result

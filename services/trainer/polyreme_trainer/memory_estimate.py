@@ -1,0 +1,161 @@
+"""The memory of a run's or a stage's learner, printed before it is allocated, and the refusal of a learner that cannot fit.
+
+Invariant: the estimate reads config.json files and nothing else, imports no torch, and allocates nothing.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from polyreme.config.run import RunConfig
+from polyreme.config.stage import DpoConfig, RewardModelConfig, StageConfig
+from polyreme.errors import ConfigError, PolyremeError
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.memory.activations import MicroBatchSize
+from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, largest_rank
+from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
+from polyreme_trainer.stages.table import TABLE
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+_SMALLER = (
+    "Use more tensor ranks (trainer.parallel.tensor), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an algorithm with"
+    " fewer models, a smaller model, or larger devices."
+)
+
+
+@dataclass(frozen=True)
+class LearnerMemory:
+    """The learner's memory.
+
+    Attributes:
+        rank: of the rank that needs most.
+        ranks: ranks on each machine.
+        arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes none.
+    """
+
+    rank: RankEstimate
+    ranks: int
+    arena: Addend | None
+
+    @property
+    def machine(self) -> int:
+        """Bytes of all ranks and the arena, on a machine whose ranks compute in its own memory."""
+        return self.ranks * self.rank.nbytes + (self.arena.nbytes if self.arena else 0)
+
+
+def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
+    """The estimate of a configuration. Raises ConfigError for a model that cannot be trained, or that does not divide over the ranks."""
+    models, parallel = models_of(config), config.trainer.parallel
+    try:
+        rank = largest_rank(models, parallel, micro_batch_of(config))
+    except ValueError as error:
+        raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
+    arena = None if isinstance(config, StageConfig) else arena_term(models[0].arch, config.model.dtype)
+    return LearnerMemory(rank, parallel.ranks_per_node, arena)
+
+
+def models_of(config: RunConfig | StageConfig) -> list[Model]:
+    """The models that the learner holds, the trained policy first. Raises ConfigError."""
+    arch, dtype = load_architecture(config.model.path), config.model.dtype
+    if isinstance(config, StageConfig):
+        trained = replace(arch, head="value") if isinstance(config, RewardModelConfig) else arch
+        reference = TABLE[config.stage].reference(config)
+        frozen = [] if reference is None else [Model("reference", load_architecture(reference), dtype, trained=False)]
+        return [Model("model", trained, dtype, trained=True), *frozen]
+    models = [Model("actor", arch, dtype, trained=True)]
+    if config.algorithm.has_critic:
+        critic = load_architecture(config.trainer.critic.path or config.model.path)
+        models.append(Model("critic", replace(critic, head="value"), dtype, trained=True))
+    if config.recipe.kl is not None:
+        models.append(Model("reference", arch, dtype, trained=False))
+    if config.trainer.ema_decay is not None:
+        models.append(Model("moving average", arch, "float32", trained=False))
+    return models
+
+
+def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
+    """The largest micro-batch: the budget of tokens, or all that a rank trains on in one optimizer step if that is less."""
+    if isinstance(config, StageConfig):
+        pairs = isinstance(config, RewardModelConfig) or (isinstance(config, DpoConfig) and config.loss.kind != "kto")
+        steps = [(config.trainer.batch_size, config.data.max_tokens * (2 if pairs else 1))]
+        entropy = False
+    else:
+        groups = -(-config.groups_per_iteration // config.algorithm.minibatches)
+        steps = [(groups * config.group_size, config.data.max_prompt_tokens + config.rollout.max_new_tokens)]
+        rows = [phase.batch_size for phase in config.trainer.sft]
+        rows += [config.algorithm.ptx.batch_size] if config.algorithm.ptx else []
+        steps += [(count, config.rollout.max_model_len) for count in rows]
+        entropy = config.recipe.entropy_coef > 0
+    budget, data = config.trainer.micro_batch_tokens, config.trainer.parallel.data
+    tokens = max(min(max(budget, longest), -(-count // data) * longest) for count, longest in steps)
+    return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu")
+
+
+def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
+    """The estimate as lines of text. Raises ConfigError."""
+    memory, parallel = learner_memory(config), config.trainer.parallel
+    yield f"memory         of each learner rank ({parallel.layout}), in GiB:"
+    for term in memory.rank.terms:
+        yield f"  {term.nbytes / GIB:>9,.3f}    {term.name}: {term.arithmetic}"
+    yield f"  {memory.rank.nbytes / GIB:>9,.3f}    in all"
+    if memory.arena is not None:
+        yield f"memory         in /dev/shm of the learner's first machine: {memory.arena.nbytes / GIB:,.3f} GiB, {memory.arena.arithmetic}"
+    if not isinstance(config, StageConfig):
+        yield f"memory         of each replica's device: {replica_line(config)}"
+
+
+def replica_line(config: RunConfig) -> str:
+    """A replica's weights and its cache of keys and values, per device."""
+    arch, rollout, dtype = load_architecture(config.model.path), config.rollout, config.model.dtype
+    weights = arch.parameters * WIDTHS[dtype] / rollout.tensor_parallel
+    each = cache_bytes_per_token(arch, dtype, rollout.tensor_parallel)
+    wanted = rollout.max_num_seqs * rollout.max_model_len
+    if config.device == "cpu":
+        cache = f"{rollout.vllm.kv_cache_mib / 1024:,.3f} GiB of key-value cache, {(rollout.vllm.kv_cache_mib << 20) // each:,} tokens"
+    else:
+        cache = f"key-value cache up to {rollout.vllm.gpu_memory_utilization:.0%} of the device"
+    return (
+        f"{weights / GIB:,.3f} GiB of weights, {cache} at {each:,} bytes each"
+        f" ({rollout.max_num_seqs} samples of {rollout.max_model_len} tokens need {wanted * each / GIB:,.3f} GiB)"
+    )
+
+
+def refuse(config: RunConfig | StageConfig, limit: int | None) -> Iterator[PolyremeError]:
+    """Yields an error when the models do not divide over the ranks, or the learner cannot fit.
+
+    Args:
+        limit: bytes of a device; on CPU, of the machine that all ranks of a node share. None: not known.
+    """
+    try:
+        memory = learner_memory(config)
+    except ConfigError as error:
+        yield error
+        return
+    on_cpu = config.device == "cpu"
+    needed = memory.machine if on_cpu else memory.rank.nbytes
+    if limit is None or needed <= limit:
+        return
+    terms = " + ".join(f"{term.name} {term.nbytes / GIB:,.2f}" for term in memory.rank.terms)
+    found = f"{terms} = {memory.rank.nbytes / GIB:,.2f} GiB for each rank"
+    if on_cpu:
+        arena = f" and an arena of {memory.arena.nbytes / GIB:,.2f} GiB" if memory.arena else ""
+        found = f"{memory.ranks} rank(s) x ({found}){arena}: {needed / GIB:,.2f} GiB"
+    place = "this machine" if on_cpu else "each device"
+    yield ConfigError(f"a learner that fits the {limit / GIB:,.1f} GiB of {place}", found, _SMALLER)
+
+
+def report(config: RunConfig | StageConfig, limit: int | None) -> Iterator[str | PolyremeError]:
+    """The estimate's lines, and an error when the learner exceeds `limit`; see `refuse`. Raises ConfigError."""
+    yield from memory_lines(config)
+    yield from refuse(config, limit)
+
+
+def announce(config: RunConfig | StageConfig, limit: int, leads: bool) -> None:
+    """Logs the estimate on the rank that leads, before anything is allocated. Raises ConfigError on every rank when it exceeds `limit`."""
+    if leads:
+        for line in memory_lines(config):
+            logger.info("%s", line)
+    for error in refuse(config, limit):
+        raise error

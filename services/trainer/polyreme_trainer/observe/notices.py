@@ -1,0 +1,76 @@
+"""Which records of a run are worth a notice, and its content.
+
+Invariant: pure; a record gives at most one notice. The first evaluated version is the one to compare with, so it is no new best.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from polyreme.cli.progress import Record, evaluation_of
+from polyreme.config.notices import Event
+from polyreme.experience.run import RunState
+
+_ENDS: Mapping[RunState, Event] = {RunState.DONE: "done", RunState.STOPPED: "stopped", RunState.FAILED: "failed"}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a receiver gets, as one JSON object.
+
+    Attributes:
+        event: what happened.
+        run, name, run_dir: id, name and directory of the run.
+        time: Unix time in seconds.
+        text: one sentence for people.
+        facts: further values: `version`, `metric`, `value` of a new best; `reason` of an end.
+    """
+
+    event: Event
+    run: str
+    name: str
+    run_dir: str
+    time: float
+    text: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def payload(self) -> dict[str, Any]:
+        """The object, with the facts beside the other values."""
+        values = asdict(self)
+        return {**values.pop("facts"), **values}
+
+
+class NoticeRules:
+    """Turns the records of one run into notices.
+
+    Args:
+        run_id, name, run_dir: of the run.
+        evaluations: results by version that are known already, of a run that is resumed.
+    """
+
+    def __init__(self, run_id: str, name: str, run_dir: str, evaluations: Mapping[int, float] | None = None) -> None:
+        self._run = (run_id, name, run_dir)
+        self._best: float | None = max((evaluations or {}).values(), default=None)
+
+    def of_records(self, records: Iterable[Record]) -> list[Notice]:
+        """The notices about new records, in order. Each record has its `time`."""
+        return [notice for record in records if (notice := self._of_record(record))]
+
+    def of_end(self, state: RunState, reason: str, time: float) -> Notice:
+        """The notice about the run's end."""
+        text = f"{self._run[1]} {'is done' if state is RunState.DONE else f'{state}: {reason}'}"
+        return Notice(_ENDS[state], *self._run, time, text, {"reason": reason})
+
+    def _of_record(self, record: Record) -> Notice | None:
+        if record["kind"] == "alarm":
+            return Notice("alarm", *self._run, record["time"], f"{self._run[1]}: alarm: {record['text']}")
+        if record["kind"] == "eval":
+            metric, value = evaluation_of(record)
+            before, self._best = self._best, value if self._best is None else max(value, self._best)
+            if before is not None and value > before:
+                text = (
+                    f"{self._run[1]}: {metric} {value:.3f} at version {record['version']}, the best so far (before: {before:.3f})"
+                )
+                facts = {"version": record["version"], "metric": metric, "value": value}
+                return Notice("best", *self._run, record["time"], text, facts)
+        return None

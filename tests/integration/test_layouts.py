@@ -1,0 +1,122 @@
+"""Layouts of the ranks: training is that of one rank, and a run resumes in another layout where it stopped.
+
+The model has tied embeddings, grouped queries, biases and 45 tokens, so every rule of the mapping table is used, and padding too.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from support import layout_checks
+from support.models import tiny_model
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.real
+
+TOLERANCE = 1e-5
+LAYOUTS = {"one": {}, "tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}}
+"""Each on as few ranks as it needs."""
+
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("tied", tmp_path_factory.mktemp("model") / "tied")
+
+
+@pytest.fixture(scope="module")
+def train(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Runs `layout_checks.follow` on a layout's ranks."""
+    folder = tmp_path_factory.mktemp("out")
+
+    def run(layout: str, *runs: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+        out, sizes = folder / f"{layout}.json", LAYOUTS[layout]
+        order = {"model": str(model), "dtype": dtype, "out": str(out), "layout": sizes, "runs": runs}
+        ranks = 1
+        for size in sizes.values():
+            ranks *= size
+        run_ranks(layout_checks.follow, ranks, json.dumps(order), timeout=240)
+        return json.loads(out.read_text())
+
+    return run
+
+
+def a_run(steps: int, resume: Path | None = None, **save: Path) -> dict[str, Any]:
+    """`save`: step_N=path."""
+    return {
+        "steps": steps,
+        "resume": None if resume is None else str(resume),
+        "save": {name.removeprefix("step_"): str(path) for name, path in save.items()},
+    }
+
+
+def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.fixture(scope="module")
+def straight(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Five steps of one rank, and the folder of its checkpoints `at-1` and `at-3`."""
+    folder = tmp_path_factory.mktemp("straight")
+    return train("one", a_run(5, step_1=folder / "at-1", step_3=folder / "at-3")), folder
+
+
+def test_training_is_that_of_one_rank_and_resumes_on_any_layout(
+    train: Train, straight: tuple[dict[str, Any], Path], model: Path, tmp_path: Path
+) -> None:
+    """Loss, gradients (in the first moments of the first step) and weights after three steps. Then each layout goes on from the third step
+    of the layout before it, and once more, to the same bits, from its own fourth step."""
+    expected, folder = straight
+    reference = [layout_checks.saved_state(model, folder / name) for name in ("at-1", "at-3")]
+    want = expected["runs"][0]
+    before = folder / "at-3"
+    for layout in [name for name in LAYOUTS if name != "one"] + ["one"]:
+        at = {number: tmp_path / f"{layout}-{number}" for number in (1, 3, 4, 5, 6)}
+        found = train(
+            layout,
+            a_run(3, step_1=at[1], step_3=at[3]),
+            a_run(2, resume=before, step_1=at[4], step_2=at[5]),
+            a_run(1, resume=at[4], step_1=at[6]),
+        )
+        fresh, resumed, again = found["runs"]
+        assert fresh == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in want[:3]], layout
+        assert resumed == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in want[3:]], layout
+        assert again == resumed[1:], layout
+        for number, state in zip((1, 3), reference, strict=True):
+            for kind, tensors in layout_checks.saved_state(model, at[number]).items():
+                agree(tensors, state[kind], TOLERANCE)
+        last, repeated = (layout_checks.saved_state(model, at[number]) for number in (5, 6))
+        for kind in last:
+            agree(repeated[kind], last[kind], 0.0)
+        before = at[3]
+
+
+def test_bfloat16_weights_and_their_copies_pass_from_layout_to_layout_bit_for_bit(
+    train: Train, model: Path, tmp_path: Path
+) -> None:
+    first = tmp_path / "at-2"
+    whole = train("one", a_run(2, step_2=first), dtype="bfloat16")
+    expected, before = layout_checks.saved_state(model, first), first
+    assert not all(torch.equal(expected["master"][name], tensor.float()) for name, tensor in expected["weights"].items())
+    for number, layout in enumerate([name for name in LAYOUTS if name != "one"] + ["one"], start=3):
+        path = tmp_path / f"at-{number}"
+        found = train(layout, a_run(0, resume=before, step_0=path), dtype="bfloat16")
+        for kind, tensors in layout_checks.saved_state(model, path).items():
+            agree(tensors, expected[kind], 0.0)
+        if layout == "data":
+            assert found["state_bytes"] <= 0.6 * whole["state_bytes"]
+        before = path
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_a_version_that_stages_write_is_the_exported_model_bit_for_bit(kind: Literal["tied", "untied"], tmp_path: Path) -> None:
+    path = tiny_model(kind, tmp_path / "model")
+    run_ranks(layout_checks.push_and_export, 2, str(path), str(tmp_path), json.dumps({"pipeline": 2}), timeout=240)

@@ -1,0 +1,143 @@
+"""What test_layouts runs inside the ranks: a role trains, saves and resumes on one layout; the test compares the files of all layouts."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from polyreme.config.trainer import ParallelConfig
+from polyreme.weights.digest import verify
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.megatron import checkpoint
+from polyreme_trainer.megatron.batch import MicroBatch, Sequences, supervised
+from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.channel import BroadcastChannel
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.export import Export, export_hf
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, rank_slices
+from polyreme_trainer.megatron.optimizer import Adam
+from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.reshard import Layout, SavedShard, reshard
+from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.shard import data_shard
+from polyreme_trainer.megatron.version_writer import VersionWriter
+
+ADAM = Adam(beta2=0.98, eps=1e-4, weight_decay=0.1, clip_grad=0.3)  # eps: keeps rounding of tiny gradients from becoming steps
+LENGTHS = (19, 7, 13, 10, 18)
+
+
+def sequences(vocab: int) -> Sequences:
+    """Rows of different lengths whose first three tokens are not trained on."""
+    random = np.random.default_rng(7)
+    masks = [np.arange(length) >= 3 for length in LENGTHS]
+    rows = [random.integers(1, vocab, length, dtype=np.int32) for length in LENGTHS]
+    return supervised(rows, [mask.astype(np.uint8) for mask in masks])
+
+
+def make_role(model: str, dtype: str, device: Device) -> Role[Policy]:
+    """The actor of a Hugging Face directory. A micro-batch has at most two of the rows."""
+    policy = Policy(load_architecture(Path(model)), dtype, device, trainable=True)
+    policy.load_hf(Path(model))
+    role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets, 0.9), data_shard(36, device))
+    role.make_optimizer(ADAM)
+    return role
+
+
+def step(role: Role[Policy]) -> tuple[float, float]:
+    """One optimizer step on `sequences`. Returns its loss and the gradient norm."""
+    rows = sequences(role.model.arch.vocab)
+    count, total = float(rows.trained.sum()), torch.zeros(1, dtype=torch.float64)
+
+    def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+        weight = batch.take(np.cos(np.arange(len(rows.mask), dtype=np.float32)))  # positive and negative, as advantages are
+        value = -(logprobs * weight).sum() / count
+        total.add_(value.detach())
+        return value
+
+    norm = role.update(rows, np.arange(len(rows)), loss, 1e-2)
+    return float(role.shard.sum(total)), norm
+
+
+def follow(script: str) -> None:
+    """Runs a script: {model, dtype, out, layout: [tensor, data], runs: [{resume: path | null, steps, save: {step: path}}]}.
+
+    Rank 0 writes {runs: [[[loss, norm] of each step]], state_bytes: of rank 0} to `out`.
+    """
+    order: dict[str, Any] = json.loads(script)
+    device = Device("cpu")
+    init_parallel(ParallelConfig(**order["layout"]), device)
+    runs, role = [], None
+    for run in order["runs"]:
+        role = make_role(order["model"], order["dtype"], device)
+        if run["resume"] is not None:
+            step(role)  # leaves weights and moments that the checkpoint must replace
+            found = checkpoint.read(Path(run["resume"]))
+            assert found is not None and found.intact()
+            checkpoint.load(found, [role])
+        measured = []
+        for number in range(run["steps"] + 1):
+            if number:
+                measured.append(step(role))
+            if str(number) in run["save"]:
+                checkpoint.save(Path(run["save"][str(number)]), [role], {})
+        runs.append(measured)
+    assert role is not None and role.optimizer is not None
+    if torch.distributed.get_rank() == 0:
+        Path(order["out"]).write_text(json.dumps({"runs": runs, "state_bytes": role.optimizer.state_bytes}))
+
+
+def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
+    """Kind of state -> Hugging Face name -> the whole tensor in a checkpoint of the actor, whatever layout has saved it."""
+    found = checkpoint.read(path)
+    assert found is not None and found.intact()
+    arch, here = load_architecture(model), Rank()
+    layout = Layout(*(found.layout[name] for name in ("tensor", "pipeline", "data")))
+    shards = [
+        SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
+        for rank, numbers in layout.files(here)
+    ]
+    names = sorted({piece.param for piece in rank_slices(arch, here)})
+    kinds = ["weights", "exp_avg", "exp_avg_sq"] + (["master"] if found.layout["dtype"] == "bfloat16" else [])
+    state = {}
+    for kind in kinds:
+        params = reshard(arch, kind, names, here, shards)
+        state[kind] = {
+            name: torch.empty(shape, dtype=next(iter(params.values())).dtype) for name, shape in hf_shapes(arch).items()
+        }
+        for piece in rank_slices(arch, here):
+            state[kind][piece.hf_name][piece.hf_index] = params[piece.param][piece.param_index]
+    return state
+
+
+def push_and_export(model: str, folder: str, layout: str) -> None:
+    """A trained version in the arena, written by every stage and tensor rank, is the exported model bit for bit."""
+    device = Device("cpu")
+    init_parallel(ParallelConfig(**json.loads(layout)), device)
+    role, number = make_role(model, "float32", device), torch.distributed.get_rank()
+    step(role)
+    ranks = Ranks(number, BroadcastChannel(device.torch))
+    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.shard.rank == 0)
+    try:
+        written = writer.write(0, version=1, term=1)
+        full = role.model.full_tensors()
+        if number:
+            assert full is None
+            return
+        assert full is not None and written.manifest is not None
+        verify(written.manifest, writer.arena.slot_view(0))
+        export_hf(Path(folder) / "hf", Export(full, {"config.json": (Path(model) / "config.json").read_bytes()}))
+        pushed, exported = writer.tensors(0), load_file(Path(folder) / "hf" / "model.safetensors")
+        before = load_file(Path(model) / "model.safetensors")
+        assert pushed.keys() == exported.keys() == before.keys()
+        assert all(torch.equal(pushed[name], exported[name]) for name in exported)
+        assert not any(torch.equal(before[name], exported[name]) for name in exported)
+    finally:
+        torch.distributed.barrier()
+        writer.close()
+        ranks.close()

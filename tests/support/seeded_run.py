@@ -1,0 +1,198 @@
+"""Runs that never trained, recorded from seeds by the real recorder: a policy that learns to add.
+
+Everything on disk is written by the code that writes it in a real run; only the numbers and texts are made up.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyreme.api.v1 import experience_pb2 as pb
+from polyreme.experience.records import GroupRecord, RewardCall, RewardPart, SampleRecord, encode_group
+from polyreme.experience.run import RunState
+from polyreme.experience.trained_samples import TrainedSamples
+from polyreme_trainer.observe.records import Recorder
+from support.configs import run_config
+
+GROUPS, SAMPLES = 4, 4
+"""Per iteration, and per group."""
+SECONDS = 8.0
+"""Wall time of an iteration."""
+REPLICAS = ("rollout-a", "rollout-b")
+VOCABULARY = ["<pad>", "<eos>", *"0123456789", " ", "+", "=", "so", "the", "sum", "is", "\n"]
+Made = Iterator[tuple[dict[str, Any], list[GroupRecord], TrainedSamples | None]]
+
+
+def skill(iteration: int, iterations: int, seed: int = 0) -> float:
+    """How often the policy is right by then. Seeds learn at different speeds."""
+    return float(0.15 + (0.8 - 0.05 * (seed % 3)) / (1 + np.exp(-8 * (iteration / iterations - 0.35 - 0.1 * (seed % 3)))))
+
+
+def answer(random: np.random.Generator, total: int, right: bool, wordy: float) -> list[int]:
+    """Token ids of an answer."""
+    shown = total if right else total + int(random.integers(1, 9))
+    thought = (
+        [VOCABULARY.index(word) for word in ("so", " ", "the", " ", "sum", " ", "is", " ")] if random.random() < wordy else []
+    )
+    return [*thought, *(VOCABULARY.index(digit) for digit in str(shown)), 1]
+
+
+def made_group(random: np.random.Generator, index: int, iteration: int, right_share: float, began: float) -> GroupRecord:
+    """A group of answers to one sum; prompts repeat after 40 groups."""
+    a, b = 11 + index % 40, 7 + (3 * index) % 40
+    replica, samples = REPLICAS[index % 2], []
+    for place in range(SAMPLES):
+        right = bool(random.random() < right_share)
+        ids = np.array(answer(random, a + b, right, 1.0 - 0.7 * right_share), dtype=np.int32)
+        mixed = iteration > 2 and len(ids) > 4 and random.random() < 0.2
+        spans = [(iteration - 2, 0, 3), (iteration - 1, 3, len(ids))] if mixed else [(iteration - 1, 0, len(ids))]
+        calls = [RewardCall("reward-1", "ok", "", 0.05 + 0.1 * random.random())]
+        if random.random() < 0.1:
+            calls.insert(0, RewardCall("reward-1", "timeout", "expected an answer within 10 s", 10.0))
+        cut = place == 0 and random.random() < 0.05
+        samples.append(
+            SampleRecord(
+                token_ids=ids,
+                logprobs=-random.exponential(0.5 * (1.2 - right_share), len(ids)).astype(np.float32),
+                loss_mask=np.ones(len(ids), dtype=np.uint8),
+                finish_reason=pb.FINISH_REASON_LENGTH if cut else pb.FINISH_REASON_STOP,
+                spans=spans,
+                score=float(right) - 0.1 * (len(ids) > 6),
+                parts=[
+                    RewardPart("exact", float(right), float(right)),
+                    RewardPart("length", float(len(ids) > 6), -0.1 * (len(ids) > 6)),
+                ],
+                text="".join(VOCABULARY[number] for number in ids[:-1]),
+                replicas=(*((REPLICAS[1 - index % 2],) if mixed else ()), replica),
+                calls=tuple(calls),
+            )
+        )
+    seconds = 1.5 + float(random.random())
+    return GroupRecord(
+        index, 1, np.arange(2, 12, dtype=np.int32), samples, f"What is {a} + {b}?", str(a + b), seconds, 0.2 + 0.3 * float(random.random()), began
+    )  # fmt: skip
+
+
+def used(groups: list[GroupRecord]) -> TrainedSamples:
+    """Group-relative advantages and equal weights."""
+    samples = [(group, sample) for group in groups for sample in group.samples]
+    advantages = [np.full(len(sample), sample.score - group.mean_reward, dtype=np.float32) for group, sample in samples]
+    return TrainedSamples(
+        np.concatenate(advantages), np.full(len(samples), 1 / len(samples), np.float32), np.ones((len(samples), 1), np.int32)
+    )
+
+
+def made_run(iterations: int, seed: int, started: float, group_count: int = GROUPS) -> Made:
+    """The records of a run in order, each with the groups of its iteration."""
+    random = np.random.default_rng(seed)
+    yield {"kind": "start", "start": 1, "forked_from": None, "time": started}, [], None
+    yield (
+        {
+            "kind": "replicas",
+            "replicas": {name: f"http://127.0.0.1:800{at}/v1" for at, name in enumerate(REPLICAS)},
+            "time": started,
+        },
+        [],
+        None,
+    )
+    index = 0
+    for iteration in range(1, iterations + 1):
+        end, share = started + SECONDS * iteration, skill(iteration, iterations, seed)
+        groups = []
+        for place in range(group_count):
+            groups.append(made_group(random, index, iteration, share, end - SECONDS + 0.4 + 0.5 * place))
+            index += 1
+        scores = np.array([sample.score for group in groups for sample in group.samples] or [0.0])
+        wait, train = 4.0 + float(random.random()), 2.0 + float(random.random())
+        record = {
+            "kind": "iteration", "iteration": iteration, "time": end, "reward/mean": float(scores.mean()), "reward/std": float(scores.std()),
+            "response_length/mean": 9 - 4 * iteration / iterations + float(random.normal(0, 0.3)), "entropy": 0.6 * (1.2 - share),
+            "mismatch_kl": 1e-4 * float(random.lognormal(0, 0.3)), "grad_norm": float(random.lognormal(-1, 0.3)), "actor/lr": 1e-5,
+            "actor/pg_loss": float(random.normal(0, 0.02)), "staleness/mean": 0.2 * float(random.random()), "stop/length_fraction": 0.02 * float(random.random()),
+            "tokens_per_second": 2400 + 200 * float(random.normal()), "time/iteration": SECONDS, "time/learner_wait": wait, "time/train": train, "time/write": 0.4,
+            "alarms": ["responses get shorter"] if iteration == iterations else [],
+        }  # fmt: skip
+        yield record, groups, used(groups) if groups else None
+        for at, replica in enumerate(REPLICAS[: 1 + (group_count > 2)]):
+            stall = 0.03 + 0.02 * float(random.random())
+            commit = {
+                "kind": "commit",
+                "replica": replica,
+                "version": iteration,
+                "stall_seconds": stall,
+                "reload_seconds": stall / 2,
+                "path": "arena",
+            }
+            yield {**commit, "time": end + 0.2 + 0.1 * at}, [], None
+        if iteration % max(1, iterations // 8) == 0:
+            result = {
+                "kind": "eval",
+                "version": iteration,
+                "accuracy": share,
+                "samples": 20,
+                "seconds": 1.2,
+                "parts": {},
+                "examples": [],
+            }
+            yield {**result, "time": end + 1.5}, [], None
+    end = started + SECONDS * iterations + 2
+    yield (
+        {"kind": "saved", "iteration": iterations, "path": "checkpoints/last", "hf_path": "hf/last", "seconds": 0.8, "time": end},
+        [],
+        None,
+    )
+    yield {"kind": "alarm", "text": "responses get shorter", "time": end}, [], None
+    yield {"kind": "restart", "process": "rollout-1", "text": "exit status 137", "time": end}, [], None
+
+
+def record_run(run_dir: Path, iterations: int, seed: int, groups: int = GROUPS, state: RunState = RunState.DONE) -> None:
+    """Writes the directory of such a run."""
+    run_dir.mkdir(parents=True)
+    config = run_config(run_dir.parent, name=run_dir.name, output_dir=run_dir.parent, iterations=iterations)
+    (run_dir / "config.yaml").write_text(config.to_yaml())
+    (run_dir / "run.json").write_text(json.dumps({"run_id": f"{run_dir.name}-{seed}", "redis": "embedded"}))
+    (run_dir / "vocabulary.json").write_text(json.dumps(VOCABULARY))
+    by_iteration: dict[int, tuple[list[bytes], bytes | None]] = {}
+
+    async def groups_of(iteration: int) -> tuple[list[bytes], bytes | None]:
+        return by_iteration.pop(iteration)
+
+    async def record() -> None:
+        with closing(Recorder(config, f"{run_dir.name}-{seed}", groups_of)) as recorder:
+            started = time.time() - SECONDS * iterations - 10
+            for number, (line, made, trained) in enumerate(made_run(iterations, seed, started, groups)):
+                if line["kind"] == "iteration":
+                    by_iteration[line["iteration"]] = (
+                        [encode_group(group) for group in made],
+                        trained.encode() if trained else None,
+                    )
+                stream_id = f"{round(line['time'] * 1000)}-{number}"
+                await recorder.take([(stream_id, line)], (RunState.RUNNING, ""))
+            await recorder.take([], (state, ""))
+        write_answers(run_dir, iterations, seed)
+
+    asyncio.run(record())
+
+
+def write_answers(run_dir: Path, version: int, seed: int) -> None:
+    """Writes the answers of the last evaluation."""
+    random = np.random.default_rng(seed)
+    lines = []
+    for row in range(20):
+        total = int(random.integers(20, 90))
+        fields = {
+            "version": version,
+            "row": row,
+            "prompt": f"What is {total - 9} + 9?",
+            "response": str(total),
+            "label": str(total),
+            "score": 1.0,
+        }
+        lines.append(json.dumps({**fields, "tokens": 3, "finish_reason": "stop"}) + "\n")
+    (run_dir / "samples" / f"evaluation_{version:04d}.jsonl").write_text("".join(lines))

@@ -1,0 +1,42 @@
+"""Runs side by side."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polyreme.cli.compare import common_iterations, metric_rows, settings_rows
+from polyreme.cli.main import build_app
+from polyreme.errors import ConfigError
+from support.recorded_run import record_run
+
+
+def test_metrics_are_over_the_iterations_that_all_runs_have() -> None:
+    long = [{"iteration": number, "reward/mean": float(number)} for number in range(1, 9)]
+    short = [{"iteration": number, "reward/mean": 1.0, "kl": None} for number in range(1, 5)]
+    first, newest = common_iterations([long, short], last=2)
+    assert (first, newest) == (3, 4)
+    assert metric_rows([long, short], first, newest) == {"reward/mean": [3.5, 1.0]}
+    assert metric_rows([long, short], first, newest, names=["kl"]) == {}
+    assert common_iterations([long, []], last=2) == (0, 0)
+
+
+def test_settings_that_differ_have_a_value_per_run() -> None:
+    rows = settings_rows([{"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, {"a": {"b": 1}, "d": [1]}])
+    assert rows == {"a.c": [2, 3, None], "d": [None, None, [1]]}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    first = record_run(tmp_path, "first", iterations=3, group_size=2)
+    second = record_run(tmp_path, "second", iterations=2, group_size=4)
+    runner, app = CliRunner(), build_app(["compare"])
+    found = json.loads(runner.invoke(app, ["compare", str(first), str(second), "--json"]).stdout)
+    assert found["config"]["group_size"] == [2, 4]
+    assert found["iterations"] == [1, 2]
+    assert found["metrics"]["reward/mean"] == pytest.approx([0.15, 0.15])
+    assert found["results"]["accuracy_after"] == [0.3, 0.2]
+    text = runner.invoke(app, ["compare", str(first), str(second)]).stdout
+    assert "MEAN OF ITERATIONS 1 TO 2  first  second" in text
+    assert isinstance(runner.invoke(app, ["compare", str(first)]).exception, ConfigError)
+    assert isinstance(runner.invoke(app, ["compare", str(first), str(tmp_path)]).exception, ConfigError)

@@ -1,0 +1,137 @@
+"""What `polyreme init` writes can start."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from polyreme.cli.checks import findings
+from polyreme.cli.main import build_app
+from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, columns_of, write_new_run
+from polyreme.cli.new_run.sample_data import EXAMPLES, rows, supervised_rows
+from polyreme.config.load import load_any, load_config
+from polyreme.errors import ConfigError
+from support.tiny_tokenizer import model_files
+
+
+def own_files(folder: Path) -> tuple[Path, Path]:
+    """A model directory and a data file that a user may have."""
+    model = folder / "own-model"
+    model.mkdir()
+    for name, content in model_files().items():
+        (model / name).write_bytes(content)
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    data = folder / "own.jsonl"
+    data.write_text('{"id": 1, "question": "1+1", "solution": "2"}\n')
+    return model, data
+
+
+@pytest.mark.parametrize(("model", "data", "reward"), [*itertools.product((TINY, "own"), (SAMPLE, "own"), REWARDS)])
+def test_config_check_passes_for_each_choice(tmp_path: Path, model: str, data: str, reward: str) -> None:
+    own_model, own_data = own_files(tmp_path)
+    answers = Answers(
+        name="mine",
+        model=str(own_model) if model == "own" else TINY,
+        data=str(own_data) if data == "own" else SAMPLE,
+        reward=reward,
+        prompt_key="question",
+        label_key="solution",
+    )
+    if reward == "choice" and data == "own":
+        own_data.write_text('{"question": "A) 1 B) 2", "solution": "B"}\n')
+    created = write_new_run(tmp_path / "new", answers)
+    found = findings(load_any(tmp_path / "new" / "run.yaml"))
+    assert found.errors == ()
+    assert created[0] == tmp_path / "new" / "run.yaml"
+    assert all(path.exists() for path in created)
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_an_accelerator_trains_in_bfloat16(tmp_path: Path, device: str) -> None:
+    write_new_run(tmp_path, Answers(name="mine", device=device))  # type: ignore[arg-type]
+    config = load_config(tmp_path / "run.yaml")
+    assert (config.device, config.model.dtype) == (device, "bfloat16")
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("mine")
+    with pytest.raises(ConfigError) as error:
+        write_new_run(tmp_path, Answers(name="mine"))
+    assert "reward.py" in error.value.expected
+    assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
+
+
+@pytest.mark.parametrize("answers", [Answers("mine", model="missing"), Answers("mine", data="missing.jsonl")])
+def test_what_is_not_there_is_an_error_and_nothing_is_written(tmp_path: Path, answers: Answers) -> None:
+    with pytest.raises(ConfigError):
+        write_new_run(tmp_path / "new", answers)
+    assert not (tmp_path / "new").exists()
+
+
+def test_lengths_fit_the_models_context(tmp_path: Path) -> None:
+    model, data = own_files(tmp_path)  # a context of 128 tokens
+    write_new_run(tmp_path / "new", Answers("mine", model=str(model), data=str(data)))
+    assert load_config(tmp_path / "new" / "run.yaml").rollout.max_model_len == 128
+
+
+def test_the_tiny_model_has_a_token_for_each_character_and_weights_of_its_sizes(tmp_path: Path) -> None:
+    write_new_run(tmp_path, Answers("mine"))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    assert tokenizer.decode(tokenizer.encode("Vowels: a, e?\n").ids) == "Vowels: a, e?\n"
+    weights, config = (
+        load_file(tmp_path / "model" / "model.safetensors"),
+        json.loads((tmp_path / "model" / "config.json").read_text()),
+    )
+    assert weights["lm_head.weight"].shape == (config["vocab_size"], config["hidden_size"])
+    assert tokenizer.get_vocab_size() == config["vocab_size"]
+    assert 0.01 < weights["model.layers.1.mlp.up_proj.weight"].std() < 0.03
+    assert (weights["model.norm.weight"] == 1).all()
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_sample_data_repeats_and_has_its_columns(reward: str) -> None:
+    assert rows(reward, 5, 1) == rows(reward, 5, 1) != rows(reward, 5, 2)
+    assert all(row.keys() == {"prompt", "answer"} for row in rows(reward, 5, 1))
+    assert all(row.keys() == {"prompt", "response"} for row in supervised_rows(reward, 5, 1))
+    assert REWARDS.keys() == EXAMPLES.keys()
+
+
+def test_columns_are_read_from_json_lines(tmp_path: Path) -> None:
+    _, data = own_files(tmp_path)
+    assert columns_of(data) == ["id", "question", "solution"]
+    data.write_text("no JSON\n")
+    assert columns_of(data) == columns_of(tmp_path / "missing.jsonl") == columns_of(tmp_path / "data.parquet") == []
+
+
+def test_without_a_terminal_nothing_is_asked_and_columns_are_found(tmp_path: Path) -> None:
+    model, data = own_files(tmp_path)
+    runner, app = CliRunner(), build_app(["init"])
+    words = ["init", str(tmp_path / "My Run"), "--model", str(model), "--data", str(data), "--reward", "exact"]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "polyreme up" in result.stdout
+    config = load_config(tmp_path / "My Run" / "run.yaml")
+    assert (config.name, config.data.prompt_key, config.data.label_key) == ("my-run", "question", "solution")
+    refused = runner.invoke(app, ["init", str(tmp_path / "other"), "--reward", "best"])
+    assert isinstance(refused.exception, ConfigError)
+
+
+def test_on_a_terminal_five_questions_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def answer(question: str, default: str) -> str:
+        asked.append(question)
+        return {"Name of the run": "sums", "Reward": "numeric"}.get(question.partition(":")[0], default)
+
+    monkeypatch.setattr("polyreme.cli.init._is_terminal", lambda: True)
+    monkeypatch.setattr("typer.prompt", answer)
+    assert CliRunner().invoke(build_app(["init"]), ["init", str(tmp_path / "new")]).exit_code == 0
+    assert len(asked) == 5
+    config = load_config(tmp_path / "new" / "run.yaml")
+    assert config.name == "sums"
+    assert config.reward is not None and config.reward.rewards[0].name == "numeric"
+    assert json.loads((tmp_path / "new" / "train.jsonl").read_text().splitlines()[0])["answer"].isdigit()

@@ -1,0 +1,80 @@
+"""Which samples a filter selects."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polyreme.cli.main import build_app
+from polyreme.cli.sample_files import SampleFilter, parse_range, read_samples, sample_files
+from polyreme.cli.samples import sample_text
+from polyreme.errors import ConfigError
+from support.recorded_run import record_run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("samples"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [
+        (SampleFilter(), 3 * 4 * 2),
+        (SampleFilter(iterations=(2, 3)), 2 * 4 * 2),
+        (SampleFilter(score=(0.5, 1.0)), 3 * 4),
+        (SampleFilter(tokens=(2, 2)), 8),  # the right ones of iteration 2, the wrong ones of iteration 1
+        (SampleFilter(prompt="question 7?"), 2),
+        (SampleFilter(prompt="question 7?", response="right"), 1),
+        (SampleFilter(prompt="none"), 0),
+    ],
+)
+def test_a_filter_selects(run_dir: Path, chosen: SampleFilter, count: int) -> None:
+    found = list(read_samples(run_dir, chosen))
+    assert len(found) == count
+    assert [sample["iteration"] for sample in found] == sorted(sample["iteration"] for sample in found)
+
+
+def test_files_are_in_the_order_of_their_number(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    for name in ("iteration_10000", "iteration_0002", "evaluation_0001", "iteration_0003.jsonl"):
+        (tmp_path / "samples" / f"{name}.jsonl").touch()
+    assert [number for number, _ in sample_files(tmp_path)] == [2, 10000]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "iteration_0001.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError) as error:
+        list(read_samples(tmp_path))
+    assert "line 1" in error.value.expected
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("5", (5, 5)), ("3:10", (3, 10)), ("3:", (3, float("inf"))), (":0.5", (float("-inf"), 0.5))]
+)
+def test_a_range(text: str, wanted: tuple[float, float]) -> None:
+    assert parse_range(text) == wanted
+
+
+def test_the_command_prints_the_newest_iteration_and_the_files_own_lines(run_dir: Path) -> None:
+    runner, app = CliRunner(), build_app(["samples"])
+    newest = runner.invoke(app, ["samples", str(run_dir), "--limit", "1"])
+    assert newest.stdout.splitlines()[0] == "iteration 3, group 8: reward 1, 3 tokens, stop"
+    piped = runner.invoke(app, ["samples", str(run_dir), "--iteration", "1:2", "--reward", "1", "--json"])
+    lines = [json.loads(line) for line in piped.stdout.splitlines()]
+    assert len(lines) == 8
+    assert lines[0] == json.loads((run_dir / "samples" / "iteration_0001.jsonl").read_text().splitlines()[0])
+    refused = runner.invoke(app, ["samples", str(run_dir), "--reward", "good"])
+    assert isinstance(refused.exception, ConfigError)
+    empty = runner.invoke(app, ["samples", str(run_dir), "--reward", "7"])
+    assert empty.stdout == "no samples match\n"
+
+
+def test_an_answer_of_an_evaluation_names_its_version() -> None:
+    part = {"raw": 1.0, "weighted": 0.5}
+    sample = {"version": 4, "prompt": "a", "response": "b\nc", "label": "d", "score": 1.0, "tokens": 3, "finish_reason": "stop"}
+    lines = sample_text({**sample, "parts": {"x": part, "y": part}})
+    assert lines[0] == "version 4: reward 1 (x 1, y 1), 3 tokens, stop"
+    assert "b c" in lines[2]

@@ -1,0 +1,88 @@
+"""The page's HTTP interface over a run directory, without a socket."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from polyreme.cli.ui.api import application, is_open
+from polyreme.cli.ui.runs import Runs
+from support.seeded_run import record_run
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> TestClient:
+    folder = tmp_path_factory.mktemp("runs")
+    record_run(folder / "first", iterations=4, seed=1)
+    record_run(folder / "second", iterations=2, seed=2)
+    runs = Runs([folder])
+    runs.refresh()
+    return TestClient(application(runs))
+
+
+def get(client: TestClient, path: str) -> Any:
+    answer = client.get(f"/ui/api/{path}")
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_runs_are_listed(client: TestClient) -> None:
+    runs = {run["name"]: run for run in get(client, "runs")}
+    assert runs.keys() == {"first", "second"}
+    assert runs["first"]["iteration"] == 4 and runs["first"]["indexed"] and runs["first"]["samples"] > 0
+    assert "reward/mean" in runs["first"]["metrics"]
+
+
+def test_curves_of_several_runs_and_metrics(client: TestClient) -> None:
+    found = get(client, "curves?run=first&run=second&metric=reward/mean&metric=none")
+    assert {name: curve["steps"] for name, curve in found["reward/mean"].items()} == {"first": [1, 2, 3, 4], "second": [1, 2]}
+    assert found["none"] == {}
+
+
+def test_samples_by_filter_and_by_id(client: TestClient) -> None:
+    page = get(client, "runs/first/samples?first=2&last=2&kind=train&limit=3&order=-score")
+    assert len(page["samples"]) == 3 < page["total"] and {each["step"] for each in page["samples"]} == {2}
+    assert page["samples"] == sorted(page["samples"], key=lambda each: -each["score"])
+    life = get(client, f"runs/first/samples/{page['samples'][0]['id']}")
+    assert life["response"] and life["trained_at"] and life["spans"] and life["peers_total"] >= 1
+    assert client.get("/ui/api/runs/first/samples/99999.0").status_code == 404
+
+
+@pytest.mark.parametrize("query", ["first=x", "unknown=1", "score_min=high"])
+def test_a_filter_that_is_none_is_refused(client: TestClient, query: str) -> None:
+    assert client.get(f"/ui/api/runs/first/samples?{query}").status_code == 400
+
+
+def test_the_timeline_has_the_learner_the_groups_and_the_swaps(client: TestClient) -> None:
+    found = get(client, "runs/first/timeline?first=2&last=3")
+    assert [each["iteration"] for each in found["iterations"]] == [2, 3]
+    assert all(each["seconds"] >= each["learner_wait"] + each["train"] for each in found["iterations"])
+    assert found["groups"] and {event["kind"] for event in found["events"]} >= {"commit"}
+
+
+def test_details_have_servers_events_and_configuration(client: TestClient) -> None:
+    found = get(client, "runs/first")
+    assert found["summary"]["state"] == "done" and found["config"]["name"]
+    assert [server["version"] for server in found["servers"]] == [4, 4]
+    assert {"alarm", "eval", "saved"} <= {event["kind"] for event in found["events"]}
+    assert client.get("/ui/api/runs/third").status_code == 404
+
+
+def test_the_page_loads_nothing_from_another_host(client: TestClient) -> None:
+    page = client.get("/ui/")
+    assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
+    assert "http:" not in page.text.replace("http://www.w3.org/2000/svg", "") and "https:" not in page.text
+    for name in ("app.js", "style.css", "vendor/uplot.js", "vendor/preact.js", "vendor/diff.js"):
+        assert client.get(f"/ui/static/{name}").status_code == 200
+
+
+def test_only_the_page_itself_is_open_without_the_token() -> None:
+    assert all(map(is_open, ("/", "/ui", "/ui/", "/ui/static/app.js")))
+    assert not any(map(is_open, ("/ui/api/runs", "/metrics", "/v1/chat", "/ui/api/", "/uix")))
+
+
+def test_runs_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        record_run(tmp_path / parent / "same", iterations=1, seed=3)
+    assert Runs([tmp_path / "a", tmp_path / "b"]).readers.keys() == {"same", "same-2"}

@@ -1,0 +1,24 @@
+"""The page about notebooks: its blocks run, in order, on a recorded run."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.recorded_run import record_run
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "notebook.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    record_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    assert len(BLOCKS) >= 6
+    for block in BLOCKS:
+        exec(compile(block, str(PAGE), "exec"), names)
+    assert names["best"] == 3
+    assert len(names["wrong"]) == 8
+    assert "iteration 3/3  reward 0.300" in capsys.readouterr().out

@@ -1,0 +1,85 @@
+"""The memory of a step against its formulas. The measured peaks are in bench/memory.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from polyreme_trainer.megatron import logprobs
+from polyreme_trainer.megatron.families import read_architecture
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.memory import activations
+from polyreme_trainer.megatron.memory.activations import MicroBatchSize, layer_bytes, step_terms
+from polyreme_trainer.megatron.memory.sharding import Sharding
+from polyreme_trainer.megatron.memory.state import Model
+from support.published import CONFIGS
+
+
+def architecture(name: str = "Qwen2.5-7B-Instruct") -> Architecture:
+    return read_architecture(HfConfig(CONFIGS[name], name))
+
+
+ALONE = Sharding()
+
+
+def step(arch: Architecture, batch: MicroBatchSize, sharding: Sharding = ALONE, dtype: str = "bfloat16") -> list[int]:
+    return [term.nbytes for term in step_terms(Model("actor", arch, dtype, trained=True), sharding, batch)]
+
+
+def test_the_block_of_logits_is_that_of_the_log_probabilities() -> None:
+    assert activations.BLOCK_LOGITS == logprobs.BLOCK_LOGITS
+
+
+def test_a_layer_saves_the_inputs_of_its_operations() -> None:
+    arch = architecture()
+    numbers = 4 * 3584 + 3 * 3584 + 3 * 512 + 4 * 18944
+    statistics = 4 * (28 + 2)  # log-sum-exp of each head, and the norms' deviations
+    assert layer_bytes(arch, Sharding(), 2, fused=True) == 2 * numbers + statistics
+    tensor = 2 * (4 * 3584 + (numbers - 4 * 3584) // 4) + 4 * (28 // 4 + 2)
+    assert layer_bytes(arch, Sharding(Rank(tp=4)), 2, fused=True) == tensor
+
+
+def test_activations_follow_tokens_layers_and_stages() -> None:
+    arch, batch = architecture(), MicroBatchSize(1024, 1024)
+    saved = step(arch, batch)[0]
+    assert saved == 1024 * 28 * layer_bytes(arch, Sharding(), 2, fused=True)
+    assert step(arch, replace(batch, tokens=2048))[0] == 2 * saved
+    assert step(arch, batch, Sharding(Rank(pp=2)))[0] == saved // 2
+    assert step(arch, batch, Sharding(Rank(pp=2), micro_batches=2))[0] == saved
+
+
+def test_experts_save_what_their_chosen_tokens_pass_and_not_the_dense_mlp() -> None:
+    arch = architecture("Qwen3-235B-A22B")
+    one, two = (layer_bytes(replace(arch, top_k=count), Sharding(), 2, fused=True) for count in (1, 2))
+    assert two - one == 2 * (4096 + 5 * 1536)
+    assert layer_bytes(replace(arch, ffn=1), Sharding(), 2, fused=True) == layer_bytes(arch, Sharding(), 2, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "each"),
+    [
+        ("float32", {}, 8),
+        ("float32", {"entropy": True}, 12),
+        ("bfloat16", {}, 10),
+        ("bfloat16", {"entropy": True}, 14),
+    ],
+)
+def test_logits_beside_their_gradient(dtype: str, changes: dict[str, bool], each: int) -> None:
+    arch, tokens, width = architecture(), 64, 4 if dtype == "float32" else 2
+    table, hidden = 152064 * 3584 * width, 2 * tokens * 3584 * width
+    assert step(arch, MicroBatchSize(tokens, tokens, **changes), dtype=dtype)[1] == tokens * 152064 * each + table + hidden
+
+
+def test_logits_stay_within_a_block() -> None:
+    arch = architecture()
+    whole = 4096 * 152064 * 10
+    [_, blocks] = step(arch, MicroBatchSize(4096, 4096))
+    table, block = 152064 * 3584 * 2, 2**24 // 4096
+    assert blocks == 4096 * block * 10 + table + (block * 2 + 4096 * 4) * 3584 + 2 * 4096 * 3584 * 2
+    assert blocks < whole / 4
+
+
+def test_a_critic_has_no_logits() -> None:
+    arch, batch = architecture(), MicroBatchSize(1024, 1024)
+    assert step(replace(arch, head="value"), batch)[1] < step(arch, batch)[1]

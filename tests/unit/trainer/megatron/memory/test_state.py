@@ -1,0 +1,72 @@
+"""Weights, gradients and optimizer state against published parameter counts, without allocating."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from polyreme_trainer.megatron.families import read_architecture
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.memory.sharding import Sharding
+from polyreme_trainer.megatron.memory.state import Model, rank_parameters, state_terms
+from support.published import CONFIGS, PARAMETERS
+
+
+def architecture(name: str) -> Architecture:
+    return read_architecture(HfConfig(CONFIGS[name], name))
+
+
+def total(model: Model, sharding: Sharding) -> int:
+    return sum(term.nbytes for term in state_terms(model, sharding))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "each"),
+    [
+        ("Qwen2.5-7B-Instruct", "float32", 16),
+        ("Qwen2.5-7B-Instruct", "bfloat16", 18),
+        ("Qwen2.5-32B", "bfloat16", 18),
+        ("Qwen3-235B-A22B", "bfloat16", 18),
+    ],
+)
+def test_a_trained_model_takes_the_published_bytes_of_each_published_parameter(name: str, dtype: str, each: int) -> None:
+    arch = architecture(name)
+    assert arch.parameters == PARAMETERS[name]
+    assert total(Model("actor", arch, dtype, trained=True), Sharding()) == each * PARAMETERS[name]
+
+
+def test_the_active_parameters_of_a_mixture_are_those_in_its_name() -> None:
+    assert round(architecture("Qwen3-235B-A22B").active_parameters / 1e9) == 22
+
+
+@pytest.mark.parametrize("tensor", [2, 4, 8])
+def test_tensor_ranks_divide_every_matrix_and_repeat_the_norms(tensor: int) -> None:
+    arch = architecture("Qwen2.5-32B")
+    norms = (2 * arch.layers + 1) * arch.hidden
+    each = rank_parameters(arch, Sharding(Rank(tp=tensor)))
+    assert each == norms + (arch.parameters - norms) // tensor
+
+
+def test_pipeline_and_expert_ranks_together_hold_every_parameter() -> None:
+    arch = replace(architecture("Qwen3-235B-A22B"), layers=4)
+    stages = [rank_parameters(arch, Sharding(Rank(pp_rank=stage, pp=2))) for stage in range(2)]
+    assert sum(stages) == arch.parameters
+    experts = (
+        sum(math.prod(shape) for row in arch.family.expert for shape in arch.shapes(row).values()) * arch.experts * arch.layers
+    )
+    half = rank_parameters(arch, Sharding(Rank(ep=2)))
+    assert half == arch.parameters - experts // 2
+
+
+def test_a_frozen_model_is_its_weights_and_a_shared_optimizer_divides_only_its_state() -> None:
+    arch = architecture("Qwen2.5-7B-Instruct")
+    assert total(Model("reference", arch, "bfloat16", trained=False), Sharding()) == 2 * arch.parameters
+    shared = total(Model("actor", arch, "bfloat16", trained=True), Sharding(optimizer_ranks=4))
+    assert shared == (2 + 4 + 12 // 4) * arch.parameters
+
+
+def test_sizes_that_do_not_divide_are_an_error() -> None:
+    with pytest.raises(ValueError, match="heads = 28"):
+        rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(tp=8)))

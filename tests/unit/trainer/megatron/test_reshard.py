@@ -1,0 +1,113 @@
+"""The state of one layout's ranks, cut anew for another layout, with tensors alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyreme_trainer.megatron.families import find_family
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.families.rope import Rope
+from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices
+from polyreme_trainer.megatron.reshard import Layout, RankState, SavedShard, reshard
+
+TIED = Architecture(
+    family=find_family("qwen2"),
+    layers=4,
+    hidden=6,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    ffn=8,
+    vocab=45,
+    head="tied",
+    norm_eps=1e-6,
+    max_position=16,
+    rope=Rope(10000.0),
+)
+UNTIED, CRITIC = replace(TIED, head="untied"), replace(TIED, head="value")
+LAYOUTS = [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 1, 2), Layout(1, 2, 1), Layout(2, 2, 3)]
+
+
+def ranks(layout: Layout) -> Iterator[Rank]:
+    for pipeline in range(layout.pipeline):
+        for tensor in range(layout.tensor):
+            yield Rank(tensor, layout.tensor, pipeline, layout.pipeline)
+
+
+def whole_model(arch: Architecture) -> dict[str, Tensor]:
+    """A different number in every element of every Hugging Face tensor, from 1 on."""
+    tensors, start = {}, 1
+    for name, shape in hf_shapes(arch).items():
+        count = torch.Size(shape).numel()
+        tensors[name] = torch.arange(start, start + count, dtype=torch.float64).view(shape)
+        start += count
+    return tensors
+
+
+def params(arch: Architecture, rank: Rank) -> dict[str, Tensor]:
+    """The parameters of one rank; padding is zero."""
+    tensors = whole_model(arch)
+    found = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in param_shapes(arch, rank).items()}
+    for piece in rank_slices(arch, rank):
+        found[piece.param][piece.param_index] = tensors[piece.hf_name][piece.hf_index]
+    return found
+
+
+def saved(arch: Architecture, layout: Layout) -> dict[int, RankState]:
+    """The state of every rank by number: each data rank has equally many elements of the shard, wherever a parameter begins."""
+    states: dict[int, RankState] = {}
+    for rank in ranks(layout):
+        shard = params(arch, rank)
+        total = sum(param.numel() for param in shard.values())
+        for data in range(layout.data):
+            low, high = total * data // layout.data, total * (data + 1) // layout.data
+            state, at = {}, 0
+            for name, param in shard.items():
+                start, stop = max(low - at, 0), min(high - at, param.numel())
+                if start < stop:
+                    state[name] = start, param.flatten()[start:stop]
+                at += param.numel()
+            states[layout.number(rank, data)] = {"moment": state}
+    return states
+
+
+@pytest.mark.parametrize("arch", [TIED, UNTIED, CRITIC], ids=["tied", "untied", "critic"])
+@pytest.mark.parametrize("before", LAYOUTS)
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_every_rank_gets_its_parameters_from_the_ranks_of_any_layout(arch: Architecture, before: Layout, after: Layout) -> None:
+    states = saved(arch, before)
+    assert sorted(states) == list(range(before.tensor * before.pipeline * before.data))
+    for here in ranks(after):
+        shards = [SavedShard(arch, rank, [states[number] for number in numbers]) for rank, numbers in before.files(here)]
+        expected = params(arch, here)
+        found = reshard(arch, "moment", expected, here, shards)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_only_the_parameters_that_are_asked_for_are_read() -> None:
+    """As by a data rank that updates a few, or by a model whose other parameters are frozen."""
+    layout, here = Layout(2, 1, 1), Rank()
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    states = [{"moment": {name: state["moment"][name]}} for _, state in sorted(saved(TIED, layout).items())]
+    shards = [SavedShard(TIED, rank, [states[number] for number in numbers]) for rank, numbers in layout.files(here)]
+    found = reshard(TIED, "moment", [name], here, shards)
+    assert found.keys() == {name}
+    assert torch.equal(found[name], params(TIED, here)[name])
+
+
+def test_ranks_of_the_same_shards_read_no_others() -> None:
+    assert Layout(2, 1, 2).files(Rank(1, 2)) == [(Rank(1, 2), [1, 3])]
+    assert [rank for rank, _ in Layout(2, 1, 2).files(Rank())] == [Rank(0, 2), Rank(1, 2)]
+
+
+def test_data_ranks_that_do_not_fill_a_parameter_are_an_error() -> None:
+    states = saved(TIED, Layout(1, 1, 2))
+    shard = SavedShard(TIED, Rank(), [states[0], {"moment": {}}])
+    with pytest.raises(RuntimeError, match="shape"):
+        for name in params(TIED, Rank()):
+            if name in states[0]["moment"]:
+                shard.param("moment", name)

@@ -1,0 +1,62 @@
+"""Which records become notices."""
+
+import json
+from typing import Any
+
+import pytest
+
+from polyreme.experience.run import RunState
+from polyreme_trainer.observe.notices import NoticeRules
+
+RUN = ("letters-1", "letters", "/runs/letters")
+
+
+def evaluation(version: int, accuracy: float) -> dict[str, Any]:
+    return {"kind": "eval", "version": version, "accuracy": accuracy, "time": 10.0 + version}
+
+
+def test_a_new_best_is_better_than_all_before_it() -> None:
+    rules = NoticeRules(*RUN)
+    notices = rules.of_records([evaluation(0, 0.5), evaluation(8, 0.4), evaluation(16, 0.5), evaluation(24, 0.6)])
+    [best] = notices
+    assert best.payload() == {
+        "event": "best",
+        "run": "letters-1",
+        "name": "letters",
+        "run_dir": "/runs/letters",
+        "time": 34.0,
+        "text": "letters: accuracy 0.600 at version 24, the best so far (before: 0.500)",
+        "version": 24,
+        "metric": "accuracy",
+        "value": 0.6,
+    }
+    assert json.loads(json.dumps(best.payload())) == best.payload()
+
+
+def test_a_resumed_run_knows_its_best() -> None:
+    rules = NoticeRules(*RUN, {0: 0.2, 8: 0.7, 16: 0.6})
+    assert rules.of_records([evaluation(24, 0.65)]) == []
+    assert [notice.event for notice in rules.of_records([evaluation(32, 0.8)])] == ["best"]
+
+
+def test_an_alarm_and_nothing_else() -> None:
+    records = [
+        {"kind": "iteration", "time": 1.0},
+        {"kind": "alarm", "time": 2.0, "text": "no gradient"},
+        {"kind": "notice", "time": 3.0},
+    ]
+    [alarm] = NoticeRules(*RUN).of_records(records)
+    assert (alarm.event, alarm.time, alarm.text) == ("alarm", 2.0, "letters: alarm: no gradient")
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "text"),
+    [
+        (RunState.DONE, "done", "letters is done"),
+        (RunState.STOPPED, "stopped", "letters stopped: no disk"),
+        (RunState.FAILED, "failed", "letters failed: no disk"),
+    ],
+)
+def test_an_end_has_its_reason(state: RunState, event: str, text: str) -> None:
+    notice = NoticeRules(*RUN).of_end(state, "no disk", 5.0)
+    assert (notice.event, notice.text, notice.payload()["reason"]) == (event, text, "no disk")

@@ -1,0 +1,131 @@
+"""`polyreme data`: the report and the conversion."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from rich.console import Console
+from unit.dataset.test_megatron_files import write_megatron
+
+from polyreme.config.data import DataConfig
+from polyreme.errors import ConfigError, DataError
+from polyreme_trainer.data.prompts import Example
+from polyreme_trainer.data.template import Template
+from polyreme_trainer.data_command import check, convert, tokens_text
+from support.tiny_tokenizer import model_files
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A run's YAML file beside its model and data: four prompts of which two are equal, one is long and one is held out, too."""
+    (tmp_path / "model").mkdir()
+    for name, content in model_files().items():
+        (tmp_path / "model" / name).write_bytes(content)
+    rows = [
+        {"prompt": "1+1=", "answer": 2},
+        {"prompt": "2+2=", "answer": 4},
+        {"prompt": "1+1=", "answer": 3},
+        {"prompt": "9" * 60},
+    ]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "eval.jsonl", rows[1:2])
+    write(tmp_path / "sft.jsonl", [{"prompt": "2+2=", "response": "4"}])
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        """
+iterations: 1
+groups_per_iteration: 1
+group_size: 2
+model: {path: model}
+data: {train: train.jsonl, eval: eval.jsonl, max_prompt_tokens: 32}
+rollout: {max_new_tokens: 32, max_model_len: 64}
+reward: {rewards: [{name: exact}]}
+trainer: {optimizer: {lr: 1.0e-3}}
+"""
+    )
+    return path
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, str]:
+    """The printed report by its words at the beginning of the lines."""
+    check(*arguments)
+    return {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()}
+
+
+def test_the_report_of_prompts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, config)
+    assert found["rows"] == "4"
+    assert "at least 6" in found["tokens"] and found["tokens"].endswith("at most 62")
+    assert found["overlong"].startswith("1 of more than 32")
+    assert found["unlabelled"].startswith("1 ")
+    assert found["duplicates"].startswith("1:") and found["duplicates"].endswith("train.jsonl:1")
+    assert found["leaks"].startswith("1 ") and found["leaks"].endswith("eval.jsonl:1")
+    assert found["example"] == "<user>|1|+|1|=|<assistant>"
+
+
+def test_the_report_of_supervised_rows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, config, config.parent / "sft.jsonl")
+    assert found["example"] == "<user>|2|+|2|=|<assistant> [trained:] |4|<eos>"
+    assert found["leaks"].startswith("1 ")
+
+
+def test_the_report_of_a_stage(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(config.parent / "pairs.jsonl", [{"prompt": "1=", "chosen": "2", "rejected": "3"}] * 2)
+    stage = config.parent / "stage.yaml"
+    stage.write_text(
+        """
+stage: dpo
+model: {path: model}
+data: {train: pairs.jsonl, max_tokens: 4}
+trainer: {optimizer: {lr: 1.0e-3}, batch_size: 1}
+"""
+    )
+    found = report(capsys, stage)
+    assert found["duplicates"] == "1: row 2 as row 1" and found["overlong"].startswith("2 of more than 4")
+
+
+def test_tokens_are_coloured_where_a_terminal_shows_it() -> None:
+    template = Template(model_files(), DataConfig(train=Path()))
+    ids = template.encode(["<user>1<assistant>2<eos>"])[0]
+    mask = np.array([0, 0, 0, 1, 1], dtype=np.uint8)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(tokens_text(Example(ids, mask), template.token_texts(ids.tolist())))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("1;32;48;5;") == 2  # bold green on grey: the trained tokens
+
+
+def test_parquet_of_verl_becomes_our_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"data_source": "s", "prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "4"}}
+    parquet.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "rows.parquet")
+    convert(tmp_path / "rows.parquet", tmp_path / "rows.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert lines == [{"prompt": row["prompt"], "answer": "4", "data_source": "s"}] * 3
+    assert "3 rows of the format verl" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="one is there"):
+        convert(tmp_path / "rows.parquet", tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="paddlenlp"):
+        convert(tmp_path / "rows.parquet", tmp_path / "other.jsonl", "paddlenlp")
+    with pytest.raises(ConfigError, match="Choose one"):
+        convert(tmp_path / "rows.parquet", tmp_path / "other.jsonl", "unknown")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl", "rows.parquet"]
+
+
+def test_token_ids_become_texts(config: Path) -> None:
+    folder = config.parent
+    template = Template(model_files(), DataConfig(train=Path()))
+    for key, text in {"input_ids": "<user>1+1=<assistant>", "labels": "2"}.items():
+        write_megatron(folder / f"sums_packed_{key}_document", [template.encode([text])[0].tolist()])
+    convert(folder / "sums", folder / "sums.jsonl", None, folder / "model")
+    assert json.loads((folder / "sums.jsonl").read_text()) == {"prompt": "<user>1+1=<assistant>", "answer": "2"}
+    with pytest.raises(ConfigError, match="--model"):
+        convert(folder / "sums", folder / "none.jsonl")

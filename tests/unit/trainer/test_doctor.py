@@ -1,0 +1,62 @@
+"""The trainer's verdicts from what torch reports, and its self-test on this machine."""
+
+from typing import Any
+
+import pytest
+
+from polyreme_trainer.doctor import _children, collective_verdict, device_verdict
+
+NONE = {"torch": "2.13.0", "cuda_build": None, "cuda": [], "npu": []}
+CUDA_WITHOUT_DRIVER = {**NONE, "cuda_build": "13.0"}
+H100 = {**CUDA_WITHOUT_DRIVER, "cuda": ["NVIDIA H100 80GB HBM3"] * 8}
+ASCEND = {**NONE, "npu": ["Ascend910_9392"] * 16}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "facts", "kind", "level"),
+    [
+        (None, NONE, "cpu", "ok"),
+        ("cpu", NONE, "cpu", "ok"),
+        ("cuda", NONE, None, "missing"),
+        ("npu", NONE, None, "missing"),
+        (None, CUDA_WITHOUT_DRIVER, "cpu", "ok"),
+        ("cuda", CUDA_WITHOUT_DRIVER, None, "missing"),
+        (None, H100, "cuda", "ok"),
+        ("npu", H100, None, "missing"),
+        (None, ASCEND, "npu", "ok"),
+    ],
+)
+def test_devices(wanted: str | None, facts: dict[str, Any], kind: str | None, level: str) -> None:
+    found, verdict = device_verdict(wanted, facts)
+    assert (found, verdict.level) == (kind, level)
+    assert bool(verdict.do) == (level == "missing")
+
+
+def test_a_missing_device_is_explained_by_its_cause() -> None:
+    assert "requirements/cuda.txt" in device_verdict("cuda", NONE)[1].do
+    assert "nvidia-smi" in device_verdict("cuda", CUDA_WITHOUT_DRIVER)[1].do
+    assert "npu-smi" in device_verdict("npu", NONE)[1].do
+
+
+def test_devices_of_one_kind_are_counted() -> None:
+    assert "8 x NVIDIA H100" in device_verdict(None, H100)[1].found
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "npu"])
+def test_a_collective_that_fails_says_what_to_look_at(kind: str) -> None:
+    assert collective_verdict(kind, 2, None).level == "ok"
+    failed = collective_verdict(kind, 2, "no answer within 120 s")
+    assert failed.level == "missing" and failed.do and "no answer" in failed.found
+
+
+@pytest.mark.real
+def test_the_self_test_sums_over_two_processes() -> None:
+    answers, failure = _children(["cpu"], 2)
+    assert failure is None
+    assert answers == [{"backend": "gloo", "ranks": 2}] * 2
+
+
+@pytest.mark.real
+def test_a_self_test_that_fails_reports_the_last_line_of_its_error() -> None:
+    _, failure = _children(["npu"])
+    assert failure is not None and "torch_npu" in failure

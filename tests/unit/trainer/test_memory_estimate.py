@@ -1,0 +1,139 @@
+"""The estimate of a whole configuration: which models count, what a micro-batch is, and which learner is refused."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.config.run import RunConfig
+from polyreme.config.stage import STAGES
+from polyreme.errors import ConfigError
+from polyreme_trainer.memory_estimate import announce, learner_memory, memory_lines, micro_batch_of, models_of, refuse
+from support.published import PARAMETERS, published_config
+
+NAME = "Qwen2.5-0.5B-Instruct"
+
+
+def run(folder: Path, **changes: Any) -> RunConfig:
+    """A run of the published model; `changes` replace top-level keys."""
+    return RunConfig.model_validate(
+        {
+            "iterations": 10,
+            "groups_per_iteration": 16,
+            "group_size": 4,
+            "model": {"path": published_config(NAME, folder / "model"), "dtype": "bfloat16"},
+            "data": {"train": folder / "train.jsonl", "max_prompt_tokens": 256},
+            "rollout": {"max_new_tokens": 768, "max_model_len": 1024},
+            "reward": {"rewards": [{"name": "exact"}]},
+            "algorithm": {"preset": "dapo"},
+            "trainer": {"optimizer": {"lr": 1e-6}},
+            **changes,
+        }
+    )
+
+
+def state_bytes(config: Any) -> int:
+    return sum(term.nbytes for term in learner_memory(config).rank.state)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ema", "each"),
+    [
+        ({"preset": "dapo"}, None, 18),
+        ({"preset": "rloo"}, None, 18 + 2),
+        ({"preset": "rloo"}, 0.9, 18 + 2 + 4),
+    ],
+)
+def test_each_role_adds_its_bytes(algorithm: dict[str, Any], ema: float | None, each: int, tmp_path: Path) -> None:
+    config = run(tmp_path, algorithm=algorithm, trainer={"optimizer": {"lr": 1e-6}, "ema_decay": ema})
+    assert state_bytes(config) == each * PARAMETERS[NAME]
+
+
+def test_a_critic_has_a_value_head_in_place_of_the_tied_output(tmp_path: Path) -> None:
+    config = run(tmp_path, algorithm={"preset": "ppo"})
+    assert [(model.role, model.arch.head, model.trained) for model in models_of(config)] == [
+        ("actor", "tied", True),
+        ("critic", "value", True),
+        ("reference", "tied", False),
+    ]
+    assert state_bytes(config) == (18 + 18 + 2) * PARAMETERS[NAME] + 18 * 896
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "each"),
+    [("sft", {}, 18), ("dpo", {}, 18 + 2), ("dpo", {"loss": {"kind": "simpo"}}, 18), ("reward-model", {}, 18)],
+)
+def test_a_stage_holds_its_model_and_a_reference_where_its_loss_has_one(
+    stage: str, changes: dict[str, Any], each: int, tmp_path: Path
+) -> None:
+    config = STAGES[stage].model_validate(
+        {
+            "stage": stage,
+            "model": {"path": published_config(NAME, tmp_path / "model"), "dtype": "bfloat16"},
+            "data": {"train": tmp_path / "train.jsonl"},
+            "trainer": {"optimizer": {"lr": 1e-6}, "batch_size": 8},
+            **changes,
+        }
+    )
+    head = 18 * 896 if stage == "reward-model" else 0
+    assert state_bytes(config) == each * PARAMETERS[NAME] + head
+    assert learner_memory(config).arena is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "data", "tokens"),
+    [(8192, 1, 8192), (512, 1, 1024), (10**6, 1, 64 * 1024), (10**6, 4, 16 * 1024)],
+)
+def test_a_micro_batch_is_its_budget_or_one_sequence_or_all_there_is(budget: int, data: int, tokens: int, tmp_path: Path) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "micro_batch_tokens": budget, "parallel": {"data": data}}
+    assert micro_batch_of(run(tmp_path, trainer=trainer)).tokens == tokens
+
+
+def test_a_device_must_hold_one_rank_and_a_machine_all_of_them(tmp_path: Path) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"tensor": 2, "data": 4, "nodes": 2}}
+    on_device, on_cpu = run(tmp_path, device="cuda", trainer=trainer), run(tmp_path, trainer=trainer)
+    rank = learner_memory(on_device).rank.nbytes
+    assert not list(refuse(on_device, rank))
+    [error] = refuse(on_device, rank - 1)
+    assert isinstance(error, ConfigError)
+    assert all(term in error.found for term in ("actor weights", "actor optimizer", "actor activations", "actor logits"))
+    machine = 4 * learner_memory(on_cpu).rank.nbytes + 3 * 2 * PARAMETERS[NAME]
+    assert not list(refuse(on_cpu, machine))
+    assert len(list(refuse(on_cpu, machine - 1))) == 1
+
+
+def test_a_model_that_does_not_divide_is_refused_on_every_device(tmp_path: Path) -> None:
+    config = run(tmp_path, device="cuda", trainer={"optimizer": {"lr": 1e-6}, "parallel": {"tensor": 4}})
+    [error] = refuse(config, None)
+    assert isinstance(error, ConfigError) and "heads = 14" in error.found
+
+
+def test_the_lines_add_up(tmp_path: Path) -> None:
+    config = run(tmp_path, algorithm={"preset": "ppo"})
+    header, *lines = memory_lines(config)
+    numbers = [float(line.split()[0].replace(",", "")) for line in lines if line.startswith("  ")]
+    assert header.startswith("memory") and abs(sum(numbers[:-1]) - numbers[-1]) < 0.01
+    assert "key-value cache" in lines[-1] and "3 versions" in lines[-2]
+
+
+def test_the_learner_logs_the_estimate_once_and_every_rank_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = run(tmp_path, device="cuda")
+    caplog.set_level(logging.INFO)
+    announce(config, 2**40, leads=False)
+    assert not caplog.records
+    announce(config, 2**40, leads=True)
+    assert [record.getMessage() for record in caplog.records] == list(memory_lines(config))
+    with pytest.raises(ConfigError):
+        announce(config, 2**30, leads=False)
+
+
+def test_an_entropy_bonus_needs_more_logits(tmp_path: Path) -> None:
+    bonus = run(tmp_path, algorithm={"preset": "dapo", "entropy_coef": 0.01})
+    assert micro_batch_of(bonus) == replace(micro_batch_of(run(tmp_path)), entropy=True)
+
+
+def test_data_ranks_divide_the_optimizer_alone(tmp_path: Path) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"data": 4}}
+    assert state_bytes(run(tmp_path, trainer=trainer)) == (2 + 4 + 12 // 4) * PARAMETERS[NAME]
