@@ -14,11 +14,8 @@ from shutil import which
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.algorithm import AlgorithmSource
-<<<<<<< HEAD
-from polyreme.config.notices import CommandConfig, ReceiverConfig
-=======
 from polyreme.config.data import Sources
->>>>>>> main
+from polyreme.config.notices import CommandConfig, ReceiverConfig
 from polyreme.config.python_source import FUNCTIONS, parse, stand_in_for
 from polyreme.config.run import RunConfig
 from polyreme.dataset.source import as_sources, name_of
