@@ -17,7 +17,7 @@ from polyreme.errors import StaleTermError
 from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
-from polyreme.weights.delta import Delta
+from polyreme.weights.delta import WeightDelta
 from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_delta, encode_manifest, keep_memory
 
 PROBE_TIMEOUT = 10.0
@@ -118,7 +118,7 @@ class ReplicaClient:
         data = self._arena.slot_view(version.slot)[: version.manifest.nbytes]
         return await self._stream(encode_manifest(version.manifest), data, version)
 
-    async def stream_delta(self, delta: Delta, version: Version) -> Sent:
+    async def stream_delta(self, delta: WeightDelta, version: Version) -> Sent:
         """Sends the delta that leads to the version. SwapError: also when the replica lacks its base."""
         return await self._stream(encode_delta(delta.manifest.to_proto()), memoryview(delta.payload), version)
 
