@@ -27,26 +27,57 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from learner import learner_role, save_model
+from learner import save_model
 from weights import Stage, staged
 
+from polyreme.config.trainer import ParallelConfig
 from polyreme.net.ports import free_port
 from polyreme.weights import delta as deltas
 from polyreme.weights.digest import seal, verify
 from polyreme.weights.manifest import Manifest, plan_manifest, tensor_views
+from polyreme_trainer.megatron.batch import MicroBatch, supervised
+from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.hf_mapping import hf_aliases
 from polyreme_trainer.megatron.model import tensor_specs
+from polyreme_trainer.megatron.optimizer import Adam
+from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.shard import DataShard
 
 MOST = {"delta_bytes_fraction": 0.03, "stall_delta_vs_full": 1.0}
 LR = 1e-6
+ROWS, WIDTH = 4, 64  # of a step
 CHANGED = 0.01  # of the elements, in a swap
 
 
 def bench_bytes(steps: int) -> dict[str, float]:
+    torch.set_num_threads(2)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
+    device = Device("cpu", threads=2)
+    init_parallel(ParallelConfig(), device)
     with tempfile.TemporaryDirectory() as folder:
         save_model("20m", Path(folder))
-        policy, step = learner_role("20m", folder, "bfloat16", LR, threads=2)
+        policy = Policy(load_architecture(Path(folder)), "bfloat16", device, trainable=True)
+        policy.load_hf(Path(folder))
+    shard = DataShard(torch.device("cpu"), ROWS * WIDTH)
+    actor = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets, 1.0), shard)
+    actor.make_optimizer(Adam())
+    rng = np.random.default_rng(1)
+
+    def step() -> None:
+        """A policy gradient step on new samples, whose advantages are random."""
+        ids = list(rng.integers(1, policy.arch.vocab, (ROWS, WIDTH), dtype=np.int32))
+        sequences = supervised(ids, [np.ones(WIDTH, np.uint8)] * ROWS)
+        tokens = np.diff(sequences.offsets)
+        advantages = torch.from_numpy(np.repeat(rng.normal(size=ROWS), tokens).astype(np.float32) / tokens.sum())
+
+        def loss(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+            return -(logprobs * advantages[torch.from_numpy(batch.tokens)]).sum()
+
+        actor.update(sequences, np.arange(ROWS), loss, LR)
+
     plan = plan_manifest(tensor_specs(policy.arch, policy.dtype), hf_aliases(policy.arch))
 
     def version(number: int) -> tuple[Manifest, memoryview]:

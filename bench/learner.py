@@ -77,11 +77,6 @@ def plain_step(size: str, path: str, threads: int) -> Callable[[], object]:
 
 
 def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
-    return learner_role(size, path, "float32", 1e-4, threads)[1]
-
-
-def learner_role(size: str, path: str, dtype: str, lr: float, threads: int) -> tuple[Any, Callable[[], object]]:
-    """The learner's policy, and one optimizer step on it."""
     import numpy as np
     import torch
 
@@ -102,7 +97,7 @@ def learner_role(size: str, path: str, dtype: str, lr: float, threads: int) -> t
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)
-    policy = Policy(load_architecture(Path(path)), dtype, device, trainable=True)
+    policy = Policy(load_architecture(Path(path)), "float32", device, trainable=True)
     policy.load_hf(Path(path))
     shard = DataShard(torch.device("cpu"), 8192)
 
@@ -128,14 +123,14 @@ def learner_role(size: str, path: str, dtype: str, lr: float, threads: int) -> t
     per_token = Advantages(np.repeat(advantages[:, 0].numpy(), width - 1), None, ones)
     algorithm = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=width - 1)
     sequences = Sequences(list(ids.numpy()), ones)
-    iteration = Iteration(1, sequences, tokens, [every], AlgorithmState(), lr=lr)
+    iteration = Iteration(1, sequences, tokens, [every], AlgorithmState(), lr=1e-4)
 
     def step() -> None:
         losses = Losses(iteration, algorithm, tokens, per_token, shard)
         actor.update(sequences, every, losses.of_policy(every), iteration.lr)
         losses.reduced()
 
-    return policy, step
+    return step
 
 
 def _batch(size: str) -> Any:
