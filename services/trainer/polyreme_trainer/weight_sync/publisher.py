@@ -154,7 +154,8 @@ class Publisher:
         hold = EvalHold(config.holds, config.eval_hold)
         experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
         slots = ArenaSlots(self._arena.slots)
-        deltas = Deltas(self._arena, config.weights.anchor_interval, config.trainer.parallel.tensor, slots.compare)
+        threads = config.trainer.parallel.world_size // config.trainer.parallel.data  # as many as ranks write a version
+        deltas = Deltas(self._arena, config.weights.anchor_interval, threads, slots.compare)
         sync = ReplicaSync(
             run, experience, Registry(run), self._arena, slots, deltas, self._term.counter, wanted, hold, config.security
         )
