@@ -125,6 +125,16 @@ class InferenceEngine(Protocol):
         """Samples one request. Closing the iterator aborts it. Raises EngineDeadError."""
         ...
 
+    async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
+        """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
+
+        It may wait until a running request ends, but not until somebody takes that request's tokens.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        ...
+
     async def pause(self) -> None:
         """Stops sampling between two steps. Running requests are kept, new ones wait. Raises EngineDeadError."""
         ...

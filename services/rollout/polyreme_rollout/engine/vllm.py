@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import time
+import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -66,6 +67,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
         "enable_prefix_caching": True,
         "generation_config": "vllm",
         "seed": config.seed,
+        "scheduling_policy": "priority",  # all requests are equal, but for `logprobs`, which precedes those that wait
         "disable_log_stats": True,
         "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
     }
@@ -140,6 +142,19 @@ class VllmEngine:
             raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
         finally:
             await outputs.aclose()
+
+    async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
+        # The engine computes log-probabilities of a prompt before any temperature. It samples at least one token.
+        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = {"type": "token", "prompt_token_ids": list(ids), "cache_salt": salt}
+        outputs = self.llm.generate(prompt, params, f"polyreme-logprobs-{uuid.uuid4().hex}", priority=-1)
+        try:
+            rows = [answer.prompt_logprobs async for answer in outputs][-1]
+        except self._dead_error as error:
+            raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
+        finally:
+            await outputs.aclose()
+        return [row[token].logprob for token, row in zip(ids[1:], rows[1:], strict=True)]
 
     async def pause(self) -> None:
         core = self.llm.engine_core

@@ -189,6 +189,12 @@ BESIDE = (
     Metric("weights/density", "1", "Fraction of the version's elements in a delta.", "`commit` records of deltas"),
     Metric("weights/encode_seconds", "s", "How long the trainer computed a delta.", "`commit` records of deltas"),
     Metric("weights/apply_seconds", "s", "How long a replica applied and verified a delta.", "`commit` records of deltas"),
+    Metric(
+        "weights/canary_difference",
+        "nats",
+        "Mean absolute difference between a replica's and the learner's log-probabilities of the canary.",
+        "`commit` records",
+    ),
     Metric("checkpoint/seconds", "s", "Time that saving took.", "`saved` records"),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )
