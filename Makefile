@@ -70,11 +70,12 @@ types: $(VENV)/.dev
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-## reference: regenerate the references in docs/: configuration, metrics, command line
+## reference: regenerate the references in docs/: configuration, metrics, command line, keys of other systems
 reference: $(VENV)/.run
 	$(BIN)/polyreme config reference > docs/reference/configuration.md
 	$(BIN)/python docs/tools/reference.py commands > docs/reference/commands.md
 	$(BIN)/python docs/tools/reference.py metrics > docs/reference/metrics.md
+	$(BIN)/python docs/tools/reference.py import > docs/reference/import.md
 
 ## docs: build the guides as a site in site/
 docs: $(VENV)/.docs

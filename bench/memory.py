@@ -1,6 +1,6 @@
 """The estimated memory of a learner rank against what its tensors occupy at the peak of two iterations, on CPU.
 
-    python bench/memory.py [--only layers|vocabulary|experts|tensor] [--resident]
+    python bench/memory.py [--only CASE] [--resident]
 
 `memory_vs_estimate` (0.9 to 1.1): for each case, the peak of torch's allocator over the estimate that the learner prints at its start. The
 case farthest from 1 is the figure. The learner is the real one (`MegatronEngine`), with 25 to 42 million parameters; it trains two iterations
@@ -24,13 +24,13 @@ from typing import Any
 LOW, HIGH = 0.9, 1.1
 PROMPT, RESPONSE = 8, 248
 LLAMA = {"max_position_embeddings": 512, "tie_word_embeddings": False}
+WIDE: dict[str, Any] = {
+    "model": ("Llama", {**LLAMA, "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}),
+    "heads": (8, 4),
+    "tokens": 2048,
+}
 CASES: dict[str, dict[str, Any]] = {
-    "layers": {
-        "model": ("Llama", {**LLAMA, "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}),
-        "heads": (8, 4),
-        "algorithm": {"preset": "grpo"},
-        "tokens": 2048,
-    },
+    "layers": {**WIDE, "algorithm": {"preset": "grpo"}},
     "vocabulary": {
         "model": ("Qwen2", {"vocab_size": 65536, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 2, "tie_word_embeddings": True}),
         "heads": (6, 2),
@@ -43,13 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"preset": "dapo"},
         "tokens": 2048,
     },
-    "tensor": {
-        "model": ("Llama", {**LLAMA, "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}),
-        "heads": (8, 4),
-        "algorithm": {"preset": "ppo"},
-        "tokens": 2048,
-        "ranks": 2,
-    },
+    "tensor": {**WIDE, "algorithm": {"preset": "ppo"}, "parallel": {"tensor": 2}},
+    "data": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"data": 2}},
+    "pipeline": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"pipeline": 2}},
 }  # fmt: skip
 
 
@@ -71,7 +67,7 @@ def config_of(case: str, path: Path) -> Any:
     return RunConfig.model_validate(
         {
             "iterations": 2,
-            "groups_per_iteration": 4,
+            "groups_per_iteration": 8,
             "group_size": 4,
             "output_dir": path / "runs",
             "model": {"path": path},
@@ -82,7 +78,7 @@ def config_of(case: str, path: Path) -> Any:
             "trainer": {
                 "optimizer": {"lr": 1e-5},
                 "micro_batch_tokens": CASES[case]["tokens"],
-                "parallel": {"tensor": CASES[case].get("ranks", 1)},
+                "parallel": CASES[case].get("parallel", {}),
             },
         }
     )
@@ -191,7 +187,7 @@ def peaks(case: str, path: Path, resident: bool) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    world = CASES[case].get("ranks", 1)
+    world = config_of(case, path).trainer.parallel.world_size
     command = [sys.executable, __file__, "--measure", case, "--model", str(path), *(["--resident"] if resident else [])]
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     children = [

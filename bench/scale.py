@@ -36,7 +36,7 @@ from simulated_side.runs import COUNT, Stretch, measured
 
 from polyreme.experience.store import EmbeddedServer
 from polyreme.net.endpoint import Endpoint
-from polyreme_rollout.engine.protocol import CHUNK_TOKENS, Delta, EngineRequest, Sampling
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, EngineRequest, NewTokens, Sampling
 from polyreme_rollout.run_spec import fetch_run_spec
 from polyreme_rollout.serving import serve
 from polyreme_rollout.testing.simulated_engine import WEIGHT_NAMES, Lengths, SimulatedInferenceEngine, sample
@@ -61,7 +61,7 @@ class JoiningEngine(SimulatedInferenceEngine):
         self.whole: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._ended = 0
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Delta]:
+    async def generate(self, request: EngineRequest) -> AsyncIterator[NewTokens]:
         self.called = self.called or time.perf_counter()
         async for delta in super().generate(request):
             yield delta

@@ -1,6 +1,7 @@
-"""Prints a reference page as Markdown: python docs/tools/reference.py commands|metrics
+"""Prints a reference page as Markdown: python docs/tools/reference.py commands|metrics|import
 
-Invariant: the pages follow from the code alone: the command line's own parameters, the errors' classes, the registries of metrics.
+Invariant: the pages follow from the code alone: the command line's own parameters, the errors' classes, the registries of metrics, the tables
+of other systems' keys.
 """
 
 import sys
@@ -13,6 +14,8 @@ from typer.cli import get_docs_for_click
 
 from polyreme.cli.main import build_app, commands
 from polyreme.errors import PolyremeError
+from polyreme.import_config.rules import Rule, System
+from polyreme.import_config.systems import SYSTEMS
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_trainer.observe.registry import SECTIONS, Metric
@@ -101,7 +104,31 @@ def _table(registry: CollectorRegistry) -> str:
     return "".join(["| name | kind | what it is |\n|---|---|---|\n", *lines])
 
 
-PAGES = {"commands": command_page, "metrics": metrics_page}
+def import_page() -> str:
+    """The keys of other systems and ours, a table for each system."""
+    parts = [
+        f"""# Keys of other systems
+
+{NOTE}
+[`polyreme import-config`](../import.md) applies these tables. A key that ends with `*` stands for all keys with this beginning that no other
+row names.
+"""
+    ]
+    for system in SYSTEMS.values():
+        parts.append(f"\n## {system.title}\n\n| {system.title} | Polyreme | |\n|---|---|---|\n")
+        parts += [
+            f"| `{rule.key}` | {f'`{rule.target}`' if rule.target else 'none'} | {_note(rule, system)} |\n"
+            for rule in system.rules
+        ]
+    return "".join(parts)
+
+
+def _note(rule: Rule, system: System) -> str:
+    default = f" Default {system.defaults[rule.key]}." if rule.key in system.defaults and rule.target else ""
+    return (f"{rule.note}.{default}" if rule.note else default.lstrip()).replace("|", "\\|")
+
+
+PAGES = {"commands": command_page, "metrics": metrics_page, "import": import_page}
 
 if __name__ == "__main__":
     print(PAGES[sys.argv[1]](), end="")

@@ -24,6 +24,9 @@ class DataSource(Section):
         None,
         description="Part of the rows, by a digest of each row's content: [0, 0.9] and [0.9, 1] share no row. null: all rows.",
     )
+    split_by: str | None = Field(
+        None, description="Column whose content decides about a row's part, such as the prompt's. null: the whole row's."
+    )
     rename: dict[str, str] = Field({}, description="Columns to add from others of the row: new name to old name or dotted path.")
     add: dict[str, Any] = Field({}, description="Columns to add to every row, with their value.")
 
@@ -31,6 +34,8 @@ class DataSource(Section):
     def _split_has_rows(self) -> "DataSource":
         if self.split is not None and self.split[0] >= self.split[1]:
             raise ValueError("`split` is [from, to] with from below to")
+        if self.split_by is not None and self.split is None:
+            raise ValueError("`split_by` needs `split`")
         return self
 
 

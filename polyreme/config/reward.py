@@ -61,6 +61,9 @@ class RewardConfig(Section):
     choose_by: str | None = Field(
         None, description="Column with the name of a row's reward, or a list of names. null: all rewards score every row."
     )
+    choices: dict[str, str] = Field(
+        {}, description="Name of a reward by value of the column `choose_by`. A value that is not listed is a name itself."
+    )
     item_timeout: float = Field(10.0, gt=0, description="Maximum seconds per item, without its time in the queue.")
     workers: Operational[int] = Field(1, ge=1, description="Worker processes for rewards that run inside the reward service.")
     worker_memory_mib: Operational[int] = Field(
@@ -87,4 +90,8 @@ class RewardConfig(Section):
         labels = [spec.label for spec in self.rewards]
         if twice := {label for label in labels if labels.count(label) > 1}:
             raise ValueError(f"two rewards are called {', '.join(sorted(twice))}; set a different `name`")
+        if self.choices and self.choose_by is None:
+            raise ValueError("`choices` needs `choose_by`, the column whose values it lists")
+        if unknown := set(self.choices.values()) - set(labels):
+            raise ValueError(f"`choices` names {', '.join(sorted(unknown))}, which is none of the rewards {', '.join(labels)}")
         return self

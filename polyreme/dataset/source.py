@@ -120,19 +120,23 @@ def _files_in(folder: Path) -> list[Path]:
 def _read_source(source: DataSource) -> Iterator[Row]:
     for file in files_of(source.path):
         for where, fields in READERS.get(file.suffix, read_json)(file):
-            if source.split is None or source.split[0] <= _place(fields) < source.split[1]:
-                renamed = {new: _renamed(fields, old, where) for new, old in source.rename.items()}
+            if _is_chosen(fields, source, where):
+                renamed = {new: _column(fields, old, where, "rename") for new, old in source.rename.items()}
                 yield Row(where, {**fields, **renamed, **source.add})
 
 
-def _place(fields: dict[str, object]) -> float:
-    """A number in [0, 1) from the content of a row: equal rows have equal places."""
-    return xxhash.xxh3_64_intdigest(json.dumps(fields, sort_keys=True).encode()) / 2.0**64
+def _is_chosen(fields: dict[str, object], source: DataSource, where: str) -> bool:
+    """Whether a row is in the source's part. Equal contents have equal places in [0, 1)."""
+    if source.split is None:
+        return True
+    content = fields if source.split_by is None else _column(fields, source.split_by, where, "split_by")
+    place = xxhash.xxh3_64_intdigest(json.dumps(content, sort_keys=True).encode()) / 2.0**64
+    return source.split[0] <= place < source.split[1]
 
 
-def _renamed(fields: dict[str, object], key: str, where: str) -> object:
+def _column(fields: dict[str, object], key: str, where: str, setting: str) -> object:
     missing = object()
     value = value_at(fields, key, missing)
     if value is missing:
-        raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", "Fix the row, or `rename`.")
+        raise DataError(f"a column {key!r} in {where}", f"columns {sorted(fields)}", f"Fix the row, or `{setting}`.")
     return value

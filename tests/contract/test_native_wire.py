@@ -62,6 +62,14 @@ async def test_rows_may_choose_their_rewards() -> None:
         assert "'lenth'" not in answers[3].message and "lenth" in answers[2].message
 
 
+async def test_choices_name_the_reward_of_a_value() -> None:
+    choices = {"openai/gsm8k": "exact"}
+    async with scoring(EXACT, {"name": "length", "weight": 0.5}, choose_by="data_source", choices=choices) as scorer:
+        sources = ('{"data_source": "openai/gsm8k"}', '{"data_source": "length"}', '{"data_source": "other"}')
+        answers = await scorer.score([item("a #3", metadata_json=source) for source in sources])
+    assert [[part.name for part in answer.parts] for answer in answers] == [["exact"], ["length"], []]
+
+
 async def test_a_body_beyond_the_limit_is_a_413_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(EXACT) as (_, client, _):
         announced = await client.post("/v1/score", content=b"x" * (BODY_LIMIT + 1))

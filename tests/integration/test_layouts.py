@@ -4,6 +4,7 @@ The model has tied embeddings, grouped queries, biases and 45 tokens, so every r
 """
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +14,15 @@ import torch
 from torch import Tensor
 
 from support import layout_checks
-from support.models import tiny_model
+from support.models import tiny_family_model, tiny_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.real
 
 TOLERANCE = 1e-5
-LAYOUTS = {"one": {}, "tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}}
-"""Each on as few ranks as it needs."""
+ONE: dict[str, int] = {}
+TWO = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}}
+"""The layouts of two ranks."""
 
 Train = Callable[..., dict[str, Any]]
 
@@ -33,16 +35,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def train(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     """Runs `layout_checks.follow` on a layout's ranks."""
-    folder = tmp_path_factory.mktemp("out")
+    out = tmp_path_factory.mktemp("out") / "measured.json"
 
-    def run(layout: str, *runs: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
-        out, sizes = folder / f"{layout}.json", LAYOUTS[layout]
-        order = {"model": str(model), "dtype": dtype, "out": str(out), "layout": sizes, "runs": runs}
-        ranks = 1
-        for size in sizes.values():
-            ranks *= size
-        run_ranks(layout_checks.follow, ranks, json.dumps(order), timeout=240)
-        return json.loads(out.read_text())
+    def run(layout: dict[str, int], *runs: dict[str, Any], dtype: str = "float32", model: Path = model) -> dict[str, Any]:
+        order = {"model": str(model), "dtype": dtype, "out": str(out), "layout": layout, "runs": runs}
+        run_ranks(layout_checks.follow, math.prod(layout.values()), json.dumps(order), timeout=240)
+        measured: dict[str, Any] = json.loads(out.read_text())
+        return measured
 
     return run
 
@@ -66,7 +65,7 @@ def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 def straight(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Five steps of one rank, and the folder of its checkpoints `at-1` and `at-3`."""
     folder = tmp_path_factory.mktemp("straight")
-    return train("one", a_run(5, step_1=folder / "at-1", step_3=folder / "at-3")), folder
+    return train(ONE, a_run(5, step_1=folder / "at-1", step_3=folder / "at-3")), folder
 
 
 def test_training_is_that_of_one_rank_and_resumes_on_any_layout(
@@ -78,8 +77,8 @@ def test_training_is_that_of_one_rank_and_resumes_on_any_layout(
     reference = [layout_checks.saved_state(model, folder / name) for name in ("at-1", "at-3")]
     want = expected["runs"][0]
     before = folder / "at-3"
-    for layout in [name for name in LAYOUTS if name != "one"] + ["one"]:
-        at = {number: tmp_path / f"{layout}-{number}" for number in (1, 3, 4, 5, 6)}
+    for name, layout in [*TWO.items(), ("one", ONE)]:
+        at = {number: tmp_path / f"{name}-{number}" for number in (1, 3, 4, 5, 6)}
         found = train(
             layout,
             a_run(3, step_1=at[1], step_3=at[3]),
@@ -87,9 +86,9 @@ def test_training_is_that_of_one_rank_and_resumes_on_any_layout(
             a_run(1, resume=at[4], step_1=at[6]),
         )
         fresh, resumed, again = found["runs"]
-        assert fresh == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in want[:3]], layout
-        assert resumed == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in want[3:]], layout
-        assert again == resumed[1:], layout
+        assert fresh == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in want[:3]], name
+        assert resumed == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in want[3:]], name
+        assert again == resumed[1:], name
         for number, state in zip((1, 3), reference, strict=True):
             for kind, tensors in layout_checks.saved_state(model, at[number]).items():
                 agree(tensors, state[kind], TOLERANCE)
@@ -103,17 +102,39 @@ def test_bfloat16_weights_and_their_copies_pass_from_layout_to_layout_bit_for_bi
     train: Train, model: Path, tmp_path: Path
 ) -> None:
     first = tmp_path / "at-2"
-    whole = train("one", a_run(2, step_2=first), dtype="bfloat16")
+    whole = train(ONE, a_run(3, step_2=first), dtype="bfloat16")
     expected, before = layout_checks.saved_state(model, first), first
     assert not all(torch.equal(expected["master"][name], tensor.float()) for name, tensor in expected["weights"].items())
-    for number, layout in enumerate([name for name in LAYOUTS if name != "one"] + ["one"], start=3):
+    for number, layout in enumerate([*TWO.values(), ONE], start=3):
         path = tmp_path / f"at-{number}"
-        found = train(layout, a_run(0, resume=before, step_0=path), dtype="bfloat16")
+        found = train(layout, a_run(1, resume=before, step_0=path), dtype="bfloat16")
+        assert found["runs"][0][0] == pytest.approx(whole["runs"][0][2], rel=0.02, abs=0.005)
         for kind, tensors in layout_checks.saved_state(model, path).items():
             agree(tensors, expected[kind], 0.0)
-        if layout == "data":
+        if layout == TWO["data"]:
             assert found["state_bytes"] <= 0.6 * whole["state_bytes"]
         before = path
+
+
+FOUR = {
+    "tied": [{"tensor": 2, "pipeline": 2}, {"data": 2, "pipeline": 2}],
+    "experts": [{"pipeline": 2}, {"tensor": 2, "pipeline": 2}],
+}
+
+
+@pytest.mark.parametrize("kind", FOUR)
+def test_stages_combine_with_other_ranks_and_with_experts(kind: str, train: Train, model: Path, tmp_path: Path) -> None:
+    """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage."""
+    if kind == "experts":
+        model = tiny_family_model("qwen2_moe", tmp_path / "model")
+    first = tmp_path / "one-3"
+    expected = train(ONE, a_run(3, step_3=first), model=model)["runs"][0]
+    weights = layout_checks.saved_state(model, first)["weights"]
+    for number, layout in enumerate(FOUR[kind], start=4):
+        path = tmp_path / f"at-{number}"
+        found = train(layout, a_run(3, step_3=path), model=model)["runs"][0]
+        assert found == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in expected], layout
+        agree(layout_checks.saved_state(model, path)["weights"], weights, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])

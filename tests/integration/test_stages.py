@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from polyreme.config.stage import StageConfig
+from polyreme.config.trainer import ParallelConfig
 from polyreme_reward.items import Item
 from polyreme_reward.model.classifier import Classifier
 from polyreme_reward.model.reward import ModelOptions
@@ -41,16 +42,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(folder: Path, name: str, tensor: int, data: int) -> StageConfig:
-    parallel = {"trainer__parallel": {"tensor": tensor, "data": data}}
-    return stage_config(folder, **KINDS[name], **SGD_LIKE, **parallel, name=f"{name}-{tensor}-{data}")
+def configured(folder: Path, name: str, parallel: ParallelConfig) -> StageConfig:
+    sizes = {"trainer__parallel": parallel.model_dump()}
+    words = parallel.layout.replace(" ", "-")
+    return stage_config(folder, **KINDS[name], **SGD_LIKE, **sizes, name=f"{name}-{words}")
 
 
-def train(folder: Path, tensor: int, data: int, *names: str, dies_at: str = "") -> dict[str, StageConfig]:
+def train(folder: Path, parallel: ParallelConfig, *names: str, dies_at: str = "") -> dict[str, StageConfig]:
     """Trains these kinds, one after the other, on so many ranks."""
-    configs = {name: configured(folder, name, tensor, data) for name in names}
+    configs = {name: configured(folder, name, parallel) for name in names}
     run_dirs = json.dumps([str(prepared(config)) for config in configs.values()])
-    run_ranks(run_rank, tensor * data, run_dirs, dies_at)
+    run_ranks(run_rank, parallel.world_size, run_dirs, dies_at)
     return configs
 
 
@@ -74,22 +76,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> dict[str, StageConfig]:
     """Every kind, trained by one rank."""
-    return train(folder, 1, 1, *KINDS)
+    return train(folder, ParallelConfig(), *KINDS)
 
 
 @pytest.fixture(scope="module")
 def two_tensor_ranks(folder: Path) -> dict[str, StageConfig]:
     """The same by two tensor ranks."""
-    return train(folder, 2, 1, *KINDS)
+    return train(folder, ParallelConfig(tensor=2), *KINDS)
 
 
 @pytest.fixture(scope="module")
 def two_data_ranks(folder: Path) -> dict[str, StageConfig]:
     """The same by two data ranks."""
-    return train(folder, 1, 2, *KINDS)
+    return train(folder, ParallelConfig(data=2), *KINDS)
 
 
-@pytest.mark.parametrize("ranks", ["two_tensor_ranks", "two_data_ranks"])
+@pytest.fixture(scope="module")
+def two_stages(folder: Path) -> dict[str, StageConfig]:
+    """The same by two pipeline stages."""
+    return train(folder, ParallelConfig(pipeline=2), *KINDS)
+
+
+@pytest.mark.parametrize("ranks", ["two_tensor_ranks", "two_data_ranks", "two_stages"])
 def test_every_layout_trains_to_the_weights_of_one_rank(
     request: pytest.FixtureRequest, one_rank: dict[str, StageConfig], ranks: str
 ) -> None:
@@ -112,11 +120,11 @@ def test_a_killed_stage_is_resumed_to_the_same_bits(
     for part in ("model", "rows.jsonl", "held_out.jsonl"):
         (tmp_path / part).symlink_to(folder / part)
     with pytest.raises(AssertionError):
-        train(tmp_path, 2, 1, "kto", dies_at="6")
-    config = configured(tmp_path, "kto", 2, 1)
+        train(tmp_path, ParallelConfig(tensor=2), "kto", dies_at="6")
+    config = configured(tmp_path, "kto", ParallelConfig(tensor=2))
     assert [record["step"] for record in records(config, "step")] == [1, 2, 3]
     assert not (config.run_dir / "hf" / "final").exists()
-    train(tmp_path, 2, 1, "kto")
+    train(tmp_path, ParallelConfig(tensor=2), "kto")
     assert [record["step"] for record in records(config, "step")] == [1, 2, 3, 4, 5, 6]
     torch.testing.assert_close(weights(config), weights(two_tensor_ranks["kto"]), rtol=0, atol=0)
 

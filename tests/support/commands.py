@@ -52,7 +52,7 @@ class Started:
 
 def polyreme(*argv: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Runs `polyreme argv` to its end."""
-    return start(*argv, cwd=cwd, **environment).wait()
+    return start(*argv, cwd=cwd, together=False, **environment).wait()
 
 
 def start(*argv: str, cwd: Path | None = None, together: bool = False, **environment: str) -> Started:

@@ -23,7 +23,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, rank_slices
 from polyreme_trainer.megatron.optimizer import Adam
 from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.reshard import Layout, SavedShard, reshard
+from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.version_writer import VersionWriter
@@ -97,7 +97,7 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
     found = checkpoint.read(path)
     assert found is not None and found.intact()
     arch, here = load_architecture(model), Rank()
-    layout = Layout(*(found.layout[name] for name in ("tensor", "pipeline", "data")))
+    layout = RankMesh(*(found.layout[name] for name in ("tensor", "pipeline", "data")))
     shards = [
         SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
         for rank, numbers in layout.files(here)

@@ -27,7 +27,7 @@ async def scoring(*rewards: dict[str, Any], **fields: Any) -> AsyncIterator[Scor
     """The scorer of these rewards, without a wire."""
     config, metrics = reward_config(*rewards, **fields), RewardMetrics()
     async with open_rewards(config, metrics) as opened:
-        yield Scorer(opened, config.queue, metrics, config.choose_by)
+        yield Scorer(opened, config.queue, metrics, config.choose_by, config.choices)
 
 
 @asynccontextmanager

@@ -175,10 +175,11 @@ def test_nothing_is_pickled() -> None:
 
 
 CORE_ARROWS = {
-    "cli": {"experience", "dataset", "net", "config", "weights", "process", "errors"},
+    "cli": {"experience", "import_config", "dataset", "net", "config", "weights", "process", "errors"},
     "experience": {"net", "config", "process", "errors", "api"},
     "net": {"config", "process", "errors"},
     "weights": {"errors", "api"},
+    "import_config": {"config", "errors"},
     "dataset": {"config", "errors"},
     "config": {"errors"},
     "process": {"errors"},

@@ -7,20 +7,20 @@ refreshes agree.
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-import yaml
 from numpy.typing import NDArray
 
 from polyreme.cli.reader import samples
 from polyreme.cli.reader.downsample import Series, downsample
 from polyreme.cli.reader.index import Index, read_meta
 from polyreme.cli.reader.samples import Sample, SampleQuery
-from polyreme.cli.run_directory import read_run_file, unused
+from polyreme.cli.run_directory import read_run_file, read_settings, unused
 from polyreme.cli.run_records import read_summary
 from polyreme.errors import ConfigError
 
@@ -67,14 +67,12 @@ class RunReader:
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration as plain values; {} without one."""
-        path = self.run_dir / "config.yaml"
-        try:
-            written = path.stat().st_mtime_ns
+        with suppress(FileNotFoundError):
+            written = (self.run_dir / "config.yaml").stat().st_mtime_ns
             if self._config is None or self._config[0] != written:
-                self._config = written, yaml.safe_load(path.read_text()) or {}
-        except FileNotFoundError:
-            return {}
-        return self._config[1]
+                self._config = written, read_settings(self.run_dir)
+            return self._config[1]
+        return {}
 
     def summary(self) -> dict[str, Any]:
         """The fields of summary.json, with the `state` of now: `interrupted` where the run did not end and no process owns it."""

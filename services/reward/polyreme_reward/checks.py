@@ -123,6 +123,8 @@ def _rewards_of(fields: Mapping[str, Any], config: RewardConfig, where: str) -> 
         return known
     named = fields.get(config.choose_by)
     names = [named] if isinstance(named, str) else named
+    if isinstance(names, list):
+        names = [config.choices.get(name, name) if isinstance(name, str) else name for name in names]
     if not isinstance(names, list) or not names or not all(name in known for name in names):
         raise DataError(
             f"names of rewards ({', '.join(known)}) in the column {config.choose_by!r} in {where}",

@@ -46,7 +46,7 @@ async def test_rewards(config: RewardConfig, path: Path, console: Console, colum
     items = list(read_items(path, columns))
     metrics = RewardMetrics()
     async with open_rewards(config, metrics) as rewards:
-        scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
+        scorer = Scorer(rewards, config.queue, metrics, config.choose_by, config.choices)
         size = min(BATCH_LIMIT, config.queue)
         begin = time.perf_counter()
         answers = [a for start in range(0, len(items), size) for a in await scorer.score(items[start : start + size])]

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from polyreme_reward.items import Item, Outcome, Reward, RewardError, Status, failed
@@ -68,11 +68,19 @@ class Scorer:
         limit: maximum number of accepted items without an answer. Calls beyond it are refused.
         metrics: counts all outcomes.
         choose_by: column with the name of a row's reward, or a list of names. None: all rewards score all rows.
+        choices: name of a reward by value of that column. A value that is not listed is a name itself.
     """
 
-    def __init__(self, rewards: Sequence[Reward], limit: int, metrics: RewardMetrics, choose_by: str | None = None) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        limit: int,
+        metrics: RewardMetrics,
+        choose_by: str | None = None,
+        choices: Mapping[str, str] | None = None,
+    ) -> None:
         self.rewards = tuple(rewards)
-        self._choose_by = choose_by
+        self._choose_by, self._choices = choose_by, choices or {}
         self.limit = limit
         self._metrics = metrics
         self._inside = 0
@@ -191,7 +199,7 @@ class Scorer:
         errors: dict[int, Scored] = {}
         for position, item in enumerate(batch):
             try:
-                for name in _chosen(item, column, asked):
+                for name in _chosen(item, column, asked, self._choices):
                     asked[name].append(position)
             except RewardError as error:
                 outcome = failed(Status.ERROR, str(error))
@@ -245,10 +253,12 @@ def _sum(rewards: Sequence[Reward], row: Sequence[Outcome]) -> Scored:
     return Scored(Status.OK, total, tuple(parts), token_rewards=tokens)
 
 
-def _chosen(item: Item, column: str, known: Collection[str]) -> list[str]:
+def _chosen(item: Item, column: str, known: Collection[str], choices: Mapping[str, str]) -> list[str]:
     """The names of the rewards that the item's row names. Raises RewardError when it names none or an unknown one."""
     named = item.metadata.get(column)
     names = [named] if isinstance(named, str) else named
+    if isinstance(names, list):
+        names = [choices.get(name, name) if isinstance(name, str) else name for name in names]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name in known for name in names):
         raise RewardError(f"expected the column {column!r} to name rewards among {sorted(known)}; found {str(named)[:200]}")
     return list(dict.fromkeys(names))

@@ -61,7 +61,7 @@ async def serve(config: RewardConfig, endpoint: Endpoint = NEARBY, run: Run | No
     ready = [False]
     async with AsyncExitStack() as stack:
         rewards = await stack.enter_async_context(open_rewards(config, metrics))
-        scorer = Scorer(rewards, config.queue, metrics, config.choose_by)
+        scorer = Scorer(rewards, config.queue, metrics, config.choose_by, config.choices)
         app = make_app(scorer, metrics, config.special_tokens, ready)
         http = await stack.enter_async_context(serve_http(endpoint.host, endpoint.http_port, app, grace, config.security))
         server = await stack.enter_async_context(

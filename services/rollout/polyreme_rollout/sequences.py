@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_rollout.engine.protocol import CHUNK_TOKENS, Delta
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, NewTokens
 
 _FINISH = {"stop": experience_pb2.FINISH_REASON_STOP, "length": experience_pb2.FINISH_REASON_LENGTH}
 
@@ -41,7 +41,7 @@ class SequenceProgress:
             self._starts.pop()  # that version sampled no token
         self._starts.append((version, sampled if self._starts else 0))
 
-    def add(self, delta: Delta) -> rollout_pb2.Chunk | None:
+    def add(self, delta: NewTokens) -> rollout_pb2.Chunk | None:
         """Takes new tokens. Returns a chunk when one is complete. Raises ValueError when ids and log-probabilities differ in number."""
         if len(delta.token_ids) != len(delta.logprobs):
             raise ValueError(

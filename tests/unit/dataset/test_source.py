@@ -143,6 +143,18 @@ def test_splits_share_no_row_and_leave_none_out(tmp_path: Path) -> None:
     assert numbers((0, 0.4)) + numbers((0.4, 0.8)) != most and sorted(numbers((0, 0.4)) + numbers((0.4, 0.8))) == sorted(most)
 
 
+def test_a_split_by_a_column_keeps_equal_prompts_together(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"q": {"text": number % 40}, "index": number}) + "\n" for number in range(200)))
+    parts = [
+        {row.fields["q"]["text"] for row in read_objects((DataSource(path=path, split=split, split_by="q.text"),))}
+        for split in ((0, 0.7), (0.7, 1))
+    ]
+    assert not parts[0] & parts[1] and parts[0] | parts[1] == set(range(40))
+    with pytest.raises(DataError, match=r"'missing'.*split_by"):
+        list(read_objects((DataSource(path=path, split=(0, 1), split_by="missing"),)))
+
+
 def test_a_source_adds_columns(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
     renamed = DataSource(path=tmp_path / "rows.jsonl", rename={"answer": "reward_model.ground_truth"}, add={"kind": "math"})

@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2
-from polyreme_rollout.engine.protocol import CHUNK_TOKENS, Delta
+from polyreme_rollout.engine.protocol import CHUNK_TOKENS, NewTokens
 from polyreme_rollout.sequences import SequenceProgress, pack_ids, unpack_ids
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
-def deltas(sizes: list[int], finish: str = "length") -> list[Delta]:
+def deltas(sizes: list[int], finish: str = "length") -> list[NewTokens]:
     ids = iter(range(sum(sizes)))
     parts = [[next(ids) for _ in range(size)] for size in sizes]
-    return [Delta(part, [-id / 8 for id in part], finish if i == len(sizes) - 1 else None) for i, part in enumerate(parts)]
+    return [NewTokens(part, [-id / 8 for id in part], finish if i == len(sizes) - 1 else None) for i, part in enumerate(parts)]
 
 
 @given(SIZES)
@@ -61,7 +61,7 @@ def test_a_swap_before_the_first_token_leaves_one_span() -> None:
     sequence = SequenceProgress(0, 4, version=1)
     sequence.change_version(2, 0)
     sequence.change_version(3, 0)
-    chunk = sequence.add(Delta([5, 6], [0.0, 0.0], "stop"))
+    chunk = sequence.add(NewTokens([5, 6], [0.0, 0.0], "stop"))
     assert chunk is not None
     assert chunk.oldest_version == 3
     end = sequence.end("stop")
@@ -71,7 +71,7 @@ def test_a_swap_before_the_first_token_leaves_one_span() -> None:
 
 def test_tokens_without_their_logprobs_are_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens, 1 value"):
-        SequenceProgress(0, 4, 0).add(Delta([1, 2], [0.0], None))
+        SequenceProgress(0, 4, 0).add(NewTokens([1, 2], [0.0], None))
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))

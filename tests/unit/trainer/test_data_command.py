@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def config(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     for name, content in model_files().items():
         (tmp_path / "model" / name).write_bytes(content)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": "1+1=", "answer": 2},
         {"prompt": "2+2=", "answer": 4},
         {"prompt": "1+1=", "answer": 3},
@@ -51,7 +52,7 @@ trainer: {optimizer: {lr: 1.0e-3}}
     return path
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -3,9 +3,10 @@
 Invariant: every row is read, rendered and encoded as in training. Rows themselves are not kept, only their lengths and digests.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -17,7 +18,9 @@ from polyreme.dataset.source import read_objects
 from polyreme_trainer.data.prompts import DatasetRow, Example, encode_examples, encode_prompts, read_rows
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.stages.stage import Read
+
+Read = Callable[[Sources, Any, Template, int | None], StageRows]
+"""Reads the rows of a stage, given its configuration and how many rows to read (None: all)."""
 
 _CHUNK = 256
 _ALL = 1 << 30
@@ -90,7 +93,7 @@ def report_prompts(sources: Sources, config: RunConfig, template: Template) -> R
 def report_rows(sources: Sources, config: StageConfig, template: Template, read: Read) -> Report:
     """The rows of a stage, which `read` reads. Raises DataError."""
     data = config.data.model_copy(update={"max_tokens": _ALL})
-    rows: StageRows = read(sources, config.model_copy(update={"data": data}), template, None)
+    rows = read(sources, config.model_copy(update={"data": data}), template, None)
     found = Report(config.data.max_tokens, left_out=dict(rows.left_out))
     for place in range(len(rows)):
         parts = range(place * rows.width, (place + 1) * rows.width)

@@ -26,7 +26,7 @@ from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.mcore import parallel_state
-from polyreme_trainer.megatron.reshard import Layout, SavedShard, reshard
+from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
         ConfigError: the checkpoint has another dtype or other roles.
     """
     saved = dict(checkpoint.layout)
-    layout = Layout(saved.pop("tensor"), saved.pop("pipeline"), saved.pop("data"))
+    layout = RankMesh(saved.pop("tensor"), saved.pop("pipeline"), saved.pop("data"))
     if saved != _models(roles):
         raise ConfigError(
             f"the models of checkpoint {checkpoint.path.name}, {saved}",
@@ -216,9 +216,9 @@ def _state_file(rank: int) -> str:
     return f"state-{rank}.pt"
 
 
-def _layout(roles: Sequence[Role[Any]]) -> Layout:
+def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
     rank = roles[0].model.rank
-    return Layout(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size())
+    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size())
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:

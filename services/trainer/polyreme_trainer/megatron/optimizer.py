@@ -139,9 +139,8 @@ class Optimizer:
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:
             self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
-        with self.model.device.megatron():
-            self._inner.prepare_grads()
-            self._inner.step_with_ready_grads()
+        self._inner.prepare_grads()
+        self._inner.step_with_ready_grads()
         if not math.isfinite(weights := self._norm(fragment.cut(fragment.param) for fragment in self._counted)):
             lr = self._inner.param_groups[0]["lr"]
             raise RunFailedError(

@@ -26,7 +26,7 @@ RankState = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankMesh:
     """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks."""
 
     tensor: int

@@ -1,4 +1,4 @@
-"""The version writer: data rank 0's tensor ranks write their slices of the policy into one arena slot.
+"""The version writer: data rank 0's tensor ranks and stages write their slices of the policy into one arena slot.
 
 Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks wait at the
 barrier. Rank 0 owns the arena and seals the version.

@@ -12,6 +12,7 @@ from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run, RunState
 from polyreme_trainer.observe.exporter import Exporter, export, snapshot
+from support.seeded_run import record_run
 from support.waiting import until
 
 ITERATION = {
@@ -90,6 +91,26 @@ async def test_records_that_are_on_disk_and_gone_from_redis_are_shown(run: Run, 
     finally:
         following.cancel()
     assert exporter.shown.gauges["iteration"] == 3.0
+
+
+async def test_the_run_page_is_there_and_its_data_need_the_token(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await asyncio.to_thread(record_run, tmp_path / "shown", 2, 1)
+    monkeypatch.setenv("POLYREME_TEST_TOKEN", "right")
+    changes = {"security": SecurityConfig(token_env="POLYREME_TEST_TOKEN"), "output_dir": tmp_path, "name": "shown"}
+    config = (await run.config()).model_copy(update=changes)
+    async with export(run, config, "127.0.0.1", 0) as port, httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://127.0.0.1:{port}/ui"
+        for page in ("/", "/static/app.js"):
+            assert (await client.get(url + page)).status_code == 200
+        assert (await client.get(f"{url}/api/runs")).status_code == 401
+
+        async def shown() -> bool:
+            answer = await client.get(f"{url}/api/runs", headers={"authorization": "Bearer right"})
+            return [(each["name"], each["iteration"]) for each in answer.json()] == [("shown", 2)]
+
+        await until(shown)
 
 
 async def test_no_port_no_server(run: Run, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from polyreme_trainer.megatron.families import find_family
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices
-from polyreme_trainer.megatron.reshard import Layout, RankState, SavedShard, reshard
+from polyreme_trainer.megatron.reshard import RankMesh, RankState, SavedShard, reshard
 
 TIED = Architecture(
     family=find_family("qwen2"),
@@ -28,10 +28,10 @@ TIED = Architecture(
     rope=Rope(10000.0),
 )
 UNTIED, CRITIC = replace(TIED, head="untied"), replace(TIED, head="value")
-LAYOUTS = [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 1, 2), Layout(1, 2, 1), Layout(2, 2, 3)]
+LAYOUTS = [RankMesh(1, 1, 1), RankMesh(2, 1, 1), RankMesh(1, 1, 2), RankMesh(1, 2, 1), RankMesh(2, 2, 3)]
 
 
-def ranks(layout: Layout) -> Iterator[Rank]:
+def ranks(layout: RankMesh) -> Iterator[Rank]:
     for pipeline in range(layout.pipeline):
         for tensor in range(layout.tensor):
             yield Rank(tensor, layout.tensor, pipeline, layout.pipeline)
@@ -56,7 +56,7 @@ def params(arch: Architecture, rank: Rank) -> dict[str, Tensor]:
     return found
 
 
-def saved(arch: Architecture, layout: Layout) -> dict[int, RankState]:
+def saved(arch: Architecture, layout: RankMesh) -> dict[int, RankState]:
     """The state of every rank by number: each data rank has equally many elements of the shard, wherever a parameter begins."""
     states: dict[int, RankState] = {}
     for rank in ranks(layout):
@@ -77,7 +77,9 @@ def saved(arch: Architecture, layout: Layout) -> dict[int, RankState]:
 @pytest.mark.parametrize("arch", [TIED, UNTIED, CRITIC], ids=["tied", "untied", "critic"])
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)
-def test_every_rank_gets_its_parameters_from_the_ranks_of_any_layout(arch: Architecture, before: Layout, after: Layout) -> None:
+def test_every_rank_gets_its_parameters_from_the_ranks_of_any_layout(
+    arch: Architecture, before: RankMesh, after: RankMesh
+) -> None:
     states = saved(arch, before)
     assert sorted(states) == list(range(before.tensor * before.pipeline * before.data))
     for here in ranks(after):
@@ -90,7 +92,7 @@ def test_every_rank_gets_its_parameters_from_the_ranks_of_any_layout(arch: Archi
 
 def test_only_the_parameters_that_are_asked_for_are_read() -> None:
     """As by a data rank that updates a few, or by a model whose other parameters are frozen."""
-    layout, here = Layout(2, 1, 1), Rank()
+    layout, here = RankMesh(2, 1, 1), Rank()
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     states = [{"moment": {name: state["moment"][name]}} for _, state in sorted(saved(TIED, layout).items())]
     shards = [SavedShard(TIED, rank, [states[number] for number in numbers]) for rank, numbers in layout.files(here)]
@@ -100,12 +102,12 @@ def test_only_the_parameters_that_are_asked_for_are_read() -> None:
 
 
 def test_ranks_of_the_same_shards_read_no_others() -> None:
-    assert Layout(2, 1, 2).files(Rank(1, 2)) == [(Rank(1, 2), [1, 3])]
-    assert [rank for rank, _ in Layout(2, 1, 2).files(Rank())] == [Rank(0, 2), Rank(1, 2)]
+    assert RankMesh(2, 1, 2).files(Rank(1, 2)) == [(Rank(1, 2), [1, 3])]
+    assert [rank for rank, _ in RankMesh(2, 1, 2).files(Rank())] == [Rank(0, 2), Rank(1, 2)]
 
 
 def test_data_ranks_that_do_not_fill_a_parameter_are_an_error() -> None:
-    states = saved(TIED, Layout(1, 1, 2))
+    states = saved(TIED, RankMesh(1, 1, 2))
     shard = SavedShard(TIED, Rank(), [states[0], {"moment": {}}])
     with pytest.raises(RuntimeError, match="shape"):
         for name in params(TIED, Rank()):

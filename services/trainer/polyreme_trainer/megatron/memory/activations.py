@@ -10,6 +10,7 @@ Invariant: the estimate is that of a full micro-batch, so a step never needs mor
 
 from dataclasses import dataclass
 
+from polyreme.config.trainer import Recompute
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import padded_vocab
 from polyreme_trainer.megatron.memory.sharding import Sharding
@@ -30,31 +31,31 @@ class MicroBatchSize:
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
         fused: whether gate and product of an MLP are one operation, as on CPU.
+        recompute: the activations that the backward pass computes again.
     """
 
     tokens: int
     trained: int
     entropy: bool = False
     fused: bool = True
+    recompute: Recompute | None = None
 
 
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """What the trained model adds while it trains one micro-batch: saved activations, then what its peak needs beside them."""
     arch, width = model.arch, model.width
     layers = arch.layers // sharding.rank.pp
-    each = layer_bytes(arch, sharding, width, batch.fused)
+    each = saved_bytes(arch, sharding, width, batch)
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
-    saved = batch.tokens * each * layers * sharding.micro_batches
-    terms = [
-        Addend(
-            f"{model.role} activations",
-            saved,
-            f"{batch.tokens:,} tokens x {layers} layers x {each:,} bytes{in_flight}",
-        )
-    ]
-    name, beside, arithmetic = max(_peaks(model, sharding, batch), key=lambda peak: peak[1])
-    terms.append(Addend(f"{model.role} {name}", beside, arithmetic))
-    return terms
+    saved = Addend(
+        f"{model.role} activations",
+        batch.tokens * each * layers * sharding.micro_batches,
+        f"{batch.tokens:,} tokens x {layers} layers x {each:,} bytes{in_flight}",
+    )
+    moments = [[saved, peak] for peak in _peaks(model, sharding, batch)]
+    if sharding.first:  # the last gradient of a step, when no layer's activations are left
+        moments.append([_embedding_gradient(model, sharding)])
+    return max(moments, key=lambda terms: sum(term.nbytes for term in terms))
 
 
 def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool) -> int:
@@ -70,28 +71,54 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     return width * (hidden // sequence + (heads + mlp) // tensor + routed) + statistics
 
 
-def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[tuple[str, int, str]]:
-    """The moments at which a step may need most, each with its bytes beside the saved activations of the layers."""
+def saved_bytes(arch: Architecture, sharding: Sharding, width: int, batch: MicroBatchSize) -> int:
+    """Bytes that one layer keeps for each token until its backward pass, which computes the rest of `layer_bytes` again."""
+    if batch.recompute == "full":
+        return width * arch.hidden // sharding.sequence_ranks
+    every = layer_bytes(arch, sharding, width, batch.fused)
+    if batch.recompute is None:
+        return every
+    mlp = arch.shared_ffn if arch.experts else arch.ffn
+    inside = (4 if batch.fused else 5) * mlp // sharding.rank.tp
+    routed = arch.top_k * (arch.hidden + (5 if batch.fused else 6) * arch.expert_ffn // sharding.rank.tp)
+    return every - width * (inside + routed)
+
+
+def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
+    """What the moments with all saved activations need beside them."""
     arch, width, tensor = model.arch, model.width, sharding.rank.tp
     mlp = arch.ffn if not arch.experts else arch.shared_ffn + arch.top_k * arch.expert_ffn
     backward = batch.tokens * width * (2 * arch.hidden + 5 * mlp // tensor)
-    table = padded_vocab(arch, tensor) // tensor * arch.hidden * width  # the embedding's gradient, or the output layer's
-    tied = table if arch.head == "tied" else 0
-    found = [("backward", backward + tied, f"gradients of one layer at {batch.tokens:,} tokens")]
-    if sharding.first:
-        found.append(("embedding gradient", table + tied, f"{table:,} bytes" + (" x 2, of both uses" if tied else "")))
+    tied = (
+        _table(model, sharding) if arch.head == "tied" else 0
+    )  # the output layer's gradient stays until the embedding's is added
+    again = batch.tokens * (layer_bytes(arch, sharding, width, batch.fused) - saved_bytes(arch, sharding, width, batch))
+    gradients = f"gradients of one layer{' and its recomputed activations' if again else ''} at {batch.tokens:,} tokens"
+    found = [Addend(f"{model.role} backward", backward + tied + again, gradients)]
     if sharding.last and arch.head == "value":
-        found.append(
-            ("output", 2 * batch.tokens * arch.hidden * width, f"{batch.tokens:,} tokens x {2 * arch.hidden} x {width} bytes")
-        )
+        states = 2 * batch.tokens * arch.hidden * width
+        found.append(Addend(f"{model.role} output", states, f"{batch.tokens:,} tokens x {2 * arch.hidden} x {width} bytes"))
     elif sharding.last:
-        found.append(_logits(model, sharding, batch, table))
+        found.append(_logits(model, sharding, batch))
     return found
 
 
-def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize, table: int) -> tuple[str, int, str]:
+def _table(model: Model, sharding: Sharding) -> int:
+    """Bytes of the gradient of one rank's part of the embedding, or of the output layer."""
+    return padded_vocab(model.arch, sharding.rank.tp) // sharding.rank.tp * model.arch.hidden * model.width
+
+
+def _embedding_gradient(model: Model, sharding: Sharding) -> Addend:
+    uses = 2 if model.arch.head == "tied" else 1
+    table = _table(model, sharding)
+    return Addend(
+        f"{model.role} embedding gradient", uses * table, f"{table:,} bytes" + (" x 2, of both uses" if uses > 1 else "")
+    )
+
+
+def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
     """A block of logits and its gradient, beside the output layer's gradient and the final hidden states."""
-    width, hidden = model.width, model.arch.hidden
+    width, hidden, table = model.width, model.arch.hidden, _table(model, sharding)
     vocab = padded_vocab(model.arch, sharding.rank.tp)
     columns = vocab // sharding.rank.tp
     several = batch.trained * columns > BLOCK_LOGITS
@@ -104,4 +131,4 @@ def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize, table: int)
     logits, states = batch.trained * block * each, (batch.tokens + batch.trained) * hidden * width
     parts = (block * width + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
     arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {each} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
-    return "logits", logits + table + parts + states, arithmetic
+    return Addend(f"{model.role} logits", logits + table + parts + states, arithmetic)

@@ -1,0 +1,44 @@
+"""`polyreme import-config`: another system's configuration as a run.yaml.
+
+Invariant: the text is written whole or not at all, and never over a file that exists; it loads in our schema, or the command fails and
+says why.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from polyreme.cli.run_records import write_atomically
+from polyreme.config.load import parse_config
+from polyreme.errors import ConfigError
+from polyreme.import_config.render import text_of
+from polyreme.import_config.systems import SYSTEMS, import_file
+
+
+def import_config(
+    file: Annotated[Path, typer.Argument(help="YAML, JSON or a shell script with the command line.")],
+    output: Annotated[Path | None, typer.Option(help="The run.yaml to write; none: print it.", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option(help=f"{', '.join(SYSTEMS)}; none: by the keys.", show_default=False)] = None,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows of the training data, where the file counts passes.", show_default=False)
+    ] = None,
+) -> None:
+    """Write a run.yaml from the configuration of verl, MindSpeed RL, TRL, OpenRLHF or PaddleNLP."""
+    if system is not None and system not in SYSTEMS:
+        raise ConfigError(f"--system {', '.join(SYSTEMS)}", system, "Choose one of these.")
+    if output is not None and output.exists():
+        raise ConfigError(f"no file {output} yet", "one is there", "Choose another name, or remove the file.")
+    source, found = import_file(file, system, rows)
+    text = text_of(found, source.title, str(file))
+    parse_config(yaml.safe_load(text), f"the import of {file}")
+    if output is None:
+        print(text, end="")
+    else:
+        write_atomically(output, text)
+        counts = f"{len(found.values)} keys, {len(found.missing)} without a counterpart"
+        print(
+            f"{output}: {counts}. Next: decide on the keys marked CHECK, then `polyreme config check {output}`.", file=sys.stderr
+        )

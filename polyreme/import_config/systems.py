@@ -1,0 +1,69 @@
+"""The systems whose configurations can be imported, and how a file's system is recognised.
+
+Invariant: a file is imported by exactly one system: the named one, or the one whose keys it has.
+"""
+
+import math
+from pathlib import Path
+
+from polyreme.errors import ConfigError
+from polyreme.import_config.mindspeed import MINDSPEED, with_inherited
+from polyreme.import_config.openrlhf import OPENRLHF, with_dotted_names
+from polyreme.import_config.paddlenlp import PADDLENLP
+from polyreme.import_config.read import read_values
+from polyreme.import_config.rules import Imported, System, Values, apply
+from polyreme.import_config.trl import TRL
+from polyreme.import_config.verl import VERL
+
+SYSTEMS: dict[str, System] = {system.name: system for system in (VERL, MINDSPEED, TRL, OPENRLHF, PADDLENLP)}
+_PREPARED = {MINDSPEED.name: with_inherited, OPENRLHF.name: with_dotted_names}
+"""Of systems with several spellings of a key: the values under the keys of the rules."""
+_PLACEHOLDER = 100
+"""Iterations of a run whose file gives passes over data of unknown length."""
+
+
+def import_file(path: Path, name: str | None = None, rows: int | None = None) -> tuple[System, Imported]:
+    """The values of another system's configuration.
+
+    Args:
+        name: the system; None: recognised by the keys.
+        rows: rows of the training data, for a file that gives passes over it and no number of steps.
+
+    Raises:
+        ConfigError: the file is no configuration, or of no known system.
+    """
+    values = read_values(path)
+    system = SYSTEMS[name] if name else recognise(values, path)
+    values = _PREPARED[system.name](values) if system.name in _PREPARED else values
+    found = apply(system, values)
+    if "iterations" not in found.values:
+        _set_iterations(found, system, {**system.defaults, **values}, rows)
+    return system, found
+
+
+def recognise(values: Values, path: Path) -> System:
+    """The system that knows most of the values' keys. Raises ConfigError when it knows fewer than half of them."""
+    known = {
+        name: sum(bool(system.rules_of(key)) for key in (_PREPARED[name](values) if name in _PREPARED else values))
+        for name, system in SYSTEMS.items()
+    }
+    best = max(known, key=lambda name: known[name])
+    if 2 * known[best] < len(values):
+        raise ConfigError(
+            f"a configuration of {', '.join(SYSTEMS)} in {path}",
+            f"{known[best]} of {len(values)} keys of {best}",
+            "Name the system with --system.",
+        )
+    return SYSTEMS[best]
+
+
+def _set_iterations(found: Imported, system: System, values: Values, rows: int | None) -> None:
+    epochs, groups = values.get(system.epochs) or 1, found.values.get("groups_per_iteration", 1)
+    if rows is None:
+        found.values["iterations"] = _PLACEHOLDER
+        found.comments["iterations"] = (
+            f"CHECK: {epochs:g} passes over the data in steps of {groups} prompts; --rows N computes it"
+        )
+    else:
+        found.values["iterations"] = max(1, math.floor(epochs * rows / groups))
+        found.comments["iterations"] = f"{system.epochs}: {epochs:g} passes over {rows} rows / {groups} prompts"

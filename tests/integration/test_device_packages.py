@@ -1,0 +1,165 @@
+"""Every name that the learner and the replicas call in packages of accelerators exists there, with the parameters that the call passes.
+
+The packages do not run here: pip downloads their wheels, and their source is read. megatron-core 0.19 needs Python 3.12, which the images of
+accelerators may have.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.package_source import PackageSource, calls, definitions_of
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ROOT / "services" / "trainer" / "polyreme_trainer" / "megatron"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyreme-device-packages"
+PINNED = ("megatron-core==0.19.0", "torch-npu==2.10.0.post4", "transformer-engine==2.20.2", "vllm-ascend==0.23.0")
+_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34))
+Get = Callable[[str], PackageSource]
+
+
+@pytest.fixture(scope="module")
+def package() -> Get:
+    """A pinned package by its name, unpacked in a cache."""
+    return _unpacked
+
+
+def _unpacked(name: str) -> PackageSource:
+    [pin] = [pin for pin in PINNED if pin.startswith(f"{name}==")]
+    folder = CACHE / pin.replace("==", "-")
+    if not (folder / "complete").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version=3.12",
+        ]
+        ended = subprocess.run(
+            [*command, *(f"--platform={each}" for each in _PLATFORMS), "--dest", str(folder), pin],
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if ended.returncode:
+            pytest.skip(f"pip cannot download {pin}: {ended.stderr.strip().splitlines()[-1]}")
+        [wheel] = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        wheel.unlink()
+        (folder / "complete").touch()
+    return PackageSource(folder)
+
+
+def sources() -> Iterator[Path]:
+    yield from sorted(OURS.rglob("*.py"))
+
+
+def mistakes(package: PackageSource, imports: list[tuple[str, str]], state: str) -> list[str]:
+    """What our source imports from `package`, overrides in its classes or passes in calls, and is not there.
+
+    Args:
+        imports: (module, name) of `from module import name`.
+        state: an imported module whose functions we call as attributes.
+    """
+    found = {name: package.find(module, name) for module, name in imports}
+    wrong = [f"no {module}.{name}" for module, name in imports if found[name] is None]
+    inside = str(found.pop(state))
+    for path in sources():
+        for name in attributes(path, state):
+            found[name] = package.find(inside, name)
+            wrong += [f"{path.name}: no {inside}.{name}"] if found[name] is None else []
+    callables = {name: place for name, place in found.items() if isinstance(place, tuple)}
+    for path in sources():
+        for call in calls(path, set(callables)):
+            parameters = package.parameters(*callables[call.name])
+            unknown = [keyword for keyword in call.keywords if keyword not in parameters.names]
+            if not parameters.open and (unknown or call.positional > len(parameters.names)):
+                wrong.append(f"{call.where}: {call.name} does not take {unknown or call.positional}")
+        for child, base, method in definitions_of(path, set(callables)):
+            if not package.has_method(*callables[base], method):
+                wrong.append(f"{path.name}: {child}.{method} overrides nothing in {base}")
+    return wrong
+
+
+def attributes(path: Path, module: str) -> set[str]:
+    """The attributes of a name in a file: x.NAME."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == module}
+
+
+def megatron_imports() -> list[tuple[str, str]]:
+    nodes = ast.walk(ast.parse((OURS / "mcore.py").read_text()))
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.core")]
+    return [(str(node.module), alias.name) for node in froms for alias in node.names]
+
+
+@pytest.mark.slow
+def test_megatron_core_for_python_3_12_has_what_the_learner_calls(package: Get) -> None:
+    assert mistakes(package("megatron-core"), megatron_imports(), "parallel_state") == []
+
+
+def test_the_installed_megatron_core_passes_the_same_check() -> None:
+    import importlib.util
+
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(next(iter(spec.submodule_search_locations))).parent
+    assert mistakes(PackageSource(folder), megatron_imports(), "parallel_state") == []
+
+
+def test_the_check_finds_a_missing_name_a_parameter_and_a_method(tmp_path: Path) -> None:
+    """Against a package in which three things are missing."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "core.py").write_text(
+        "class TransformerConfig:\n    num_layers: int\n\nclass TopKRouter:\n    def forward(self): ...\n"
+    )
+    imports = [("megatron.core", name) for name in ("TransformerConfig", "TopKRouter", "GPTModel", "parallel_state")]
+    found = "\n".join(mistakes(PackageSource(tmp_path), imports, "parallel_state"))
+    assert "no megatron.core.GPTModel" in found
+    assert "TransformerConfig does not take" in found and "hidden_size" in found
+    assert "ExpertRouter.gating overrides nothing" in found
+
+
+@pytest.mark.slow
+def test_torch_npu_has_what_the_device_module_calls(package: Get) -> None:
+    npu = package("torch-npu")
+    assert npu.find("torch_npu.contrib", "transfer_to_npu") is not None
+    nodes = [node for path in (OURS / "device.py", OURS / "self_test.py") for node in ast.walk(ast.parse(path.read_text()))]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _names_a_backend(node.value)}
+    assert {"is_available", "set_device", "mem_get_info", "synchronize"} <= used
+    assert {name for name in used if npu.find("torch_npu.npu", name) is None} == set()
+
+
+def _names_a_backend(node: ast.expr) -> bool:
+    """Whether this is `torch.npu`, or `getattr(torch, kind)`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+        return isinstance(node.args[0], ast.Name) and node.args[0].id == "torch"
+    return isinstance(node, ast.Attribute) and node.attr == "npu"
+
+
+@pytest.mark.slow
+def test_vllm_ascend_reads_the_variable_that_keeps_weights_in_the_plain_format(package: Get) -> None:
+    """The engine sets it, because a reload needs that format."""
+    engine = (ROOT / "services/rollout/polyreme_rollout/engine/vllm.py").read_text()
+    [variable] = {word for word in ast.walk(ast.parse(engine)) if isinstance(word, ast.Constant) and "ASCEND" in str(word.value)}
+    folder = package("vllm-ascend").root / "vllm_ascend"
+    assert any(str(variable.value) in path.read_text() for path in folder.rglob("*.py"))
+
+
+@pytest.mark.slow
+def test_transformer_engines_adam_keeps_its_step_elsewhere(package: Get) -> None:
+    """megatron-core takes it where it is installed; our checkpoints read the step from the state of torch's. docs/cuda.md says so."""
+    place = package("transformer-engine").find("transformer_engine.pytorch.optimizers", "FusedAdam")
+    assert isinstance(place, tuple)
+    assert "group['step']" in ast.unparse(place[1])

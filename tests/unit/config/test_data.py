@@ -1,0 +1,66 @@
+"""The section `data` with several sources, through a file and back."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from polyreme.config.data import DataSource, WeightedSource
+from polyreme.config.describe import annotated_yaml
+from polyreme.config.load import load_config, parse_config
+from polyreme.config.reward import RewardConfig
+from polyreme.config.run import RunConfig
+
+RUN = """
+iterations: 1
+groups_per_iteration: 1
+group_size: 2
+model: {path: model}
+data:
+  train: %s
+  eval: [held_out.csv, {path: b.parquet, split: [0.9, 1]}]
+rollout: {max_new_tokens: 32, max_model_len: 2048}
+reward: {rewards: [{name: exact}]}
+trainer: {optimizer: {lr: 1.0e-3}}
+"""
+
+
+def load(folder: Path, train: str) -> RunConfig:
+    (folder / "run.yaml").write_text(RUN % train)
+    return load_config(folder / "run.yaml")
+
+
+def test_paths_of_sources_are_relative_to_the_file(tmp_path: Path) -> None:
+    config = load(tmp_path, "[a.jsonl, {path: sub/b.parquet, rename: {answer: x.y}, add: {kind: sums}}]")
+    added = WeightedSource(path=tmp_path / "sub" / "b.parquet", rename={"answer": "x.y"}, add={"kind": "sums"})
+    assert config.data.train == (tmp_path / "a.jsonl", added)
+    assert config.data.eval == (tmp_path / "held_out.csv", DataSource(path=tmp_path / "b.parquet", split=(0.9, 1)))
+    assert config.data.weights == (None, None)
+    assert load_config(tmp_path / "run.yaml", ["data.train=[c.jsonl]"]).data.train == (Path.cwd() / "c.jsonl",)
+
+
+@pytest.mark.parametrize(
+    "train", ["[a.jsonl, {path: b.parquet}]", "[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 1}]", "a.jsonl"]
+)
+def test_the_resolved_configuration_reads_back(tmp_path: Path, train: str) -> None:
+    config = load(tmp_path, train)
+    for text in (annotated_yaml(config), config.to_yaml()):
+        assert parse_config(yaml.safe_load(text), "the text") == config
+
+
+def test_the_fingerprint_depends_on_training_sources_and_their_order_of_prompts_alone(tmp_path: Path) -> None:
+    one = load(tmp_path, "[a.jsonl, {path: b.parquet}]")
+    data = one.data
+    assert one.fingerprint() == one.model_copy(update={"data": data.model_copy(update={"eval": None})}).fingerprint()
+    changes = ({"train": (tmp_path / "a.jsonl",)}, {"shuffle": False}, {"shuffle_seed": 1}, {"deduplicate": True})
+    changed = {one.model_copy(update={"data": data.model_copy(update=change)}).fingerprint() for change in changes}
+    assert len(changed | {one.fingerprint()}) == len(changes) + 1
+
+
+def test_choices_name_rewards_by_a_column() -> None:
+    rewards = {"rewards": [{"name": "exact"}]}
+    RewardConfig.model_validate({**rewards, "choose_by": "data_source", "choices": {"gsm8k": "exact"}})
+    with pytest.raises(ValueError, match="none of the rewards"):
+        RewardConfig.model_validate({**rewards, "choose_by": "data_source", "choices": {"gsm8k": "exat"}})
+    with pytest.raises(ValueError, match="choose_by"):
+        RewardConfig.model_validate({**rewards, "choices": {"gsm8k": "exact"}})

@@ -1,0 +1,25 @@
+# the same system with the dotted names since 0.10.2
+ray job submit --address="http://127.0.0.1:8265" \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path Qwen/Qwen3-4B-Thinking-2507 \
+   --reward.remote_url examples/python/math_reward_func.py \
+   --data.prompt_dataset zhuzilin/dapo-math-17k \
+   --data.input_key prompt \
+   --data.label_key label \
+   --data.apply_chat_template \
+   --data.max_len 8192 \
+   --rollout.max_new_tokens 6144 \
+   --rollout.batch_size 128 \
+   --rollout.n_samples_per_prompt 8 \
+   --train.batch_size 1024 \
+   --train.dynamic_batch_enable \
+   --train.async_enable \
+   --algo.advantage.estimator group_norm \
+   --algo.kl.init_coef 1e-5 \
+   --algo.kl.use_loss \
+   --algo.kl.estimator k3 \
+   --actor.eps_clip_low_high 0.2 0.27 \
+   --actor.adam.lr 5e-7 \
+   --actor.lr_scheduler constant \
+   --ckpt.save_steps 20 \
+   --vllm.num_engines 4
