@@ -157,3 +157,12 @@ def test_mixed_rows_have_one_gradient_over_micro_batches_and_data_ranks(shards: 
     expected = gradient_of_mixed_step([DataShard(cpu, 4096)])
     found = gradient_of_mixed_step([DataShard(cpu, tokens, rank, ranks) for rank, ranks, tokens in shards])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_an_iteration_says_what_it_did_with_each_sample() -> None:
+    found = trained(Drifting(), [[1.0, 0.0], [0.0, 0.0]], steps=2).samples
+    advantages = found.advantages.reshape(4, 4)
+    assert (advantages == advantages[:, :1]).all(), "one advantage per sample"
+    assert advantages[0, 0] > 0 > advantages[1, 0] and not advantages[2:].any()
+    assert found.steps.tolist() == [[1], [1], [2], [2]]
+    assert found.weights.tolist() == [0.5, 0.5, 0.5, 0.5], "each step's loss is a mean over its two samples"

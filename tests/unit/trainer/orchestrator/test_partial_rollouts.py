@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, PartialRollouts, merged
+from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, PartialRollouts, join_parts, merged, part_since
 
 STOP, LENGTH = experience_pb2.FINISH_REASON_STOP, experience_pb2.FINISH_REASON_LENGTH
 
@@ -100,3 +100,16 @@ def test_merged_spans_cover_the_same_and_alternate(pieces: list[tuple[int, int]]
     result = merged(spans)
     assert [v for v, s, e in result for _ in range(s, e)] == [v for v, s, e in spans for _ in range(s, e)]
     assert all(a[0] != b[0] for a, b in pairwise(result))
+
+
+def test_a_sample_names_the_replicas_that_sampled_it() -> None:
+    rollouts = PartialRollouts(2, 8, (99,))
+    for replica, chunks in (("a", [(0, [1, 2]), (1, [3])]), ("b", [(0, [4])]), ("b", [(0, [5])])):
+        rollouts.start_call()
+        for slot, ids in chunks:
+            rollouts.add(message(slot, ids))
+        rollouts.credit(replica)
+    assert [sample.replicas for sample in rollouts.samples] == [["a", "b"], ["a"]]
+    stored = part_since([(0, 0), (0, 0)], rollouts, np.array([7]))
+    again = join_parts([stored], np.array([7]), PartialRollouts(2, 8, (99,)))
+    assert [sample.replicas for sample in again.samples] == [["a", "b"], ["a"]], "also after another orchestrator takes over"
