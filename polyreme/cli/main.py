@@ -44,6 +44,11 @@ def commands() -> list[Command]:
             "Write the files of a first run: run.yaml, a reward, sample data. Ask five questions, or none with flags.",
             lambda: _attribute("polyreme.cli.init", "init"),
         ),
+        Command(
+            "eval",
+            "Evaluate a model on a run's held-out prompts with its rewards, without training.",
+            lambda: _attribute("polyreme.cli.evaluate", "evaluate"),
+        ),
         Command("audit", "Account for every group of a run's experience log.", lambda: _attribute("polyreme.cli.audit", "audit")),
         Command(
             "doctor",
@@ -70,6 +75,11 @@ def commands() -> list[Command]:
             "status",
             "List runs: state, iteration, newest result, replicas, and why a run ended.",
             lambda: _attribute("polyreme.cli.status", "status"),
+        ),
+        Command(
+            "chat",
+            "Talk to the policy of a run, live or exported, or to a model directory.",
+            lambda: _attribute("polyreme.cli.chat", "chat"),
         ),
         Command("logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.logs", "logs")),
         Command(

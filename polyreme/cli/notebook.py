@@ -14,7 +14,7 @@ from polyreme.cli.progress import Progress, Record
 from polyreme.cli.run_records import read_summary
 from polyreme.cli.run_source import open_source
 from polyreme.cli.run_status import RunStatus
-from polyreme.cli.sample_files import EVERYTHING, Range, SampleFilter, read_samples
+from polyreme.cli.sample_files import EVERYTHING, Range, read_samples, sample_filter
 from polyreme.cli.tables import Library, to_table
 from polyreme.cli.terminal import TerminalConsole
 from polyreme.cli.view import view
@@ -108,8 +108,7 @@ class RunHandle:
         iterations: Range = ...,
         reward: Range = ...,
         tokens: Range = ...,
-        prompt: str = ...,
-        response: str = ...,
+        text: str = ...,
         evaluation: bool = ...,
         limit: int | None = ...,
         *,
@@ -121,8 +120,7 @@ class RunHandle:
         iterations: Range = ...,
         reward: Range = ...,
         tokens: Range = ...,
-        prompt: str = ...,
-        response: str = ...,
+        text: str = ...,
         evaluation: bool = ...,
         limit: int | None = ...,
         *,
@@ -133,8 +131,7 @@ class RunHandle:
         iterations: Range = EVERYTHING,
         reward: Range = EVERYTHING,
         tokens: Range = EVERYTHING,
-        prompt: str = "",
-        response: str = "",
+        text: str = "",
         evaluation: bool = False,
         limit: int | None = None,
         *,
@@ -143,10 +140,10 @@ class RunHandle:
         """Samples as a table, one row per sample.
 
         Args:
-            iterations: range of iterations, both ends included; of evaluations: range of policy versions.
-            reward: range of the total reward.
-            tokens: range of the response's length in tokens.
-            prompt, response: text that the prompt, or the response, contains.
+            iterations: first and last iteration, or None for no bound; of evaluations: policy versions.
+            reward: range of the total reward, likewise.
+            tokens: range of the response's length in tokens, likewise.
+            text: part of the prompt, the label or the response, in any case.
             evaluation: the answers of evaluations instead of the samples that were trained on.
             limit: maximum number of samples.
             library: as in `metrics`.
@@ -158,8 +155,7 @@ class RunHandle:
             raise ConfigError(
                 "a run directory, which has the samples", "a Redis URL", "Create polyreme.Run from the run directory."
             )
-        chosen = SampleFilter(iterations, reward, tokens, prompt, response)
-        found = read_samples(self.run_dir, chosen, "evaluation" if evaluation else "iteration")
+        found = read_samples(self.run_dir, sample_filter("eval" if evaluation else "train", iterations, reward, tokens, text))
         return to_table(itertools.islice(found, limit), library)
 
     def follow(self, timeout: float | None = None) -> Iterator[Record]:

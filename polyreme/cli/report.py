@@ -55,6 +55,8 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
 def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:
     """The final report: how the run ended, results before and after, five answers, the split of the time, the paths, what to do next."""
     lines = [f"{state:8} {reason}"] if reason else []
+    if not config.iterations:  # an evaluation prints its own results
+        return [*lines, f"run      {run_dir}"]
     lines += _result_lines(progress)
     seconds = progress.rl_seconds()
     if seconds:

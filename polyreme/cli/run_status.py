@@ -3,20 +3,16 @@
 Invariant: reading a status changes no run and reads no more than a run's small files, so that a folder of many runs is listed at once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from polyreme.cli.progress import Progress, stream_time
-from polyreme.cli.run_directory import NO_REDIS, RunFile, read_run_file, read_settings, unused
-from polyreme.cli.run_records import read_summary
-from polyreme.errors import ConfigError
+from polyreme.cli.reader import RunReader
+from polyreme.cli.run_directory import NO_REDIS, RunFile, read_run_file
 from polyreme.experience.listing import ListedRun
 from polyreme.experience.run import RunState
-
-INTERRUPTED = "interrupted"
-"""The state of a run whose processes ended without setting a final state, for example because the machine stopped."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,7 @@ class RunStatus:
     Attributes:
         run_id: id of the run.
         place: its run directory, or the URL of its Redis.
-        state: a RunState, or INTERRUPTED.
+        state: a RunState, or `interrupted`: its processes ended without setting a final state.
         reason: reason for the state, or ''.
         iteration, iterations: the newest trained iteration (of a stage: step) and the configured number; None when it is unknown.
         metric, value: name and value of the newest evaluation (of a stage: the loss); '' and None without one.
@@ -50,25 +46,16 @@ class RunStatus:
     @property
     def ended(self) -> bool:
         """Whether no process of the run is at work."""
-        return self.state == INTERRUPTED or RunState(self.state).ended
+        return self.state == "interrupted" or RunState(self.state).ended
 
 
 def directory_status(run_dir: Path) -> RunStatus:
     """The status of the directory's run or stage. Raises ConfigError when the directory has none."""
-    found = read_run_file(run_dir)
-    if found is None:
-        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
-    summary = read_summary(run_dir)
-    if summary.get("run") != found.run_id:
-        summary = {}  # of the directory's previous run
-    state, reason = str(summary.get("state", RunState.STARTING)), str(summary.get("reason", ""))
-    if not RunState(state).ended:
-        with unused(run_dir) as free:
-            if free:
-                state, reason = INTERRUPTED, f"its processes ended while it was {state}; --resume continues it"
-    settings = read_settings(run_dir)
+    reader, found = RunReader(run_dir), read_run_file(run_dir)
+    assert found is not None  # RunReader raises otherwise
+    summary, settings = reader.summary(), reader.config()
     status = _stage_status if found.redis == NO_REDIS else _run_status
-    return status(RunStatus(found.run_id, str(run_dir), state, reason), found, summary, settings)
+    return status(RunStatus(found.run_id, str(run_dir), summary["state"], summary["reason"]), found, summary, settings)
 
 
 def redis_status(listed: ListedRun, url: str) -> RunStatus:
@@ -89,21 +76,6 @@ def redis_status(listed: ListedRun, url: str) -> RunStatus:
         replicas={name: progress.versions.get(name) for name in listed.replicas},
         updated=progress.time or None,
     )
-
-
-def run_directories(paths: list[Path]) -> Iterator[Path]:
-    """The run directories among `paths` and directly below them, in order.
-
-    Raises:
-        ConfigError: a path is neither a run directory nor a folder.
-    """
-    for path in paths:
-        if (path / "run.json").is_file():
-            yield path
-        elif path.is_dir():
-            yield from sorted(child.parent for child in path.glob("*/run.json"))
-        else:
-            raise ConfigError(f"a run directory or a folder of them at {path}", "no such folder", "Fix the path.")
 
 
 def _run_status(status: RunStatus, found: RunFile, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> RunStatus:

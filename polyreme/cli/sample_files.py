@@ -1,75 +1,61 @@
-"""The training samples in a run directory, read one at a time.
+"""Streams the samples of a run directory, for exports of many samples. `reader` has an index, for queries that look at few of them.
 
-Invariant: memory does not grow with the number of samples. An iteration's file is complete or not there yet, so no half sample is read.
+Invariant: memory does not grow with the number of samples, and nothing is written. An iteration's file is complete or not there yet, so no
+half sample is read.
 """
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from polyreme.cli.reader import Sample, SampleQuery
 from polyreme.errors import ConfigError
 
-Sample = dict[str, Any]
-Range = tuple[float, float]
-EVERYTHING: Range = (float("-inf"), float("inf"))
+_NAMES = {"train": "iteration", "eval": "evaluation"}
+
+Range = tuple[float | None, float | None]
+"""Both ends are included; None: no bound."""
+EVERYTHING: Range = (None, None)
 
 
-@dataclass(frozen=True)
-class SampleFilter:
-    """Which samples to read. Ranges include both ends.
-
-    Attributes:
-        iterations: range of iterations; of evaluations: of versions.
-        score: range of the total reward.
-        tokens: range of the response's length in tokens.
-        prompt, response: text that the prompt, or the response, must contain.
-    """
-
-    iterations: Range = EVERYTHING
-    score: Range = EVERYTHING
-    tokens: Range = EVERYTHING
-    prompt: str = ""
-    response: str = ""
-
-    def accepts(self, sample: Sample) -> bool:
-        """Whether a sample matches. Its iteration is not looked at, since whole files are chosen by it."""
-        return (
-            self.score[0] <= sample["score"] <= self.score[1]
-            and self.tokens[0] <= sample["tokens"] <= self.tokens[1]
-            and self.prompt in str(sample["prompt"])
-            and self.response in str(sample["response"])
-        )
-
-
-def read_samples(run_dir: Path, chosen: SampleFilter = SampleFilter(), kind: str = "iteration") -> Iterator[Sample]:
-    """Yields the samples that match, by iteration, in the order of their file.
+def read_samples(run_dir: Path, wanted: SampleQuery) -> Iterator[Sample]:
+    """Yields the lines of the sample files that match, by iteration, in the order of their file.
 
     Args:
         run_dir: the run directory.
-        chosen: which samples.
-        kind: "iteration" for training samples, "evaluation" for the answers of evaluations.
+        wanted: which samples; `kind` is "train" or "eval". Its `order` and `prompt`, which need an index, do not count.
 
     Raises:
         ConfigError: a line is damaged.
     """
-    for number, path in sample_files(run_dir, kind):
-        if not chosen.iterations[0] <= number <= chosen.iterations[1]:
+    for number, path in sample_files(run_dir, wanted.kind):
+        if not _within(number, wanted.first, wanted.last):
             continue
         with open(path) as file:
             for place, line in enumerate(file, start=1):
                 try:
                     sample = json.loads(line)
-                    if chosen.accepts(sample):
+                    if matches(sample, wanted):
                         yield sample
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(f"a sample in line {place} of {path}", repr(error), "Restore or remove the file.") from None
 
 
-def sample_files(run_dir: Path, kind: str = "iteration") -> list[tuple[int, Path]]:
-    """The sample files of a run directory with their iteration (of evaluations: version), ascending."""
-    numbered = ((path.stem.removeprefix(f"{kind}_"), path) for path in (run_dir / "samples").glob(f"{kind}_*.jsonl"))
+def matches(sample: Sample, wanted: SampleQuery) -> bool:
+    """Whether a line of a sample file matches. Its iteration is not looked at, since whole files are chosen by it."""
+    texts = (str(sample[name]).lower() for name in ("prompt", "label", "response"))
+    return (
+        _within(sample["score"], wanted.score_min, wanted.score_max)
+        and _within(sample["tokens"], wanted.tokens_min, wanted.tokens_max)
+        and wanted.finish in ("", sample["finish_reason"])
+        and any(wanted.text.lower() in text for text in texts)
+    )
+
+
+def sample_files(run_dir: Path, kind: str = "train") -> list[tuple[int, Path]]:
+    """The sample files of a run directory with their iteration ("eval": version), ascending."""
+    name = _NAMES[kind]
+    numbered = ((path.stem.removeprefix(f"{name}_"), path) for path in (run_dir / "samples").glob(f"{name}_*.jsonl"))
     return sorted((int(number), path) for number, path in numbered if number.isdigit())
 
 
@@ -78,4 +64,26 @@ def parse_range(text: str) -> Range:
     low, colon, high = text.partition(":")
     if not colon:
         return float(low), float(low)
-    return (float(low) if low else EVERYTHING[0]), (float(high) if high else EVERYTHING[1])
+    return (float(low) if low else None), (float(high) if high else None)
+
+
+def sample_filter(kind: str, iterations: Range, score: Range, tokens: Range, text: str) -> SampleQuery:
+    """A filter from ranges."""
+
+    def whole(bound: float | None) -> int | None:
+        return None if bound is None else int(bound)
+
+    return SampleQuery(
+        kind=kind,
+        first=whole(iterations[0]),
+        last=whole(iterations[1]),
+        score_min=score[0],
+        score_max=score[1],
+        tokens_min=whole(tokens[0]),
+        tokens_max=whole(tokens[1]),
+        text=text,
+    )
+
+
+def _within(value: float, low: float | None, high: float | None) -> bool:
+    return (low is None or value >= low) and (high is None or value <= high)

@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
+from polyreme.cli.reader import Sample
 from polyreme.cli.report import shortened
 from polyreme.cli.run_directory import read_run_file
-from polyreme.cli.sample_files import EVERYTHING, Range, Sample, SampleFilter, parse_range, read_samples, sample_files
+from polyreme.cli.sample_files import EVERYTHING, Range, parse_range, read_samples, sample_files, sample_filter
 from polyreme.cli.terminal import TerminalConsole
 from polyreme.errors import ConfigError
 
@@ -26,8 +27,7 @@ def samples(
     iteration: Annotated[str | None, typer.Option(help=f"Iterations: `newest`, {_RANGE}. Default: newest.")] = None,
     reward: Annotated[str | None, typer.Option(help=f"Total reward: {_RANGE}.")] = None,
     tokens: Annotated[str | None, typer.Option(help=f"Response length in tokens: {_RANGE}.")] = None,
-    prompt: Annotated[str, typer.Option(help="Text that the prompt contains.")] = "",
-    response: Annotated[str, typer.Option(help="Text that the response contains.")] = "",
+    text: Annotated[str, typer.Option(help="Part of the prompt, the label or the response, in any case.")] = "",
     evaluation: Annotated[
         bool, typer.Option("--evaluation", help="Show the answers of evaluations; --iteration then selects policy versions.")
     ] = False,
@@ -39,15 +39,11 @@ def samples(
     """Show samples of a run, filtered by iteration, reward, length and text."""
     if read_run_file(run_dir) is None:
         raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
-    kind = "evaluation" if evaluation else "iteration"
-    chosen = SampleFilter(
-        iterations=_iterations(run_dir, kind, iteration),
-        score=_range("--reward", reward),
-        tokens=_range("--tokens", tokens),
-        prompt=prompt,
-        response=response,
+    kind = "eval" if evaluation else "train"
+    chosen = sample_filter(
+        kind, _iterations(run_dir, kind, iteration), _range("--reward", reward), _range("--tokens", tokens), text
     )
-    found = itertools.islice(read_samples(run_dir, chosen, kind), limit or (None if as_json else _SHOWN))
+    found = itertools.islice(read_samples(run_dir, chosen), limit or (None if as_json else _SHOWN))
     console, some = TerminalConsole(sys.stdout), False
     for sample in found:
         some = True

@@ -13,11 +13,11 @@ from typing import Annotated
 
 import typer
 
+from polyreme.cli.reader import run_directories
 from polyreme.cli.report import duration
-from polyreme.cli.run_status import RunStatus, directory_status, redis_status, run_directories
+from polyreme.cli.run_status import RunStatus, directory_status, redis_status
 from polyreme.cli.table import aligned
 from polyreme.cli.terminal import TerminalConsole
-from polyreme.errors import ConfigError
 from polyreme.experience.listing import list_runs
 from polyreme.experience.store import connect
 from polyreme.net.redis_url import redis_option
@@ -34,9 +34,8 @@ def status(
 ) -> None:
     """List runs: state, iteration, newest result, replicas, and why a run ended."""
     folders = paths or ([] if redis else [Path("runs")])
-    if not paths and folders and not folders[0].is_dir():
-        raise ConfigError("runs to list", "no folder runs here", "Pass a run directory, a folder of them, or --redis URL.")
-    by_id = {found.run_id: found for found in map(directory_status, run_directories(folders))}
+    directories = (directory for folder in folders for directory in run_directories(folder))
+    by_id = {found.run_id: found for found in map(directory_status, directories)}
     if redis:
         by_id |= {found.run_id: found for found in asyncio.run(_of_redis(redis))}
     found = sorted(by_id.values(), key=lambda status: (-(status.updated or 0.0), status.run_id))

@@ -91,13 +91,13 @@ def _warnings(config: RunConfig) -> list[str]:
     found = [
         f"{key} = {interval} is longer than the run, so it applies only after iteration {config.iterations}"
         for key, interval in intervals.items()
-        if interval > config.iterations
+        if interval > config.iterations > 0
     ]
     critic = config.trainer.critic.warmup_iterations
-    if config.algorithm.has_critic and critic >= config.iterations:
+    if config.algorithm.has_critic and 0 < config.iterations <= critic:
         found.append(f"trainer.critic.warmup_iterations = {critic} is the whole run: the actor is never trained")
     warmup = config.trainer.optimizer.warmup
-    if warmup > config.iterations:
+    if warmup > config.iterations > 0:
         found.append(f"trainer.optimizer.warmup = {warmup} is longer than the run: the learning rate never reaches its peak")
     return found
 
@@ -142,6 +142,8 @@ def redis_bytes(config: RunConfig) -> int:
 
 
 def _when(interval: int, iterations: int, samples: int) -> str:
+    if not iterations:
+        return f"{samples} held-out prompts, and trains nothing"
     return f"{samples} held-out prompts before iteration 1 and {_points(interval, iterations)}"
 
 

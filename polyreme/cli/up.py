@@ -60,11 +60,22 @@ def up(
             console.print(start.finished, soft_wrap=True)
             return
         announce = into_background(start.config.run_dir / "up.log") if detach else None
-        status = asyncio.run(_up(start, redis, console, announce))
+        status = asyncio.run(train(start, redis, console, announce))
     raise typer.Exit(status)
 
 
-async def _up(start: Start, redis_url: str | None, console: Console, announce: Callable[[str], None] | None) -> int:
+async def train(start: Start, redis_url: str | None, console: Console, announce: Callable[[str], None] | None = None) -> int:
+    """Runs every service of a prepared run to its end. Returns the exit status.
+
+    Args:
+        start: the prepared run, whose directory this process owns.
+        redis_url: Redis to use, or None for the run's own.
+        console: for the summary, the progress and the report.
+        announce: called with a message when the run has started.
+
+    Raises:
+        PolyremeError: the run failed.
+    """
     config = start.config
     console.print("\n".join(summary_lines(config, start.notices)), soft_wrap=True)
     async with _store(config, redis_url, start.existing) as (redis, url, own):

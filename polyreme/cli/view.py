@@ -157,7 +157,7 @@ def render(
         sft = progress.sft
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
     bar = Table.grid()  # a bare ProgressBar does not end its line
-    bar.add_row(ProgressBar(total=config.iterations, completed=progress.newest, width=min(60, width)))
+    bar.add_row(ProgressBar(total=max(1, config.iterations), completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]
     foot = _footer(progress, now, redis_url)
     if times := _times(config, progress, now):

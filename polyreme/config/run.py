@@ -3,9 +3,10 @@
 Invariant: some part of the system reads every key, and an unknown key is an error.
 """
 
+import re
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
@@ -25,7 +26,9 @@ from polyreme.config.weights import WeightsConfig
 
 
 class RunConfig(BaseConfig):
-    iterations: Operational[int] = Field(ge=1, description="Number of iterations to train.")
+    iterations: Operational[int] = Field(
+        ge=0, description="Number of iterations to train. 0: only evaluate the model, after the warm start if there is one."
+    )
     groups_per_iteration: int = Field(ge=1, description="Prompts per iteration.")
     group_size: int = Field(ge=1, description="Samples per prompt.")
     max_staleness: int = Field(0, ge=0, description="Maximum staleness of a sample, in iterations. 0: on-policy.")
@@ -37,6 +40,23 @@ class RunConfig(BaseConfig):
         0, ge=0, description="Iterations between evaluations. 0: only before the first iteration and after the last."
     )
     eval_samples: Operational[int] = Field(500, ge=1, description="Held-out prompts per evaluation.")
+    eval_answers: Operational[int] = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Answers to each held-out prompt. 1: one greedy answer. More: sampled ones, for pass@k and majority.",
+    )
+    eval_temperature: Operational[float] = Field(
+        1.0, ge=0.01, le=2, description="Sampling temperature of the answers when eval_answers > 1."
+    )
+    eval_pattern: Operational[str | None] = Field(
+        None,
+        description="Regular expression that finds the answer in a response, for majority@k: its last match, or the first group of that."
+        " null: the whole response.",
+    )
+    eval_stop_after: Operational[int] = Field(
+        0, ge=0, description="Evaluations in a row without a new best result after which the run saves and stops. 0: never."
+    )
     eval_hold: Operational[float] = Field(
         300.0,
         gt=0,
@@ -69,6 +89,15 @@ class RunConfig(BaseConfig):
         if isinstance(reward, dict) and tree.get("security") is not None and reward.get("security") is None:
             return {**tree, "reward": {**reward, "security": tree["security"]}}
         return tree
+
+    @field_validator("eval_pattern")
+    @classmethod
+    def _is_a_pattern(cls, pattern: str | None) -> str | None:
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ValueError(f"eval_pattern is no regular expression: {error}") from None
+        return pattern
 
     @model_validator(mode="after")
     def _fits(self) -> "RunConfig":
@@ -103,6 +132,9 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"the section `reward` is missing, from which algorithm.advantage: {self.algorithm.advantage.kind} learns"
             )
+        if self.data.eval is None and (self.iterations == 0 or self.eval_stop_after):
+            key = "iterations = 0" if self.iterations == 0 else "eval_stop_after"
+            raise ValueError(f"{key} needs data.eval, the held-out prompts")
         if self.reward is None and self.data.eval is not None:
             raise ValueError("data.eval needs the section `reward`, which scores the answers of an evaluation")
 

@@ -12,7 +12,7 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.data import TextConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.section import Operational, Section
-from polyreme.config.trainer import OptimizerConfig, ParallelConfig
+from polyreme.config.trainer import RECOMPUTE, OptimizerConfig, ParallelConfig, Recompute
 
 
 class StageTrainer(Section):
@@ -22,6 +22,7 @@ class StageTrainer(Section):
     micro_batch_tokens: int = Field(
         8192, ge=1, description="Maximum padded tokens of one micro-batch. A longer row forms its own micro-batch."
     )
+    recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig
     batch_size: int = Field(ge=1, description="Rows per optimizer step.")
     epochs: Operational[float] = Field(1.0, gt=0, description="Passes over the data when `steps` is null.")

@@ -63,6 +63,12 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0, description="Maximum global gradient norm. 0: no clipping.")
 
 
+Recompute = Literal["selective", "full"]
+RECOMPUTE = (
+    "Activations that backward passes compute again. selective: those inside each MLP. full: those of every layer. null: none."
+)
+
+
 class CriticConfig(Section):
     """The critic of an algorithm that has one (preset ppo). It shares the actor's ranks."""
 
@@ -92,6 +98,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: int = Field(
         8192, ge=1, description="Maximum padded tokens per micro-batch. A longer sample gets its own micro-batch."
     )
+    recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig
     critic: CriticConfig = CriticConfig()
     ema_decay: float | None = Field(

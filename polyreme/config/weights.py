@@ -14,3 +14,8 @@ class WeightsConfig(Section):
         ge=1,
         description="Every so many versions, a replica without the trainer's shared memory receives the whole version; in between it receives only what has changed. 1: always the whole version.",
     )
+    canary_limit: Operational[float | None] = Field(
+        None,
+        gt=0,
+        description="Largest mean difference, in nats, between a replica's and the learner's log-probabilities of the canary, above which the replica serves nothing. null: 0.001 in float32, 0.1 in bfloat16.",
+    )

@@ -93,14 +93,14 @@ class DeltaManifest:
 
 
 @dataclass(frozen=True)
-class Delta:
+class WeightDelta:
     """A manifest and its payload: the frames of all tensors, in order."""
 
     manifest: DeltaManifest
     payload: bytes
 
 
-def diff(before: Manifest, old: memoryview, after: Manifest, new: memoryview, each: Each = map) -> Delta | None:
+def diff(before: Manifest, old: memoryview, after: Manifest, new: memoryview, each: Each = map) -> WeightDelta | None:
     """The changes of a part since another version of it; None when they are more than half of the part's bytes.
 
     Args:
@@ -140,7 +140,7 @@ def apply(delta: DeltaManifest, payload: memoryview, shadow: memoryview) -> None
             sparse.apply(changes, _words(tensor, shadow))
 
 
-def compact(older: Delta, newer: Delta) -> Delta | None:
+def compact(older: WeightDelta, newer: WeightDelta) -> WeightDelta | None:
     """One delta with the effect of both in turn; None when it is more than half of the part's bytes.
 
     Raises:
@@ -163,7 +163,7 @@ def compact(older: Delta, newer: Delta) -> Delta | None:
     return _assembled(older.manifest.base, newer.manifest.manifest, frames)
 
 
-def _assembled(before: Manifest, after: Manifest, frames: list[Frame | None]) -> Delta | None:
+def _assembled(before: Manifest, after: Manifest, frames: list[Frame | None]) -> WeightDelta | None:
     tensors = tuple(
         TensorDelta(frame.changed, frame.words, len(frame.data), was.digest or 0)
         if frame
@@ -172,7 +172,9 @@ def _assembled(before: Manifest, after: Manifest, frames: list[Frame | None]) ->
     )
     if sum(tensor.nbytes for tensor in tensors) > WHOLE_ABOVE * after.nbytes:
         return None
-    return Delta(DeltaManifest(after, before.term, before.version, tensors), b"".join(frame.data for frame in frames if frame))
+    return WeightDelta(
+        DeltaManifest(after, before.term, before.version, tensors), b"".join(frame.data for frame in frames if frame)
+    )
 
 
 def _frames(delta: DeltaManifest, payload: memoryview) -> Iterator[tuple[Tensor, Frame | None]]:

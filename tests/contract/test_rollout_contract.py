@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,6 +218,29 @@ async def swapped_generation(world: World) -> tuple[list[rollout_pb2.GenerateRes
     committed = await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id), timeout=300)
     assert committed.version == before + 1
     return responses + [response async for response in stream], before
+
+
+async def test_what_a_version_with_a_failed_canary_has_sampled_is_never_delivered(world: World) -> None:
+    before = (await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)).version
+    staging = world.learner.write(before + 1, {name: array * 1.5 for name, array in world.arrays.items()})
+    await world.weights.StageArena(staging, timeout=300)
+    stream = aiter(world.rollout.Generate(world.ask([(i, [], 120, i) for i in range(8)], temperature=1.0), timeout=300))
+    responses = [await anext(stream)]
+    canary = weights_pb2.Canary(ids=PROMPT, logprobs=[-50.0] * (len(PROMPT) - 1), limit=1.0)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await world.weights.Commit(weights_pb2.CommitRequest(id=staging.manifest.id, canary=canary), timeout=300)
+    assert failed.value.code() == grpc.StatusCode.INTERNAL
+    assert "canary" in failed.value.details()
+    with suppress(grpc.aio.AioRpcError):  # it may have ended before
+        async for response in stream:
+            responses.append(response)
+    assert {chunk.oldest_version for response in responses for chunk in response.chunks} == {before}
+    assert {span.version for response in responses for end in response.ends for span in end.spans} <= {before}
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await world.generate([(0, [], 1, 0)])
+    assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    await world.push(before + 2, 1.0)
+    assert (await world.generate([(0, [], 1, 0)]))[0].spans == [(before + 2, 0, 1)]
 
 
 async def test_describe(world: World) -> None:

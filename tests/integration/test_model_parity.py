@@ -74,3 +74,8 @@ def test_more_ranks_than_key_value_heads_and_both_kinds_of_ranks_at_once(tensor:
 def test_files_that_are_damaged_or_wrong_and_gradients_that_are_not_finite(tmp_path: Path) -> None:
     tied, untied = tiny_model("tied", tmp_path / "tied"), tiny_model("untied", tmp_path / "untied")
     run_ranks(checks.files_and_failures, 1, str(tied), str(untied), str(tmp_path))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_recomputed_activations_change_no_gradient(tensor: int, tmp_path: Path) -> None:
+    run_ranks(checks.recomputed_gradients_are_the_same, tensor, str(tiny_model("tied", tmp_path / "model")), str(tensor))

@@ -178,3 +178,12 @@ async def test_a_stop_through_redis_saves_and_ends_the_run(redis_url: str, run_i
 
 async def trained(run: Run, iteration: int) -> bool:
     return await ExperienceLog(run).version() >= iteration
+
+
+async def test_without_iterations_the_model_is_only_evaluated(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    data = {"eval": str(tmp_path / "train.jsonl")}
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=0, data=data) as started:
+        assert await started.ended(300) == ("done", ""), started.logs()
+        assert [record["version"] for record in await started.records("eval")] == [0]
+        assert not await started.records("iteration")
+        assert (await ExperienceLog(started.run).audit()).clean

@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import psutil
 import pytest
 
 from polyreme.api.v1 import rollout_pb2
+from polyreme.weights.canary import LIMITS, Canary
+from polyreme.weights.delta import diff
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, Version
 from support.models import Kind, tiny_model
@@ -57,6 +60,12 @@ class Reference:
                 ids.append(int(row.argmax()))
                 logprobs.append(float(row[ids[-1]]))
         return ids[len(prompt) :], logprobs
+
+    def canary(self, ids: list[int]) -> Canary:
+        """The log-probabilities of ids[1:]."""
+        with self._torch.no_grad():
+            rows = self._model(self._torch.tensor([ids])).logits[0].log_softmax(-1)
+        return Canary(tuple(ids), tuple(float(row[token]) for row, token in zip(rows, ids[1:], strict=False)), LIMITS["float32"])
 
 
 def versions(model: Path, count: int) -> Iterator[dict[str, np.ndarray]]:
@@ -124,7 +133,40 @@ async def streamed_versions_are_served_and_gone_back_to(learner: Learner, there:
     learner.layout = good
     answer = (await generate(there.rollout, request(learner.run_id, PROMPT, [(0, [], 32, 0)])))[0]
     assert (answer.ids, answer.spans) == (ids, [(12, 0, 32)])
+    await deltas_and_canaries(learner, there, link, reference, weights)
     await link.close()
+
+
+async def deltas_and_canaries(
+    learner: Learner, there: Any, link: ReplicaClient, reference: Reference, weights: dict[str, np.ndarray]
+) -> None:
+    """Sparse versions over the one that was streamed: the workers' answers are those of the new weights, and a canary finds wrong ones."""
+    rng, ask = np.random.default_rng(1), request(learner.run_id, PROMPT, [(0, [], 32, 0)])
+    before, base = learner.write(12, weights), learner.slot
+    old = Manifest.from_proto(before.manifest)
+    for version in (14, 15, 16):
+        weights = {name: np.where(rng.random(a.shape) < 0.02, a * np.float32(1.5), a) for name, a in weights.items()}
+        staged = learner.write(version, weights)
+        delta = diff(
+            old, learner.arena.slot_view(base), Manifest.from_proto(staged.manifest), learner.arena.slot_view(learner.slot)
+        )
+        assert delta is not None
+        reference.load(weights)
+        canary = reference.canary([*PROMPT, 3, 2, 1])
+        if version == 15:
+            canary = replace(canary, logprobs=tuple(value - 0.1 for value in canary.logprobs))
+        sent = Version(staged.manifest, staged.slot, staged.generation, canary.to_proto())
+        assert (await link.stream_delta(delta, sent)).nbytes < old.nbytes / 8
+        if version == 15:
+            with pytest.raises(SwapError, match=r"version 15 failed its canary.*nothing is served"):
+                await link.commit(sent)
+            with pytest.raises(grpc.aio.AioRpcError, match="found none"):
+                await generate(there.rollout, ask)
+        else:
+            assert (await link.commit(sent)).canary_difference < 1e-4
+            answer = (await generate(there.rollout, ask))[0]
+            assert (answer.ids, answer.spans) == (reference.greedy(PROMPT, 32)[0], [(version, 0, 32)])
+        old, base = Manifest.from_proto(staged.manifest), learner.slot
 
 
 def misshapen(good: Manifest, weights: dict[str, np.ndarray]) -> Manifest:

@@ -153,6 +153,18 @@ async def a_version_decides_the_answers(subject: Subject) -> None:
         assert {name: found.shape for name, found in before.items()} == {name: found.shape for name, found in after.items()}
 
 
+async def given_tokens_have_the_log_probabilities_of_the_version(subject: Subject) -> None:
+    ids, found = [*PROMPT, 3, 2, 1], []
+    for factor in (1.0, 1.5, 1.0):
+        await subject.swap(factor)
+        found.append([await subject.engine.logprobs(ids[:length], subject.salt) for length in (len(ids), len(ids) - 2)])
+    assert [len(values) for values in found[0]] == [len(ids) - 1, len(ids) - 3]
+    assert all(value <= 0 for value in found[0][0])
+    assert np.allclose(found[0][0][:-2], found[0][1], atol=1e-4)
+    assert np.allclose(found[0][0], found[2][0], atol=1e-6)
+    assert not np.allclose(found[0][0], found[1][0], atol=1e-3)
+
+
 async def a_failed_load_is_an_error_and_the_next_one_works(subject: Subject) -> None:
     await subject.swap(1.0)
     before = await subject.engine.weight_digests()
@@ -201,6 +213,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         closing_the_iterator_frees_its_place,
         nothing_is_sampled_while_paused,
         a_version_decides_the_answers,
+        given_tokens_have_the_log_probabilities_of_the_version,
         a_failed_load_is_an_error_and_the_next_one_works,
         v1_serves_the_model_under_the_salt,
     )

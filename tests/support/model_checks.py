@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polyreme.config.trainer import ParallelConfig
+from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.megatron import checkpoint, hf_mapping
+from polyreme_trainer.megatron.accelerator import ACCELERATOR
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.build import init_parallel
+from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.families import load_architecture
@@ -170,6 +172,39 @@ def training_agrees_with_plain_torch(model: str, device: Device) -> None:
         assert full.keys() == expected.keys() - hf_mapping.hf_aliases(policy.arch).keys()
         for name, tensor_ in full.items():
             torch.testing.assert_close(tensor_, expected[name], rtol=0, atol=TOLERANCE, msg=partial("{}: {}".format, name))
+
+
+def recomputed_gradients_are_the_same(model: str, tensor: str) -> None:
+    """Bit for bit, with both specs, and less is saved for the backward pass the more of it is recomputed."""
+    device = start(tensor)
+    architecture = load_architecture(Path(model))
+    ids, targets = batch(architecture.vocab)
+    kinds: list[Recompute | None] = [None, "selective", "full"]
+    for spec in (CPU, ACCELERATOR):
+        found = []
+        for recompute in kinds:
+            policy = Policy(architecture, "float32", device, trainable=True, spec=spec, recompute=recompute)
+            policy.load_hf(Path(model))
+            Optimizer(policy, ADAM).zero_grad()
+            saved: dict[int, int] = {}  # address -> bytes
+            with device.megatron():
+                with torch.autograd.graph.saved_tensors_hooks(partial(_note, saved), lambda tensor: tensor):
+                    loss = policy.logprobs(ids, targets).sum()
+                loss.backward()
+            grads = {name: param.main_grad.clone() for name, param in policy.module.named_parameters()}
+            found.append((sum(saved.values()), grads))
+        (most, expected), *others = found
+        for less, grads in others:
+            assert less < most
+            most = less
+            assert all(torch.equal(grads[name], expected[name]) for name in expected)
+        assert any(grad.abs().max() > 0 for grad in expected.values())
+
+
+def _note(saved: dict[int, int], tensor: Tensor) -> Tensor:
+    """Records the bytes of a saved tensor's memory, once for each memory."""
+    saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return tensor
 
 
 def slices_fill_shared_views(model: str, device: Device, folder: str) -> None:

@@ -1,7 +1,7 @@
 """A publisher at work: a run with a learner that writes random weights, and replicas that receive them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.weights.arena import Arena
+from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.receiver import Receiver, replica
@@ -45,7 +46,9 @@ class World:
     layout: Manifest = LAYOUT
     weights: dict[str, np.ndarray] = field(default_factory=dict)
 
-    async def step(self, fraction: float = 1.0) -> dict[str, np.ndarray]:
+    async def step(
+        self, fraction: float = 1.0, canary: Callable[[dict[str, np.ndarray]], Canary] | None = None
+    ) -> dict[str, np.ndarray]:
         """Writes and publishes the next version, as the learner does; gives its tensors. `fraction` of the elements get random bits."""
         self.version += 1
         slot = await self.publisher.acquire_slot(300)
@@ -58,7 +61,7 @@ class World:
                 view[...] = np.where(self.rng.random(view.shape) < fraction, noise, before)
         self.weights = weights = {name: view.copy() for name, view in views.items()}
         generation = self.arena.complete(slot, self.version, self.term)
-        self.publisher.publish(self.manifest(), slot, generation)
+        self.publisher.publish(self.manifest(), slot, generation, canary(weights) if canary else None)
         return weights
 
     def manifest(self) -> Manifest:

@@ -130,18 +130,32 @@ class StageResponse(_message.Message):
     apply_seconds: float
     def __init__(self, verify_seconds: _Optional[float] = ..., apply_seconds: _Optional[float] = ...) -> None: ...
 
+class Canary(_message.Message):
+    __slots__ = ("ids", "logprobs", "limit")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    limit: float
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., limit: _Optional[float] = ...) -> None: ...
+
 class CommitRequest(_message.Message):
-    __slots__ = ("id",)
+    __slots__ = ("id", "canary")
     ID_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     id: VersionId
-    def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ...) -> None: ...
+    canary: Canary
+    def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ..., canary: _Optional[_Union[Canary, _Mapping]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
-    __slots__ = ("version", "stall_seconds", "reload_seconds")
+    __slots__ = ("version", "stall_seconds", "reload_seconds", "canary_difference")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RELOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CANARY_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     version: int
     stall_seconds: float
     reload_seconds: float
-    def __init__(self, version: _Optional[int] = ..., stall_seconds: _Optional[float] = ..., reload_seconds: _Optional[float] = ...) -> None: ...
+    canary_difference: float
+    def __init__(self, version: _Optional[int] = ..., stall_seconds: _Optional[float] = ..., reload_seconds: _Optional[float] = ..., canary_difference: _Optional[float] = ...) -> None: ...

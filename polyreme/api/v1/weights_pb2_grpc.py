@@ -97,6 +97,7 @@ class WeightsServiceServicer(object):
         """Swaps the staged version in. When it fails, the previous version is restored before the answer.
         FAILED_PRECONDITION: not all parts are staged, or the names do not cover the model. INTERNAL: the swap failed; the
         message tells whether the previous version serves again. Committing the version that is served already is OK.
+        With a canary, the replica takes requests only after it has answered it within the limit; else it serves nothing (INTERNAL).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import xxhash
-import yaml
 from numpy.typing import NDArray
 
 from polyreme.cli.reader import samples
 from polyreme.cli.reader.downsample import Series, downsample
 from polyreme.cli.reader.index import Index, read_meta
 from polyreme.cli.reader.samples import Sample, SampleQuery
-from polyreme.cli.run_directory import read_run_file, unused
+from polyreme.cli.run_directory import read_run_file, read_settings, unused
 from polyreme.cli.run_records import read_summary
 from polyreme.errors import ConfigError
 
@@ -63,11 +62,7 @@ class RunReader:
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration as plain values; {} without one."""
-        try:
-            found = yaml.safe_load((self.run_dir / "config.yaml").read_text())
-        except FileNotFoundError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_settings(self.run_dir)
 
     def summary(self) -> dict[str, Any]:
         """The fields of summary.json, with the `state` of now: `interrupted` where the run did not end and no process owns it."""

@@ -28,6 +28,7 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
             yield from ((key, float(value), line["iteration"]) for key, value in numbers)
         case "eval" if "version" in line:
             yield *evaluation_of(line), line["version"]
+            yield from ((key, float(value), line["version"]) for key, value in line.items() if "@" in key)
         case "commit":
             for key in sorted(COMMIT_METRICS & line.keys()):
                 yield f"weights/{key}", float(line[key]), line["version"]

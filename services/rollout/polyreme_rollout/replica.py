@@ -11,10 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+from polyreme.config.run import RunConfig
 from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
+from polyreme_rollout.model_config import config_for_model
 from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec
 from polyreme_rollout.temp_dir import replica_temp_dir
 
@@ -41,6 +43,36 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
             asyncio.run(_serve(engine, spec, redis_url, endpoint))
         finally:
             engine.close()
+
+
+def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
+    """Serves /v1 from the weights in a directory, without a run, until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError: this is no model directory, or the port is taken.
+    """
+    logging_setup.setup("rollout")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _check_ports(endpoint)
+    config = config_for_model(model_dir)
+    start_engine = load_engine(config.rollout.engine)
+    with replica_temp_dir() as directory:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+        engine = start_engine(config, model_dir.resolve(), random_weights=False)
+        try:
+            asyncio.run(_serve_model(engine, config, endpoint))
+        finally:
+            engine.close()
+
+
+async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: Endpoint) -> None:
+    from polyreme.process import lifecycle
+    from polyreme_rollout.model_serving import serve_v1
+
+    stop = lifecycle.stop_event()
+    await engine.open()
+    lifecycle.settle()
+    await serve_v1(engine, config, endpoint, stop)
 
 
 async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint) -> None:

@@ -190,6 +190,9 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             salt = await self._swapper.steady_salt()
             request = EngineRequest(request_id, sequence.prompt_ids, sequence.max_new, sequence.seed, salt, sampling)
             async for delta in self._engine.generate(request):
+                await self._swapper.steady.wait()  # a version's tokens wait for its canary
+                if call.failure:
+                    return
                 chunk = progress.add(delta)
                 if chunk:
                     call.response.chunks.append(chunk)

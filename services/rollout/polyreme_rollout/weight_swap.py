@@ -5,6 +5,8 @@ Invariant:
   too, the replica serves nothing until a later version is committed.
 - A call with an older learner term than the newest one seen changes nothing.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
+- A version takes requests, and the tokens that it samples are delivered, only after its canary has passed. A replica whose canary fails
+  serves nothing until a later swap passes.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from polyreme.errors import ConfigError
 from polyreme.weights.arena import ArenaError
 from polyreme.weights.assembly import RangeError
+from polyreme.weights.canary import Canary, CanaryError
 from polyreme.weights.delta import DeltaError, DeltaManifest
 from polyreme.weights.digest import DigestError, verify
 from polyreme.weights.manifest import Manifest, ManifestError
@@ -27,6 +30,7 @@ from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
 from polyreme_rollout.weight_receiver import BaseError, IncomingDelta, IncomingPart, SupersededError, WeightReceiver
 
 FAILURES_TO_QUARANTINE = 3
+CANARY_TIMEOUT = 10.0  # a saturated engine answers when its first request ends
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +45,15 @@ class Served:
 
 @dataclass(frozen=True)
 class Committed:
-    """`stall_seconds`: how long generation was paused; `reload_seconds`: the load of the slowest worker."""
+    """`stall_seconds`: how long generation was paused; `reload_seconds`: the load of the slowest worker.
+
+    `canary_difference`: see `Canary.check`; None when there was no canary, or no place in the engine for it.
+    """
 
     version: int
     stall_seconds: float
     reload_seconds: float
+    canary_difference: float | None = None
 
 
 class WeightSwapper:
@@ -180,16 +188,17 @@ class WeightSwapper:
         """The nonces of the served version's arenas, and of those that the engine may be reading."""
         return {source.nonce for source in (*self._loading, *(self.served.sources if self.served else ()))}
 
-    async def commit(self, run_id: str, id: VersionId) -> Committed:
+    async def commit(self, run_id: str, id: VersionId, canary: Canary | None = None) -> Committed:
         """Swaps the staged version in. Completes even when the caller disconnects.
 
         Raises:
-            Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; INTERNAL: the swap failed; the message names the version that is served now.
+            Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; INTERNAL: the swap or its canary failed; the message names the
+                version that is served now.
             EngineDeadError: the engine has died.
         """
-        return await asyncio.shield(asyncio.ensure_future(self._commit(run_id, id)))
+        return await asyncio.shield(asyncio.ensure_future(self._commit(run_id, id, canary)))
 
-    async def _commit(self, run_id: str, id: VersionId) -> Committed:
+    async def _commit(self, run_id: str, id: VersionId, canary: Canary | None) -> Committed:
         async with self._lock:
             self._admit(run_id, id.term)
             if self.served and self.served.id == id:
@@ -202,24 +211,47 @@ class WeightSwapper:
             sources = self._staging.take(id)
             self._loading = (*sources, *(self.served.sources if self.served else ()))
             self.steady.clear()
-            started = time.perf_counter()
             try:
-                await self._engine.pause()
-                try:
-                    loaded = await self._engine.load(sources)
-                except LoadError as error:
-                    raise Refusal("INTERNAL", await self._fall_back(id, error)) from None
-                self._staging.drop()
-                self._failures = 0
-                await self._serve(Served(id, sources), loaded)
+                committed = await self._swap(Served(id, sources), canary)
             except EngineDeadError:
                 self._lose()
                 raise
             finally:
                 self._loading = ()
-            stall = time.perf_counter() - started
-        logger.info("serving version %d of term %d (paused %.1f ms)", id.version, id.term, stall * 1e3)
-        return Committed(id.version, stall, loaded.seconds)
+        logger.info("serving version %d of term %d (paused %.1f ms)", id.version, id.term, committed.stall_seconds * 1e3)
+        return committed
+
+    async def _swap(self, new: Served, canary: Canary | None) -> Committed:
+        """Pauses, loads, resumes, and asks the canary. Raises Refusal(INTERNAL), EngineDeadError."""
+        started = time.perf_counter()
+        await self._engine.pause()
+        try:
+            loaded = await self._engine.load(new.sources)
+        except LoadError as error:
+            raise Refusal("INTERNAL", await self._fall_back(new.id, error)) from None
+        self._staging.drop()
+        await self._resume(new, loaded)
+        stall = time.perf_counter() - started
+        try:
+            difference = await self._ask_canary(canary) if canary else None
+        except CanaryError as error:
+            self._failures += 1
+            self._lose()
+            text = f"version {new.id.version} failed its canary: {error}; nothing is served{self._quarantine_notice()}"
+            logger.error("%s", text)
+            raise Refusal("INTERNAL", text) from None
+        self._failures = 0
+        self._begin(new)
+        return Committed(new.id.version, stall, loaded.seconds, difference)
+
+    async def _ask_canary(self, canary: Canary) -> float | None:
+        """Raises CanaryError. None: every place of the engine stayed taken, by requests that go on meanwhile."""
+        try:
+            async with asyncio.timeout(CANARY_TIMEOUT):
+                return canary.check(await self._engine.logprobs(canary.ids, f"canary.{self.salt}"))
+        except TimeoutError:
+            logger.warning("the engine had no place for the canary within %g s; the version is served without it", CANARY_TIMEOUT)
+            return None
 
     async def _fall_back(self, id: VersionId, error: LoadError) -> str:
         """Restores the previous version after a failed load, or serves nothing. Returns the message for the learner."""
@@ -229,22 +261,28 @@ class WeightSwapper:
         outcome = "nothing is served"
         if before:
             try:
-                await self._serve(before, await self._engine.load(before.sources))
+                await self._resume(before, await self._engine.load(before.sources))
+                self._begin(before)
                 outcome = f"version {before.id.version} is served again"
             except LoadError as again:
                 outcome += f" because version {before.id.version} could not be restored: {again}"
         if self.served is None:
             self._lose()
-        text = f"version {id.version} could not be loaded: {error}; {outcome}"
-        if self.quarantined:
-            text += f"; quarantined after {self._failures} consecutive failed swaps: restart this replica"
+        text = f"version {id.version} could not be loaded: {error}; {outcome}{self._quarantine_notice()}"
         logger.error("%s", text)
         return text
 
-    async def _serve(self, served: Served, loaded: LoadResult) -> None:
+    def _quarantine_notice(self) -> str:
+        if not self.quarantined:
+            return ""
+        return f"; quarantined after {self._failures} consecutive failed swaps: restart this replica"
+
+    async def _resume(self, served: Served, loaded: LoadResult) -> None:
         self._swaps += 1
         self._on_swap(served.id.version, loaded.sampled)
         await self._engine.resume()
+
+    def _begin(self, served: Served) -> None:
         self.served = served
         self.steady.set()
 

@@ -13,6 +13,7 @@ import grpc
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
+from polyreme.weights.canary import Canary
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
@@ -76,7 +77,8 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         async with _statuses(context):
             try:
-                done = await self._swapper.commit(request.id.run_id, VersionId(request.id.term, request.id.version))
+                canary = Canary.from_proto(request.canary) if request.HasField("canary") else None
+                done = await self._swapper.commit(request.id.run_id, VersionId(request.id.term, request.id.version), canary)
             except Refusal as refusal:
                 if refusal.code == "INTERNAL":
                     self._metrics.swap_failures.inc()
@@ -84,7 +86,12 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             finally:
                 await self._on_change()
             self._metrics.stall_seconds.observe(done.stall_seconds)
-            return pb.CommitResponse(version=done.version, stall_seconds=done.stall_seconds, reload_seconds=done.reload_seconds)
+            return pb.CommitResponse(
+                version=done.version,
+                stall_seconds=done.stall_seconds,
+                reload_seconds=done.reload_seconds,
+                canary_difference=done.canary_difference,
+            )
 
 
 def _content(message: pb.Manifest | pb.DeltaManifest) -> Manifest | DeltaManifest:

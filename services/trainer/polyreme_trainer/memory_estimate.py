@@ -90,7 +90,7 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
         entropy = config.recipe.entropy_coef > 0
     budget, data = config.trainer.micro_batch_tokens, config.trainer.parallel.data
     tokens = max(min(max(budget, longest), -(-count // data) * longest) for count, longest in steps)
-    return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu")
+    return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute)
 
 
 def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from polyreme.cli.main import build_app
 from polyreme.cli.run_directory import NO_REDIS, RunFile, owned, write_run_file
 from polyreme.cli.run_records import write_summary
-from polyreme.cli.run_status import INTERRUPTED, RunStatus, directory_status, run_directories
+from polyreme.cli.run_status import RunStatus, directory_status
 from polyreme.cli.status import status_lines
 from polyreme.cli.table import aligned
 from polyreme.errors import ConfigError
@@ -38,7 +38,7 @@ def test_a_running_run_shows_its_replicas_until_its_process_dies(tmp_path: Path)
         running = directory_status(run_dir)
     dead = directory_status(run_dir)
     assert (running.state, running.replicas) == ("running", {"rollout-a": 3})
-    assert (dead.state, dead.replicas) == (INTERRUPTED, {})
+    assert (dead.state, dead.replicas) == ("interrupted", {})
     assert "--resume" in dead.reason and dead.ended
 
 
@@ -63,12 +63,10 @@ def test_a_stage(tmp_path: Path) -> None:
     assert (status.iteration, status.iterations, status.metric, status.value) == (120, 120, "loss", 2.5)
 
 
-def test_a_folder_stands_for_the_runs_in_it(done: Path, tmp_path: Path) -> None:
-    assert list(run_directories([done])) == [done]
-    assert list(run_directories([done.parent])) == [done]
-    assert list(run_directories([tmp_path])) == []
+def test_a_folder_without_runs_is_an_error(tmp_path: Path) -> None:
+    assert isinstance(CliRunner().invoke(build_app(["status"]), ["status", str(tmp_path)]).exception, ConfigError)
     with pytest.raises(ConfigError):
-        list(run_directories([tmp_path / "missing"]))
+        directory_status(tmp_path)
 
 
 def test_the_table_gives_the_reason_below(done: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from polyreme.cli.main import build_app
-from polyreme.cli.sample_files import SampleFilter, parse_range, read_samples, sample_files
+from polyreme.cli.reader import RunReader, SampleQuery
+from polyreme.cli.sample_files import parse_range, read_samples, sample_files
 from polyreme.cli.samples import sample_text
 from polyreme.errors import ConfigError
 from support.recorded_run import record_run
@@ -21,19 +22,23 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("chosen", "count"),
     [
-        (SampleFilter(), 3 * 4 * 2),
-        (SampleFilter(iterations=(2, 3)), 2 * 4 * 2),
-        (SampleFilter(score=(0.5, 1.0)), 3 * 4),
-        (SampleFilter(tokens=(2, 2)), 8),  # the right ones of iteration 2, the wrong ones of iteration 1
-        (SampleFilter(prompt="question 7?"), 2),
-        (SampleFilter(prompt="question 7?", response="right"), 1),
-        (SampleFilter(prompt="none"), 0),
+        (SampleQuery("train"), 3 * 4 * 2),
+        (SampleQuery("train", first=2, last=3), 2 * 4 * 2),
+        (SampleQuery("train", score_min=0.5), 3 * 4),
+        (SampleQuery("train", tokens_min=2, tokens_max=2), 8),  # the right ones of iteration 2, the wrong ones of iteration 1
+        (SampleQuery("train", text="QUESTION 7?"), 2),
+        (SampleQuery("train", text="answer 7: right"), 1),
+        (SampleQuery("train", finish="length"), 0),
+        (SampleQuery("train", text="none"), 0),
     ],
 )
-def test_a_filter_selects(run_dir: Path, chosen: SampleFilter, count: int) -> None:
+def test_a_filter_selects(run_dir: Path, chosen: SampleQuery, count: int) -> None:
     found = list(read_samples(run_dir, chosen))
     assert len(found) == count
     assert [sample["iteration"] for sample in found] == sorted(sample["iteration"] for sample in found)
+    reader = RunReader(run_dir)
+    reader.refresh()
+    assert reader.find_samples(chosen)[0] == count  # the index has the same meaning of each bound
 
 
 def test_files_are_in_the_order_of_their_number(tmp_path: Path) -> None:
@@ -47,14 +52,12 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "iteration_0001.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError) as error:
-        list(read_samples(tmp_path))
+        list(read_samples(tmp_path, SampleQuery("train")))
     assert "line 1" in error.value.expected
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted"), [("5", (5, 5)), ("3:10", (3, 10)), ("3:", (3, float("inf"))), (":0.5", (float("-inf"), 0.5))]
-)
-def test_a_range(text: str, wanted: tuple[float, float]) -> None:
+@pytest.mark.parametrize(("text", "wanted"), [("5", (5, 5)), ("3:10", (3, 10)), ("3:", (3, None)), (":0.5", (None, 0.5))])
+def test_a_range(text: str, wanted: tuple[float | None, float | None]) -> None:
     assert parse_range(text) == wanted
 
 

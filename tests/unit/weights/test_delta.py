@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights import delta as deltas
-from polyreme.weights.delta import Delta, DeltaError, DeltaManifest, TensorDelta, compact, diff
+from polyreme.weights.delta import DeltaError, DeltaManifest, TensorDelta, WeightDelta, compact, diff
 from polyreme.weights.digest import DigestError, seal, verify
 from polyreme.weights.manifest import Manifest, ManifestError, TensorSpec, plan_manifest, tensor_views
 
@@ -41,11 +41,11 @@ def step(version: Version, rng: np.random.Generator, fraction: float) -> Version
     return seal(manifest, memoryview(data)), data
 
 
-def between(old: Version, new: Version) -> Delta | None:
+def between(old: Version, new: Version) -> WeightDelta | None:
     return diff(old[0], memoryview(old[1]), new[0], memoryview(new[1]))
 
 
-def applied(delta: Delta, base: Version) -> Version:
+def applied(delta: WeightDelta, base: Version) -> Version:
     shadow = bytearray(base[1])
     deltas.apply(delta.manifest, memoryview(delta.payload), memoryview(shadow))
     verify(delta.manifest.manifest, memoryview(shadow))
@@ -57,7 +57,7 @@ def applied(delta: Delta, base: Version) -> Version:
 def test_a_chain_and_its_compaction_end_at_the_digests_of_the_whole_version(seed: int, fractions: list[float]) -> None:
     rng = np.random.default_rng(seed)
     base = version = first_version(seed)
-    combined: Delta | None = None
+    combined: WeightDelta | None = None
     for fraction in fractions:
         after = step(version, rng, fraction)
         delta = between(version, after)

@@ -125,6 +125,16 @@ class InferenceEngine(Protocol):
         """Samples one request. Closing the iterator aborts it. Raises EngineDeadError."""
         ...
 
+    async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
+        """The log-probability of each of ids[1:] given the tokens before it, at temperature 1, in nats.
+
+        It may wait until a running request ends, but not until somebody takes that request's tokens.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        ...
+
     async def pause(self) -> None:
         """Stops sampling between two steps. Running requests are kept, new ones wait. Raises EngineDeadError."""
         ...
@@ -155,8 +165,14 @@ class InferenceEngine(Protocol):
         ...
 
 
-EngineFactory = Callable[[RunConfig, Path], InferenceEngine]
-"""Starts an engine with arbitrary weights: (the run's configuration, a directory with the model's config and tokenizer files).
+class EngineFactory(Protocol):
+    """Starts an engine. The process calls it in the main thread, before other threads and event loops, because an engine may fork."""
 
-The process calls it in the main thread, before other threads and event loops, because an engine may fork.
-"""
+    def __call__(self, config: RunConfig, model_dir: Path, random_weights: bool = True) -> InferenceEngine:
+        """
+        Args:
+            config: the run's configuration; `device`, `seed`, `model.dtype` and `rollout` count.
+            model_dir: a directory with the model's config and tokenizer files.
+            random_weights: start with arbitrary weights, which a later `load` replaces, instead of those in `model_dir`.
+        """
+        ...

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import time
+import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,12 +46,8 @@ _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group o
 logger = logging.getLogger(__name__)
 
 
-def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
-    """An `EngineFactory`: starts vLLM with random weights. It forks.
-
-    Args:
-        model_dir: config and tokenizer files; weights in it are ignored.
-    """
+def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "VllmEngine":
+    """An `EngineFactory`: starts vLLM. It forks."""
     _prepare_environment(config)
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -60,7 +57,7 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
     rollout, on_cpu = config.rollout, config.device == "cpu"
     arguments: dict[str, Any] = {
         "model": str(model_dir),
-        "load_format": "dummy",
+        "load_format": "dummy" if random_weights else "safetensors",
         "dtype": config.model.dtype,
         "max_model_len": rollout.max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
@@ -70,6 +67,7 @@ def start(config: RunConfig, model_dir: Path) -> "VllmEngine":
         "enable_prefix_caching": True,
         "generation_config": "vllm",
         "seed": config.seed,
+        "scheduling_policy": "priority",  # all requests are equal, but for `logprobs`, which precedes those that wait
         "disable_log_stats": True,
         "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
     }
@@ -144,6 +142,19 @@ class VllmEngine:
             raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
         finally:
             await outputs.aclose()
+
+    async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
+        # The engine computes log-probabilities of a prompt before any temperature. It samples at least one token.
+        params = self._sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = {"type": "token", "prompt_token_ids": list(ids), "cache_salt": salt}
+        outputs = self.llm.generate(prompt, params, f"polyreme-logprobs-{uuid.uuid4().hex}", priority=-1)
+        try:
+            rows = [answer.prompt_logprobs async for answer in outputs][-1]
+        except self._dead_error as error:
+            raise EngineDeadError(f"vLLM's engine has exited: {error}") from None
+        finally:
+            await outputs.aclose()
+        return [row[token].logprob for token, row in zip(ids[1:], rows[1:], strict=True)]
 
     async def pause(self) -> None:
         core = self.llm.engine_core

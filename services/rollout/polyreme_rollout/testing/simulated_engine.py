@@ -6,6 +6,7 @@ a swap in mid-sequence. Time and failures follow a schedule; nothing is random.
 """
 
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -68,7 +69,7 @@ class Failures:
     broken_loads: frozenset[int] = frozenset()
 
 
-def start(config: RunConfig, model_dir: Path) -> "SimulatedInferenceEngine":
+def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "SimulatedInferenceEngine":
     """An `EngineFactory`: context, vocabulary and end token are the run's."""
     files = {path.name: path.read_bytes() for path in model_dir.iterdir() if path.is_file()}
     return for_run(config, files, Lengths(end_id=end_id(files)))
@@ -161,6 +162,12 @@ class SimulatedInferenceEngine:
                     yield NewTokens(ids, logprobs, finish)
         finally:
             del self._sampled[request.request_id]
+
+    async def logprobs(self, ids: Sequence[int], salt: str) -> Sequence[float]:
+        """A function of the weights and of all tokens up to each."""
+        await self._spend(1)
+        states = itertools.accumulate(ids, lambda state, token: _mix(state ^ token), initial=_mix(self.policy))
+        return [-2.0 / (1 << 32) * (state & 0xFFFFFFFF) for state in list(states)[2:]]
 
     async def pause(self) -> None:
         self._check_alive()

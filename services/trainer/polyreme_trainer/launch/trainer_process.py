@@ -31,6 +31,7 @@ from polyreme_trainer.launch.notifier import CLOSE_SECONDS as NOTICE_SECONDS
 from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
+from polyreme_trainer.observe.best_export import BestExport
 from polyreme_trainer.observe.records import Recorder
 from polyreme_trainer.observe.vocabulary import write_vocabulary
 
@@ -114,7 +115,9 @@ class Trainer:
         """The final state and its reason when every child exited with status 0."""
         version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
         if self._stopped and version < iterations:
-            return RunState.STOPPED, f"stop requested: {max(0, version)} of {iterations} iterations are trained"
+            state, reason = await self._run.state()
+            why = reason if state is RunState.DRAINING else "stop requested"
+            return RunState.STOPPED, f"{why}: {max(0, version)} of {iterations} iterations are trained"
         return RunState.DONE, ""
 
     async def _supervise(self) -> None:
@@ -197,11 +200,14 @@ class Trainer:
         """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
         self._notifier.know(recorder.evaluations)
+        best = BestExport(self._config.run_dir / "hf")
         while True:
             last = ended.is_set()
             batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
             await recorder.take(batch, await self._run.state())
             self._notifier.take([{"time": stream_time(at), **record} for at, record in batch])
+            if any(record["kind"] in ("eval", "saved") for _, record in batch):
+                await asyncio.to_thread(best.update, recorder.evaluations)
             if recorder.recorded > recorded:
                 recorded = recorder.recorded
                 await self._run.set_recorded(recorded)

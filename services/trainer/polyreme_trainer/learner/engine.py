@@ -17,6 +17,7 @@ from polyreme.config.trainer import SftPhase
 from polyreme.experience.records import GroupRecord, decode_group
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
+from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.learner.gates import Answer, Gate
 
@@ -52,11 +53,13 @@ class Written:
         manifest: the sealed manifest; None on ranks other than 0.
         slot: the arena slot's number.
         generation: the slot's generation word, which changes when another version is written there; 0 on ranks other than 0.
+        canary: what a replica of this version must answer; None where the engine has no model.
     """
 
     manifest: Manifest | None
     slot: int
     generation: int
+    canary: Canary | None = None
 
 
 @dataclass(frozen=True)

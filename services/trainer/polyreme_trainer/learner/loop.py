@@ -181,7 +181,7 @@ class Learner:
     async def publish(self, written: Written) -> None:
         """Gives a version to the publisher, which pushes it while training continues. On rank 0."""
         assert written.manifest is not None
-        self.publisher.publish(written.manifest, written.slot, written.generation)
+        self.publisher.publish(written.manifest, written.slot, written.generation, written.canary)
         self.published = written.manifest
 
     async def report(self, batch: PlannedBatch, metrics: IterationMetrics, changed: int, seconds: dict[str, float]) -> None:

@@ -44,8 +44,9 @@ class FusedAttention(MegatronModule):
 class RotatedAttention(SelfAttention):
     """megatron-core's attention, which takes the rotary embedding of its layer's kind out of both."""
 
-    def forward(self, *arguments: Any, rotary_pos_emb: Angles, **options: Any) -> Any:
-        kind = rotary_pos_emb.full if self.core_attention.window is None else rotary_pos_emb.sliding
+    def forward(self, *arguments: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
+        """`rotary_pos_emb`: the angles of full and of sliding attention in one tensor, as a recomputed layer requires: [2, s, 1, 1, head_dim]."""
+        kind = rotary_pos_emb[0 if self.core_attention.window is None else 1]
         return super().forward(*arguments, rotary_pos_emb=kind, **options)
 
 
@@ -73,8 +74,8 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
 
 def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:
     embedded = module.embedding(input_ids=ids, position_ids=None) if module.pre_process else None
-    both_halves = Angles(*(torch.cat((part, part), dim=-1)[:, None, None, :] for part in (angles.full, angles.sliding)))
-    hidden = module.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=both_halves)  # each [s, 1, 1, head_dim]
+    both_halves = torch.stack([torch.cat((part, part), dim=-1)[:, None, None, :] for part in (angles.full, angles.sliding)])
+    hidden = module.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=both_halves)
     return whole_sequence(module, hidden).transpose(0, 1).flatten(0, 1) if module.post_process else hidden
 
 

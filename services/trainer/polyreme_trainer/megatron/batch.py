@@ -4,6 +4,7 @@ Invariant: every sequence of a step is in exactly one micro-batch of exactly one
 trained tokens of a micro-batch as flat arrays, so it does not depend on padding.
 """
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,7 @@ class MicroBatch:
         targets: int64 [b, w], the next token, or IGNORE where it is not trained on.
         tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the row-major order of `targets`.
         sequence: int64 [k], the row of each trained token.
+        padding: the number of positions of `ids` that are padding.
     """
 
     indices: IntArray
@@ -93,6 +95,7 @@ class MicroBatch:
     targets: Tensor
     tokens: IntArray
     sequence: Tensor
+    padding: int
 
     def take(self, values: NDArray[np.generic]) -> Tensor:
         """The [k] entries of a per-token array [t] for the micro-batch's trained tokens, on its device."""
@@ -179,15 +182,36 @@ def split_steps(group: IntArray, steps: int, epochs: int, seed: Sequence[int]) -
     return result
 
 
-def share(lengths: IntArray, indices: IntArray, rank: int, ranks: int) -> IntArray:
-    """The share of `indices` for data-parallel rank `rank` of `ranks`, balanced by length.
+def share(lengths: IntArray, indices: IntArray, ranks: int) -> list[IntArray]:
+    """The share of `indices` of each data-parallel rank: the longest remaining sequence goes to the rank with the fewest tokens (Graham 1969).
 
-    Sequences in order of decreasing length go to the ranks back and forth (0 1 .. n-1 n-1 .. 1 0), so no rank always gets the longer one.
+    The totals of two ranks differ by at most the longest sequence. Of equal ranks the first one is taken, so the result is the same everywhere.
     """
-    order = indices[np.argsort(-lengths[indices], kind="stable")]
-    turn = np.arange(len(order)) % (2 * ranks)
-    mine: IntArray = order[np.minimum(turn, 2 * ranks - 1 - turn) == rank]
-    return mine
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]  # a heap of tokens and ranks
+    for index in indices[np.argsort(-lengths[indices], kind="stable")].tolist():
+        load, rank = loads[0]
+        shares[rank].append(index)
+        heapq.heapreplace(loads, (load + int(lengths[index]), rank))
+    return [np.array(each, dtype=np.int64) for each in shares]
+
+
+def plan_ranks(lengths: IntArray, indices: IntArray, ranks: int, budget: int, overhead: float) -> list[list[IntArray]]:
+    """The micro-batches of every data-parallel rank, as many on each, because ranks may exchange tensors within a micro-batch.
+
+    A rank whose own plan has fewer splits its costliest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
+    """
+    plans = [plan_micro_batches(lengths, mine, budget, overhead) for mine in share(lengths, indices, ranks)]
+    count = max(map(len, plans))
+    for plan in plans:
+        while len(plan) < count:
+            sizes = [len(part) * int(lengths[part].max()) if len(part) > 1 else 0 for part in plan]
+            if not any(sizes):
+                plan.append(np.array([], dtype=np.int64))
+                continue
+            costliest = int(np.argmax(sizes))
+            plan[costliest : costliest + 1] = np.array_split(plan[costliest], 2)
+    return plans
 
 
 def plan_micro_batches(lengths: IntArray, indices: IntArray, budget: int, overhead: float) -> list[IntArray]:
@@ -219,9 +243,9 @@ def plan_micro_batches(lengths: IntArray, indices: IntArray, budget: int, overhe
 
 
 def pad(sequences: Sequences, indices: IntArray, device: torch.device) -> MicroBatch:
-    """The micro-batch of these sequences as tensors on `device`."""
+    """The micro-batch of these sequences as tensors on `device`. Without a sequence it is one position of padding."""
     predictions = sequences.lengths[indices] - 1
-    shape = (len(indices), int(predictions.max()))
+    shape = (max(1, len(indices)), int(predictions.max(initial=1)))
     ids, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
     for row, index in enumerate(indices):
         ids[row, : predictions[row]], targets[row, : predictions[row]] = sequences.ids[index][:-1], sequences.ids[index][1:]
@@ -237,4 +261,5 @@ def pad(sequences: Sequences, indices: IntArray, device: torch.device) -> MicroB
         targets=torch.from_numpy(targets).to(device),
         tokens=tokens[trained],
         sequence=torch.from_numpy(rows[trained]).to(device),
+        padding=ids.size - len(rows),
     )

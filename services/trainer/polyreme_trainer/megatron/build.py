@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.config.trainer import ParallelConfig
+from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import hf_mapping, moe
 from polyreme_trainer.megatron.accelerator import ACCELERATOR
@@ -88,14 +88,16 @@ def pick_spec(device: Device) -> ModelSpec:
     return CPU if device.kind == "cpu" else ACCELERATOR
 
 
-def build_module(arch: Architecture, dtype: torch.dtype, device: Device, spec: ModelSpec) -> GPTModel:
+def build_module(
+    arch: Architecture, dtype: torch.dtype, device: Device, spec: ModelSpec, recompute: Recompute | None = None
+) -> GPTModel:
     """This rank's shard as a GPTModel with uninitialised weights. Raises ConfigError when the sizes do not divide over the ranks."""
     here = rank()
     try:
         hf_mapping.rank_slices(arch, here)
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
-    config = transformer_config(arch, dtype, here, spec)
+    config = transformer_config(arch, dtype, here, spec, recompute)
     last = here.pp_rank == here.pp - 1
     with device.megatron():
         module = GPTModel(
@@ -123,7 +125,18 @@ def _scale(factor: float, _module: Any, _arguments: Any, embedded: Tensor) -> Te
 _ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh")}
 
 
-def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.Rank, spec: ModelSpec) -> TransformerConfig:
+def recomputation(recompute: Recompute | None, experts: bool) -> dict[str, Any]:
+    """The fields of megatron-core's TransformerConfig that say which activations backward passes compute again."""
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe" if experts else "mlp"]}
+    return {}
+
+
+def transformer_config(
+    arch: Architecture, dtype: torch.dtype, here: hf_mapping.Rank, spec: ModelSpec, recompute: Recompute | None = None
+) -> TransformerConfig:
     """megatron-core's configuration of the architecture on this rank."""
     config = TransformerConfig(
         num_layers=arch.layers,
@@ -156,6 +169,7 @@ def transformer_config(arch: Architecture, dtype: torch.dtype, here: hf_mapping.
         persist_layer_norm=False,
         cuda_graph_scope=[],
         **moe.options(arch, here.tp),
+        **recomputation(recompute, arch.experts > 0),
         **spec.options,
         **arch.family.options,
     )

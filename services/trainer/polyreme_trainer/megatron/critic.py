@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from polyreme.config.trainer import Recompute
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
@@ -53,8 +54,8 @@ def critic_architecture(arch: Architecture) -> Architecture:
     return replace(arch, head="value")
 
 
-def build_critic(path: Path, dtype: str, device: Device, *, trainable: bool = True) -> Critic:
+def build_critic(path: Path, dtype: str, device: Device, *, trainable: bool = True, recompute: Recompute | None = None) -> Critic:
     """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
-    critic = Critic(critic_architecture(load_architecture(path)), dtype, device, trainable=trainable)
+    critic = Critic(critic_architecture(load_architecture(path)), dtype, device, trainable=trainable, recompute=recompute)
     critic.load_hf(path)
     return critic

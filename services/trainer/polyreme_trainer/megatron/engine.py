@@ -5,6 +5,7 @@ Invariant: every result of the engine is the same on all ranks, except where the
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
+from polyreme.weights.canary import LIMITS as CANARY_LIMITS
+from polyreme.weights.canary import Canary
 from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, Saved, Written
@@ -39,6 +42,7 @@ from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.step import Iteration, train_iteration
 from polyreme_trainer.megatron.version_writer import VersionWriter
 
+CANARY_TOKENS = 32
 MIXING = 0x707478
 """Separates the random order of mixed-in supervised rows from other uses of the run's seed."""
 
@@ -181,7 +185,7 @@ class MegatronEngine:
     def make_critic(self) -> Role[Critic]:
         """Creates the critic role with the weights of its Hugging Face directory."""
         path = self.config.trainer.critic.path or self.config.model.path
-        critic = build_critic(path, self.config.model.dtype, self.device)
+        critic = build_critic(path, self.config.model.dtype, self.device, recompute=self.config.trainer.recompute)
         role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
         role.make_optimizer(adam_of(self.critic_optimizer))
         return role
@@ -220,7 +224,15 @@ class MegatronEngine:
         return {spec.label: spec.weight for spec in rewards} if self.algorithm.needs.parts else None
 
     def write(self, slot: int, version: int, term: int) -> Written:
-        return self.writer.write(slot, version, term)
+        return replace(self.writer.write(slot, version, term), canary=self.canary())
+
+    def canary(self) -> Canary:
+        """The policy's canary. Collective."""
+        length = min(CANARY_TOKENS, self.config.rollout.max_model_len - 1)  # the engine samples one more
+        ids = comparison.probe_ids(self.policy.arch.vocab, length, self.config.seed)[0].numpy()
+        logprobs = self.answer_logprobs([Answer(ids[:1], ids[1:], np.empty(0, np.float32))], temperature=1.0)
+        limit = self.config.weights.canary_limit or CANARY_LIMITS[self.config.model.dtype]
+        return Canary(tuple(ids.tolist()), tuple(logprobs.tolist()), limit)
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
@@ -276,11 +288,15 @@ class MegatronEngine:
         return outcomes
 
     @torch.no_grad()
-    def answer_logprobs(self, answers: Sequence[Answer]) -> torch.Tensor:
-        """The actor's log-probabilities of the responses' tokens, fp32 [k], answer by answer. Collective."""
+    def answer_logprobs(self, answers: Sequence[Answer], temperature: float | None = None) -> torch.Tensor:
+        """The actor's log-probabilities of the responses' tokens, fp32 [k], answer by answer. Collective.
+
+        Args:
+            temperature: None: the sampling temperature.
+        """
         ids, targets = (torch.from_numpy(part).to(self.device.torch) for part in stack(answers))
         rows = max(1, self.config.trainer.micro_batch_tokens // ids.shape[1])
-        forward = partial(self.policy.logprobs, temperature=self.config.rollout.temperature)
+        forward = partial(self.policy.logprobs, temperature=temperature or self.config.rollout.temperature)
         return torch.cat(
             [
                 on_every_stage(self.policy, part, partial(forward, part, wanted), (int((wanted != IGNORE).sum()),))

@@ -48,6 +48,7 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -110,4 +111,5 @@ __all__ = [
     "is_layer_window_attention",
     "linear_with_grad_accumulation_and_async_allreduce",
     "parallel_state",
+    "random_states",
 ]

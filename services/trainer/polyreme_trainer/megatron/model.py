@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from polyreme.config.trainer import Recompute
 from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.megatron import hf_mapping
@@ -31,16 +32,26 @@ class ShardedModel:
 
     Args:
         spec: the model spec; None for the device's.
+        recompute: the activations that a backward pass computes again.
 
     Attributes:
         module: megatron-core's GPTModel.
         ddp: the same wrapped for data parallelism, with its gradient buffers; None when frozen.
     """
 
-    def __init__(self, arch: Architecture, dtype: str, device: Device, *, trainable: bool, spec: ModelSpec | None = None) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        dtype: str,
+        device: Device,
+        *,
+        trainable: bool,
+        spec: ModelSpec | None = None,
+        recompute: Recompute | None = None,
+    ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
         self.spec = spec or pick_spec(device)
-        self.module: GPTModel = build_module(arch, DTYPES[dtype][0], device, self.spec)
+        self.module: GPTModel = build_module(arch, DTYPES[dtype][0], device, self.spec, recompute)
         self.rank = rank()
         self.slices = hf_mapping.rank_slices(arch, self.rank)
         self._params = dict(self.module.named_parameters())

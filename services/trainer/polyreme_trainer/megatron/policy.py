@@ -90,6 +90,7 @@ class Policy(ShardedModel):
 
 def build_policy(config: RunConfig, device: Device, *, trainable: bool = True) -> Policy:
     """The run's model with the weights of its Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
-    policy = Policy(load_architecture(config.model.path), config.model.dtype, device, trainable=trainable)
+    arch, recompute = load_architecture(config.model.path), config.trainer.recompute
+    policy = Policy(arch, config.model.dtype, device, trainable=trainable, recompute=recompute)
     policy.load_hf(config.model.path)
     return policy

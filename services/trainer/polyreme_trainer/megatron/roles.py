@@ -109,6 +109,8 @@ class Role(Generic[Model]):
         forward = term.forward or self.forward
 
         def job(batch: MicroBatch) -> Job:
+            if not len(batch.indices):  # it only takes part in what the ranks exchange
+                return Job(batch.ids, lambda: 0 * forward(batch).sum())
             return Job(batch.ids, lambda: term.loss(batch, forward(batch)))
 
         jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.parameters))

@@ -17,8 +17,7 @@ from polyreme_trainer.megatron.batch import (
     MicroBatch,
     Sequences,
     pad,
-    plan_micro_batches,
-    share,
+    plan_ranks,
 )
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.mcore import parallel_state
@@ -44,7 +43,7 @@ class DataShard:
     stages: dist.ProcessGroup | None = None
 
     def micro_batches(self, sequences: Sequences, indices: IntArray, parameters: int) -> Iterator[MicroBatch]:
-        """This rank's share of `indices`, padded.
+        """This rank's share of `indices`, padded: as many micro-batches as on every other rank, of which some may have no sequence.
 
         Args:
             indices: the sequences; those that belong together are all there, one after the other.
@@ -54,7 +53,7 @@ class DataShard:
         lengths = sequences.lengths.reshape(-1, together).max(axis=1)  # of each row of sequences that stay together
         rows = indices[::together] // together
         budget, overhead = self.micro_batch_tokens // together, OVERHEAD_FLOPS / (6 * parameters) / together
-        for part in plan_micro_batches(lengths, share(lengths, rows, self.rank, self.ranks), budget, overhead):
+        for part in plan_ranks(lengths, rows, self.ranks, budget, overhead)[self.rank]:
             yield pad(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class MegatronStageEngine:
         model = self.config.model
         if self.objective.head == "language":
             return policy_role("model", model.path, self.config, self.shard, self.device, True)
-        critic = build_critic(model.path, model.dtype, self.device)
+        critic = build_critic(model.path, model.dtype, self.device, recompute=self.config.trainer.recompute)
         return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
 
     def load(self) -> int:
@@ -232,6 +232,7 @@ class MegatronStageEngine:
 
 def policy_role(name: str, path: Path, config: StageConfig, shard: DataShard, device: Device, trainable: bool) -> Role[Policy]:
     """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
-    policy = Policy(load_architecture(path), config.model.dtype, device, trainable=trainable)
+    arch, recompute = load_architecture(path), config.trainer.recompute
+    policy = Policy(arch, config.model.dtype, device, trainable=trainable, recompute=recompute)
     policy.load_hf(path)
     return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), shard)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from polyreme.experience.trained_samples import TrainedSamples
@@ -249,7 +250,7 @@ class Losses:
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
             logprobs, entropy = output if self.with_entropy else (output, None)
             value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight, entropy))
-            self._policy.append(metrics)
+            self._policy.append({**metrics, "padding_fraction": (torch.tensor(batch.padding), torch.tensor(batch.ids.numel()))})
             return value
 
         return loss

@@ -69,6 +69,11 @@ ACTOR = (
         "Mean entropy of the policy's distribution at the trained tokens where the loss has an entropy term, else equal to `entropy`.",
     ),
     Metric("actor/lr", "1", "Learning rate of the iteration; 0 while only the critic is trained."),
+    Metric(
+        "padding_fraction",
+        "1",
+        "Positions of the actor's micro-batches that are padding; the only metric that depends on the layout.",
+    ),
     Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
     Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),
     Metric(
@@ -184,6 +189,12 @@ BESIDE = (
     Metric("weights/density", "1", "Fraction of the version's elements in a delta.", "`commit` records of deltas"),
     Metric("weights/encode_seconds", "s", "How long the trainer computed a delta.", "`commit` records of deltas"),
     Metric("weights/apply_seconds", "s", "How long a replica applied and verified a delta.", "`commit` records of deltas"),
+    Metric(
+        "weights/canary_difference",
+        "nats",
+        "Mean absolute difference between a replica's and the learner's log-probabilities of the canary.",
+        "`commit` records",
+    ),
     Metric("checkpoint/seconds", "s", "Time that saving took.", "`saved` records"),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )

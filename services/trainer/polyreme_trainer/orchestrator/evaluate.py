@@ -1,4 +1,4 @@
-"""Evaluates one policy version: greedy answers to held-out prompts, by the same replicas and rewards as training.
+"""Evaluates one policy version: one greedy answer or several sampled ones to each held-out prompt, by the replicas and rewards of training.
 
 Invariant: a result belongs to exactly one version, and its samples never reach the experience log: they are in the run directory,
 samples/evaluation_VERSION.jsonl, before the result is on record.
@@ -9,7 +9,8 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from polyreme.api.v1 import reward_pb2
 from polyreme.api.v1.experience_pb2 import FinishReason
@@ -18,8 +19,10 @@ from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme_trainer.data.prompt_store import Prompt
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.orchestrator.answer_metrics import answer_metrics
 from polyreme_trainer.orchestrator.generate import GenerateError, Generation, generate
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
+from polyreme_trainer.orchestrator.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, ScoreError
 from polyreme_trainer.orchestrator.tasks import together
@@ -27,6 +30,7 @@ from polyreme_trainer.orchestrator.tasks import together
 EXAMPLES = 5
 _SCORED_AT_ONCE = 64
 
+Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 
@@ -43,14 +47,14 @@ class Evaluator:
         self._run, self._config, self._template, self._pool, self._rewards = run, config, template, pool, rewards
         self._prompts = prompts[: config.eval_samples]
 
-    async def evaluate(self, version: int) -> None:
-        """Emits the `eval` record of a version.
+    async def evaluate(self, version: int) -> float:
+        """Emits the `eval` record of a version, and returns the mean score.
 
         Raises:
             EvaluationError: generation or scoring failed, or another version sampled some tokens.
             UnavailableError: there is no replica or no reward server.
         """
-        begin = time.monotonic()
+        begin, count = time.monotonic(), self._config.eval_answers
         try:
             samples = await self._answers(version)
             responses, questions = self._questions(version, samples)
@@ -61,21 +65,32 @@ class Evaluator:
         results = [result for batch in batches for result in batch]
         scores = [result.score for result in results]
         lines = [
-            {"version": version, "row": row, **answer_line(*parts)}
-            for row, parts in enumerate(zip(self._prompts, samples, responses, results, strict=True))
+            {"version": version, "row": place // count, **({"answer": place % count} if count > 1 else {}), **answer_line(*parts)}
+            for place, parts in enumerate(zip(self._asked(), samples, responses, results, strict=True))
         ]
         await self._write(version, lines)
+        name = metric_name(self._rewards.measure_correctness, scores)
+        several = answer_metrics(_groups(scores, count), _groups(responses, count), name == "accuracy", self._config.eval_pattern)
         await self._run.emit(
             {
                 "kind": "eval",
                 "version": version,
-                metric_name(self._rewards.measure_correctness, scores): sum(scores) / len(scores),
+                name: sum(scores) / len(scores),
+                **several,
                 "parts": part_means(results),
-                "samples": len(scores),
+                "samples": len(self._prompts),
                 "seconds": time.monotonic() - begin,
-                "examples": [{key: line[key] for key in ("prompt", "response", "label", "score")} for line in lines[:EXAMPLES]],
+                "examples": [
+                    {key: line[key] for key in ("prompt", "response", "label", "score")}
+                    for line in lines[: EXAMPLES * count : count]
+                ],
             }
         )
+        return sum(scores) / len(scores)
+
+    def _asked(self) -> list[Prompt]:
+        """The prompt of each answer."""
+        return [prompt for prompt in self._prompts for _ in range(self._config.eval_answers)]
 
     async def _write(self, version: int, lines: Sequence[dict[str, Any]]) -> None:
         """Writes the file of a version's answers; one that cannot be written is a notice, since the result is known all the same."""
@@ -90,30 +105,33 @@ class Evaluator:
             await self._run.emit({"kind": "notice", "service": "orchestrator", "text": notice})
 
     async def _answers(self, version: int) -> list[PartialRollout]:
-        capacity = asyncio.Semaphore(self._config.rollout.max_num_seqs * max(1, len(self._pool)))
+        """`eval_answers` answers to each prompt, prompt by prompt. Their seeds depend on the prompt's position and not on the version."""
+        config, count = self._config, self._config.eval_answers
+        capacity = asyncio.Semaphore(max(1, config.rollout.max_num_seqs * max(1, len(self._pool)) // count))
 
-        async def answer(position: int, prompt: Prompt) -> PartialRollout:
+        async def answer(position: int, prompt: Prompt) -> list[PartialRollout]:
             wanted = Generation(
                 run_id=self._run.run_id,
                 name=f"eval-{version}-{position}",
                 prompt_ids=prompt.ids,
-                count=1,
-                max_new=self._config.rollout.max_new_tokens,
-                temperature=0.0,
+                count=count,
+                max_new=config.rollout.max_new_tokens,
+                temperature=0.0 if count == 1 else config.eval_temperature,
                 stop_ids=self._template.stop_ids,
-                seed=lambda sample, prefix: 0,
+                seed=partial(sequence_seed, config.seed, position, 0),
                 min_version=version,
             )
             async with capacity:
-                rollout = self._config.rollout
-                (sample,) = await generate(
+                rollout = config.rollout
+                samples = await generate(
                     self._pool, wanted, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout
                 )
-            if strays := {span[0] for span in sample.spans} - {version}:
+            if strays := {span[0] for sample in samples for span in sample.spans} - {version}:
                 raise EvaluationError(f"expected version {version} throughout its evaluation; found tokens of {sorted(strays)}")
-            return sample
+            return list(samples)
 
-        return await together([answer(position, prompt) for position, prompt in enumerate(self._prompts)])
+        groups = await together([answer(position, prompt) for position, prompt in enumerate(self._prompts)])
+        return [sample for group in groups for sample in group]
 
     def _questions(self, version: int, samples: Sequence[PartialRollout]) -> tuple[list[str], list[Question]]:
         ids = [sample.token_ids().tolist() for sample in samples]
@@ -129,9 +147,14 @@ class Evaluator:
                 prompt.text,
                 tuple(ids[i]),
             )
-            for i, prompt in enumerate(self._prompts)
+            for i, prompt in enumerate(self._asked())
         ]
         return clean, questions
+
+
+def _groups(values: Sequence[Value], count: int) -> list[Sequence[Value]]:
+    """Consecutive values, `count` at a time."""
+    return [values[start : start + count] for start in range(0, len(values), count)]
 
 
 def answer_line(prompt: Prompt, sample: PartialRollout, response: str, result: reward_pb2.ScoreResult) -> dict[str, Any]:

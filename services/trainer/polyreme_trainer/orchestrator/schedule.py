@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Set
 
 from polyreme.config.run import RunConfig
 from polyreme.experience.ledger import ExperienceLog
-from polyreme.experience.run import Run
+from polyreme.experience.run import Run, RunState
 from polyreme_trainer.orchestrator.evaluate import EvaluationError, Evaluator
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 
@@ -44,6 +44,8 @@ class EvalSchedule:
         self._done: set[int] = set()
         self._resumed_at: int | None = None
         self._exclusive = False
+        self._best: tuple[int, float] | None = None  # version and result
+        self._worse = 0  # results in a row that were no new best
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -83,7 +85,7 @@ class EvalSchedule:
         try:
             try:
                 async with asyncio.timeout(limit) as deadline:
-                    await evaluator.evaluate(version)
+                    score = await evaluator.evaluate(version)
             except EvaluationError as error:
                 failure = str(error)
             except TimeoutError:
@@ -91,9 +93,22 @@ class EvalSchedule:
                     raise
                 failure = f"the evaluation of version {version} took longer than eval_hold = {limit:g} s"
             await self._finish(version, failure)
+            if failure is None:
+                await self._stop_if_no_better(version, score)
         finally:
             self._pool.held = None
             self._ended()
+
+    async def _stop_if_no_better(self, version: int, score: float) -> None:
+        """Asks the run to save and stop after `eval_stop_after` results in a row that are no new best. A resume begins to count anew."""
+        limit = self._config.eval_stop_after
+        if self._best is None or score > self._best[1]:
+            self._best, self._worse = (version, score), 0
+            return
+        self._worse += 1
+        if limit and self._worse >= limit and version < self._config.iterations:
+            reason = f"no better evaluation than that of version {self._best[0]} ({self._best[1]:.3f}) in the {limit} after it"
+            await self._run.set_state(RunState.DRAINING, reason)
 
     async def _finish(self, version: int, failure: str | None) -> None:
         if failure is not None:

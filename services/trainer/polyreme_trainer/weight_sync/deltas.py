@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from polyreme.weights.arena import Arena, ArenaError
-from polyreme.weights.delta import WHOLE_ABOVE, Delta, DeltaError, compact, diff
+from polyreme.weights.delta import WHOLE_ABOVE, DeltaError, WeightDelta, compact, diff
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme_trainer.weight_sync.replica_client import Version
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class EncodedDelta:
     """A delta, and the seconds that it took to compute."""
 
-    delta: Delta
+    delta: WeightDelta
     seconds: float
 
 
@@ -102,7 +102,7 @@ class Deltas:
             self._comparing.remove(after)
             self._on_slots({version.slot for version in self._comparing})
 
-    def _diff(self, before: Version, after: Version) -> Delta | None:
+    def _diff(self, before: Version, after: Version) -> WeightDelta | None:
         versions = (before, after)
         for version in versions:
             self._arena.check(version.slot, version.generation)

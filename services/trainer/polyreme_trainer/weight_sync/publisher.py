@@ -19,6 +19,7 @@ from polyreme.experience.ledger import ExperienceLog, Term, TransitionError
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.weights.arena import Arena
+from polyreme.weights.canary import Canary
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
@@ -69,8 +70,8 @@ class Publisher:
         self._thread.start()
         self._running.result(START_TIMEOUT)
 
-    def publish(self, manifest: Manifest, slot: int, generation: int) -> None:
-        """Makes the version in `slot` the newest. The publisher's thread computes missing digests.
+    def publish(self, manifest: Manifest, slot: int, generation: int, canary: Canary | None = None) -> None:
+        """Makes the version in `slot` the newest. The publisher's thread computes missing digests. Replicas must pass its canary.
 
         Raises:
             ArenaError: the slot is not complete at `generation`.
@@ -80,7 +81,7 @@ class Publisher:
 
         async def announce(sync: ReplicaSync) -> None:
             sealed = manifest if manifest.sealed else seal(manifest, self._arena.slot_view(slot))
-            sync.publish(Version(sealed.to_proto(), slot, generation))
+            sync.publish(Version(sealed.to_proto(), slot, generation, canary.to_proto() if canary else None))
 
         self._submit(announce).add_done_callback(self._keep_failure)
 
@@ -153,7 +154,8 @@ class Publisher:
         hold = EvalHold(config.holds, config.eval_hold)
         experience, wanted = ExperienceLog(run, self._term), config.rollout.replicas
         slots = ArenaSlots(self._arena.slots)
-        deltas = Deltas(self._arena, config.weights.anchor_interval, config.trainer.parallel.tensor, slots.compare)
+        threads = config.trainer.parallel.world_size // config.trainer.parallel.data  # as many as ranks write a version
+        deltas = Deltas(self._arena, config.weights.anchor_interval, threads, slots.compare)
         sync = ReplicaSync(
             run, experience, Registry(run), self._arena, slots, deltas, self._term.counter, wanted, hold, config.security
         )

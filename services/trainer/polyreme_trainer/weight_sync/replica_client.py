@@ -17,12 +17,12 @@ from polyreme.errors import StaleTermError
 from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
-from polyreme.weights.delta import Delta
+from polyreme.weights.delta import WeightDelta
 from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_delta, encode_manifest, keep_memory
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0
-COMMIT_TIMEOUT = 60.0  # the running engine step ends first
+COMMIT_TIMEOUT = 80.0  # the running engine step ends first; the canary may wait for a place
 SLOWEST_BYTES_PER_SECOND = 100e6  # extends the deadlines of staging and committing by a version's size
 STREAM_IDLE_TIMEOUT = 20.0  # without progress of a stream
 SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended although it progresses
@@ -44,11 +44,12 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True)
 class Version:
-    """A complete version in an arena slot."""
+    """A complete version in an arena slot, and its canary, if it has one."""
 
     manifest: pb.Manifest
     slot: int
     generation: int
+    canary: pb.Canary | None = None
 
     @property
     def number(self) -> int:
@@ -117,15 +118,16 @@ class ReplicaClient:
         data = self._arena.slot_view(version.slot)[: version.manifest.nbytes]
         return await self._stream(encode_manifest(version.manifest), data, version)
 
-    async def stream_delta(self, delta: Delta, version: Version) -> Sent:
+    async def stream_delta(self, delta: WeightDelta, version: Version) -> Sent:
         """Sends the delta that leads to the version. SwapError: also when the replica lacks its base."""
         return await self._stream(encode_delta(delta.manifest.to_proto()), memoryview(delta.payload), version)
 
     async def commit(self, version: Version) -> pb.CommitResponse:
         """Makes the replica serve the staged version."""
         identity = version.manifest.id
+        request = pb.CommitRequest(id=identity, canary=version.canary)
         committed: pb.CommitResponse = await self._call(
-            lambda stub: stub.Commit(pb.CommitRequest(id=identity), timeout=COMMIT_TIMEOUT + mapped_seconds(version))
+            lambda stub: stub.Commit(request, timeout=COMMIT_TIMEOUT + mapped_seconds(version))
         )
         if committed.version != identity.version:
             raise SwapError(f"expected a commit of version {identity.version}; found {committed.version}")

@@ -30,7 +30,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Commit:
-    """A replica has started to serve `version`. `stall_seconds`: pause of its generation; `reload_seconds`: the load within it."""
+    """A replica has started to serve `version`. `stall_seconds`: pause of its generation; `reload_seconds`: the load within it.
+
+    `canary_difference`: mean absolute difference between the replica's and the learner's log-probabilities, in nats; None: not compared.
+    """
 
     replica: str
     version: int
@@ -38,6 +41,7 @@ class Commit:
     stall_seconds: float
     reload_seconds: float
     transfer: Transfer
+    canary_difference: float | None = None
 
 
 class InterruptedPushError(Exception):

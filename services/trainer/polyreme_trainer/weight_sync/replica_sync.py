@@ -213,8 +213,9 @@ class ReplicaSync:
                 continue
             replica.swap_failures = replica.reach_failures = 0
             replica.last_error, replica.served = "none", version
+            difference = answer.canary_difference if answer.HasField("canary_difference") else None
             stall, reload = answer.stall_seconds, answer.reload_seconds
-            await self._record(replica, Commit(replica.lease.id, version.number, self._term, stall, reload, transfer))
+            await self._record(replica, Commit(replica.lease.id, version.number, self._term, stall, reload, transfer, difference))
 
     async def _bring(self, replica: ReplicaState, version: Version) -> tuple[Version, pb.CommitResponse, Transfer]:
         """Moves a replica to `version`. A stream takes the target version at its own start."""
@@ -321,6 +322,7 @@ class ReplicaSync:
                 "stall_seconds": commit.stall_seconds,
                 "reload_seconds": commit.reload_seconds,
                 **{key: value for key, value in asdict(commit.transfer).items() if value is not None},
+                **({} if commit.canary_difference is None else {"canary_difference": commit.canary_difference}),
             }
         )
         replica.commit = commit

@@ -103,6 +103,20 @@ async def test_a_run_from_admission_to_the_last_evaluation(world):
         assert all(replica.calls for replica in w.replicas)
 
 
+async def test_an_evaluation_with_several_answers_to_each_prompt(world):
+    async with world(FAST, eval_rows=ROWS[:5], iterations=1, eval_samples=4, eval_answers=3) as w:
+        await asyncio.gather(orchestrate(w.run), w.train())
+        record = (await w.records("eval"))[0]
+        lines = (w.config.run_dir / "samples" / "evaluation_0000.jsonl").read_text().splitlines()
+        answers = [json.loads(line) for line in lines]
+        assert [(answer["row"], answer["answer"]) for answer in answers] == [divmod(place, 3) for place in range(12)]
+        assert record["samples"] == 4 and len(record["examples"]) == 4
+        assert {"mean@3", "best@3", "majority@3", "pass@1", "pass@2", "pass@3"} <= record.keys()
+        assert record["pass@1"] == pytest.approx(record["accuracy"]) == record["mean@3"]
+        assert record["pass@3"] == record["best@3"] >= record["pass@2"] >= record["pass@1"]
+        assert len({answer["response"] for answer in answers}) > 4  # sampled: not one answer per prompt
+
+
 async def test_one_call_per_group_and_a_seed_per_sample(world):
     async with world(iterations=1) as w:
         await asyncio.gather(orchestrate(w.run), w.train())

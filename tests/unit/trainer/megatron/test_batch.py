@@ -17,6 +17,7 @@ from polyreme_trainer.megatron.batch import (
     collect,
     pad,
     plan_micro_batches,
+    plan_ranks,
     share,
     split_steps,
     supervised,
@@ -56,10 +57,37 @@ def test_no_cut_of_the_sorted_sequences_costs_less(values: list[int], budget: in
 @given(lengths_of, st.integers(1, 5))
 def test_the_shares_of_the_ranks_are_a_balanced_partition(lengths: np.ndarray, ranks: int) -> None:
     indices = np.arange(len(lengths))
-    shares = [share(lengths, indices, rank, ranks) for rank in range(ranks)]
+    shares = share(lengths, indices, ranks)
     assert sorted(itertools.chain.from_iterable(s.tolist() for s in shares)) == indices.tolist()
     totals = [int(lengths[s].sum()) for s in shares]
-    assert max(totals) - min(totals) <= 2 * (lengths.max() if len(lengths) else 0)
+    assert max(totals) - min(totals) <= (lengths.max() if len(lengths) else 0)
+
+
+@given(lengths_of, st.integers(1, 5), st.integers(1, 400), st.floats(0, 500))
+def test_every_rank_runs_as_many_micro_batches_and_every_sequence_once(
+    lengths: np.ndarray, ranks: int, budget: int, overhead: float
+) -> None:
+    indices = np.arange(len(lengths))[::-1]
+    plans = plan_ranks(lengths, indices, ranks, budget, overhead)
+    assert len(plans) == ranks
+    assert len({len(plan) for plan in plans}) == 1
+    parts = [part for plan in plans for part in plan]
+    assert sorted(itertools.chain.from_iterable(part.tolist() for part in parts)) == sorted(indices.tolist())
+    for part in parts:
+        assert len(part) <= 1 or len(part) * lengths[part].max() <= budget
+    for mine, plan in zip(share(lengths, indices, ranks), plans, strict=True):
+        assert sorted(mine.tolist()) == sorted(itertools.chain.from_iterable(part.tolist() for part in plan))
+        assert len(mine) < len(plan) or all(len(part) for part in plan)  # empty only where there are too few sequences
+    again = plan_ranks(lengths.copy(), indices.copy(), ranks, budget, overhead)
+    assert all((a == b).all() for ours, theirs in zip(plans, again, strict=True) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_micro_batch_without_sequences_trains_nothing() -> None:
+    sequences, _ = collect([group(0, [5, 6], [[8]])])
+    batch = pad(sequences, np.array([], dtype=np.int64), torch.device("cpu"))
+    assert batch.ids.tolist() == [[0]]
+    assert batch.targets.tolist() == [[IGNORE]]
+    assert (len(batch.tokens), len(batch.sequence), batch.padding) == (0, 0, 1)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(0, 9))
@@ -117,6 +145,7 @@ def test_padding_puts_every_token_over_its_prediction() -> None:
     batch = pad(sequences, np.array([0, 3]), torch.device("cpu"))
     assert batch.ids.tolist() == [[5, 6, 7, 8], [3, 2, 0, 0]]
     assert batch.targets.tolist() == [[IGNORE, IGNORE, 8, 9], [2, 1, IGNORE, IGNORE]]
+    assert batch.padding == 2
     assert batch.sequence.tolist() == [0, 0, 1, 1]
     torch.testing.assert_close(batch.take(tokens.behaviour), torch.tensor([-0.1, -0.2, -0.1, -0.2]))
     assert tokens.ids is not None

@@ -39,6 +39,11 @@ def install_cuda_stand_ins() -> None:
     """Replaces the functions of torch.cuda that megatron-core calls, also in backward passes, until this process ends."""
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
+    from polyreme_trainer.megatron.mcore import random_states  # not at the top: a process with CUDA needs none of this
+
+    # A recomputed layer saves and restores the generators. There is no CUDA generator to restore, and torch would queue each call.
+    random_states._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
+    random_states._set_cuda_rng_state = lambda *arguments, **options: None
 
 
 def keep_freed_memory() -> None:

@@ -10,6 +10,7 @@ Invariant: the estimate is that of a full micro-batch, so a step never needs mor
 
 from dataclasses import dataclass
 
+from polyreme.config.trainer import Recompute
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import padded_vocab
 from polyreme_trainer.megatron.memory.sharding import Sharding
@@ -30,19 +31,21 @@ class MicroBatchSize:
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
         fused: whether gate and product of an MLP are one operation, as on CPU.
+        recompute: the activations that the backward pass computes again.
     """
 
     tokens: int
     trained: int
     entropy: bool = False
     fused: bool = True
+    recompute: Recompute | None = None
 
 
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """What the trained model adds while it trains one micro-batch: saved activations, then what its peak needs beside them."""
     arch, width = model.arch, model.width
     layers = arch.layers // sharding.rank.pp
-    each = layer_bytes(arch, sharding, width, batch.fused)
+    each = saved_bytes(arch, sharding, width, batch)
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
     saved = Addend(
         f"{model.role} activations",
@@ -68,6 +71,19 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     return width * (hidden // sequence + (heads + mlp) // tensor + routed) + statistics
 
 
+def saved_bytes(arch: Architecture, sharding: Sharding, width: int, batch: MicroBatchSize) -> int:
+    """Bytes that one layer keeps for each token until its backward pass, which computes the rest of `layer_bytes` again."""
+    if batch.recompute == "full":
+        return width * arch.hidden // sharding.sequence_ranks
+    every = layer_bytes(arch, sharding, width, batch.fused)
+    if batch.recompute is None:
+        return every
+    mlp = arch.shared_ffn if arch.experts else arch.ffn
+    inside = (4 if batch.fused else 5) * mlp // sharding.rank.tp
+    routed = arch.top_k * (arch.hidden + (5 if batch.fused else 6) * arch.expert_ffn // sharding.rank.tp)
+    return every - width * (inside + routed)
+
+
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """What the moments with all saved activations need beside them."""
     arch, width, tensor = model.arch, model.width, sharding.rank.tp
@@ -76,7 +92,9 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Adde
     tied = (
         _table(model, sharding) if arch.head == "tied" else 0
     )  # the output layer's gradient stays until the embedding's is added
-    found = [Addend(f"{model.role} backward", backward + tied, f"gradients of one layer at {batch.tokens:,} tokens")]
+    again = batch.tokens * (layer_bytes(arch, sharding, width, batch.fused) - saved_bytes(arch, sharding, width, batch))
+    gradients = f"gradients of one layer{' and its recomputed activations' if again else ''} at {batch.tokens:,} tokens"
+    found = [Addend(f"{model.role} backward", backward + tied + again, gradients)]
     if sharding.last and arch.head == "value":
         states = 2 * batch.tokens * arch.hidden * width
         found.append(Addend(f"{model.role} output", states, f"{batch.tokens:,} tokens x {2 * arch.hidden} x {width} bytes"))

@@ -1,0 +1,108 @@
+"""`polyreme chat`: a conversation with a policy in the terminal.
+
+Invariant: questions are read from the terminal, from --message, or from a pipe, one per line; answers go to the output as they are
+generated. A conversation changes no run.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from polyreme.cli.chat_target import ChatTarget, find_target, served
+from polyreme.cli.v1_client import Chat, Piece, V1Client
+from polyreme.errors import ConfigError, PolyremeError
+
+_NEW, _QUIT = "/new", "/quit"
+
+
+@dataclass
+class Dialogue:
+    """Questions to one model and its answers.
+
+    Attributes:
+        target, client, model: the model, its server, and its name there.
+        messages: the conversation so far.
+    """
+
+    target: ChatTarget
+    client: V1Client
+    model: str
+    messages: Chat = field(default_factory=list)
+
+    def ask(self, question: str, max_tokens: int, temperature: float) -> Iterator[Piece]:
+        """Streams the answer and keeps it for the next question. A text model sees the question alone."""
+        if not self.target.is_chat:
+            yield from self.client.complete(self.model, question, max_tokens, temperature)
+            return
+        asked = [*self.messages, {"role": "user", "content": question}]
+        system = [{"role": "system", "content": self.target.system}] if self.target.system else []
+        answer = ""
+        for piece in self.client.chat(self.model, [*system, *asked], max_tokens, temperature):
+            answer += piece.text
+            yield piece
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def chat(
+    target: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or the URL of a /v1.")],
+    message: Annotated[list[str] | None, typer.Option("--message", "-m", help="Ask this, then end. Repeatable.")] = None,
+    compare: Annotated[
+        int | None, typer.Option(min=0, help="Ask the run's export of this version too. Its answer is second.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum length of an answer. Default: the run's.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely answer.")] = 0.0,
+) -> None:
+    """Talk to the policy of a run, live or exported, or to a model directory."""
+    targets = [find_target(target)] + ([] if compare is None else [find_target(target, compare)])
+    with ExitStack() as servers:
+        conversations = []
+        for each in targets:
+            if each.model_dir is not None:
+                print(f"loading {each.model_dir} ...", file=sys.stderr)
+            client = V1Client(servers.enter_context(served(each)), each.security)
+            conversations.append(Dialogue(each, client, client.model()))
+        if not message and sys.stdin.isatty():
+            print(f"{_NEW} starts a new conversation, {_QUIT} ends it", file=sys.stderr)
+        for question in message or _questions():
+            if question == _NEW:
+                for conversation in conversations:
+                    conversation.messages = []
+                continue
+            for conversation in conversations:
+                _answer(conversation, question, max_tokens or conversation.target.max_tokens, temperature, len(targets) > 1)
+
+
+def _questions() -> Iterator[str]:
+    """The lines of the input, without empty ones, until its end or _QUIT."""
+    while True:
+        try:
+            line = input("you> ") if sys.stdin.isatty() else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line.strip() == _QUIT or (not line and not sys.stdin.isatty()):
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _answer(conversation: Dialogue, question: str, max_tokens: int, temperature: float, named: bool) -> None:
+    """Prints an answer as it comes. An interrupt ends the answer, not the conversation."""
+    version, begun = "", False
+    try:
+        with suppress(KeyboardInterrupt):
+            for piece in conversation.ask(question, max_tokens, temperature):
+                version = piece.version or version
+                if named and not begun:
+                    title = conversation.target.title
+                    print(f"{title}{f' at version {version}' if version and conversation.target.url else ''}> ", end="")
+                begun = True
+                print(piece.text, end="", flush=True)
+        print(flush=True)
+    except PolyremeError as error:
+        if isinstance(error, ConfigError) or not sys.stdin.isatty():
+            raise
+        print(f"\n{error}", file=sys.stderr)  # the user may ask again

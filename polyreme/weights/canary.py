@@ -1,0 +1,46 @@
+"""The canary of a version: fixed tokens, and the log-probabilities that the learner computes for them. Pure.
+
+Invariant: a replica passes when the mean absolute difference of its log-probabilities is at most the limit. A value that is not a number,
+on either side, fails.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polyreme.api.v1 import weights_pb2 as pb
+
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+"""By dtype of the weights, in nats: several times what rounding explains, and far below what wrong weights give."""
+
+
+class CanaryError(ValueError):
+    """A replica's log-probabilities are not those of the version."""
+
+
+@dataclass(frozen=True)
+class Canary:
+    """`ids`: tokens [n]; `logprobs`: of ids[1:] given the tokens before each, at temperature 1, in nats [n - 1]; `limit`, in nats."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    limit: float
+
+    def check(self, logprobs: Sequence[float]) -> float:
+        """The mean absolute difference, in nats. Raises CanaryError when it exceeds the limit."""
+        if len(logprobs) != len(self.logprobs):
+            raise CanaryError(f"expected {len(self.logprobs)} log-probabilities; found {len(logprobs)}")
+        difference = float(np.abs(np.subtract(logprobs, self.logprobs, dtype=np.float64)).mean())
+        if not difference <= self.limit:
+            raise CanaryError(
+                f"expected log-probabilities within {self.limit:g} of the learner's; found {difference:.4g} on average"
+            )
+        return difference
+
+    def to_proto(self) -> pb.Canary:
+        return pb.Canary(ids=self.ids, logprobs=self.logprobs, limit=self.limit)
+
+    @classmethod
+    def from_proto(cls, message: pb.Canary) -> "Canary":
+        return cls(tuple(message.ids), tuple(message.logprobs), message.limit)

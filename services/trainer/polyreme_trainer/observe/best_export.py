@@ -1,0 +1,68 @@
+"""Keeps the export of the best evaluated version in hf/best.
+
+Invariant: hf/best is complete or missing. It shares its files with the export (hard links), so it costs no space, and it stays when
+`keep_checkpoints` removes that export.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+BEST = "best"
+_PARTIAL = ".best-partial"
+_OLD = ".best-old"
+_VERSION = "policy_version"
+"""File in hf/best with the number of its version."""
+
+
+class BestExport:
+    """Follows the evaluations of one run. `folder`: its hf/."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def update(self, evaluations: Mapping[int, float]) -> None:
+        """Links the best version's export if it is a new best. Logs an export that cannot be linked.
+
+        Args:
+            evaluations: results by version.
+        """
+        kept = self.version()
+        there = {version for version in evaluations if version == kept or (self._export(version) / "config.json").is_file()}
+        best = best_version({version: evaluations[version] for version in there})
+        if best is None or best == kept:
+            return
+        try:
+            self._link(best)
+        except OSError as error:  # it was just removed, or the file system has no hard links
+            logger.warning("cannot keep the export of version %d as %s: %s", best, self._folder / BEST, error)
+
+    def version(self) -> int | None:
+        """The version in hf/best, or None without one."""
+        try:
+            return int((self._folder / BEST / _VERSION).read_text())
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+
+    def _export(self, version: int) -> Path:
+        return self._folder / f"iteration-{version:06d}"
+
+    def _link(self, version: int) -> None:
+        partial, old = self._folder / _PARTIAL, self._folder / _OLD
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.copytree(self._export(version), partial, copy_function=os.link)
+        (partial / _VERSION).write_text(f"{version}\n")
+        if (self._folder / BEST).exists():
+            (self._folder / BEST).rename(old)
+        partial.rename(self._folder / BEST)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def best_version(evaluations: Mapping[int, float]) -> int | None:
+    """The version with the highest result; of equal ones, the oldest. None without a result."""
+    return min(evaluations, key=lambda version: (-evaluations[version], version), default=None)

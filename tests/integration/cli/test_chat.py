@@ -1,0 +1,142 @@
+"""The client of /v1 against a server that streams, and what a place stands for."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from polyreme.cli.chat_target import find_target
+from polyreme.cli.main import build_app
+from polyreme.cli.run_directory import owned
+from polyreme.cli.v1_client import Piece, V1Client
+from polyreme.config.security import EndpointSecurity
+from polyreme.errors import ConfigError, PolyremeError, UnavailableError
+from support.recorded_run import record_run
+
+
+class EchoServer:
+    """A /v1 that streams the words of a question backwards. A question of one word is refused; "break" ends the stream."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.tokens: list[str | None] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                server.tokens.append(self.headers.get("authorization"))
+                self._reply(200, json.dumps({"data": [{"id": "letters"}]}).encode())
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                server.asked.append(body)
+                question = body["messages"][-1]["content"] if "messages" in body else body["prompt"]
+                if len(question.split()) == 1:
+                    return self._reply(400, json.dumps({"error": {"message": "one word"}}).encode())
+                lines = [self._event(word, "messages" in body) for word in reversed(question.split())]
+                if "break" in question:
+                    lines = [b'data: {"error": {"message": "the engine has died"}}\n\n']
+                self._reply(200, b"".join([*lines, b": a comment\n", b"data: [DONE]\n\n"]))
+
+            def _event(self, word: str, chat: bool) -> bytes:
+                choice = {"delta": {"content": f"{word} "}} if chat else {"text": f"{word} "}
+                return b"data: " + json.dumps({"choices": [choice], "system_fingerprint": "policy-7-8"}).encode() + b"\n\n"
+
+            def _reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+
+
+@pytest.fixture
+def echo() -> Iterator[EchoServer]:
+    found = EchoServer()
+    thread = threading.Thread(target=found.server.serve_forever)
+    thread.start()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+    thread.join()
+
+
+def test_an_answer_is_streamed_with_its_version(echo: EchoServer) -> None:
+    pieces = list(V1Client(echo.url).chat("letters", [{"role": "user", "content": "a b"}], 8, 0.0))
+    assert pieces == [Piece("b ", "7-8"), Piece("a ", "7-8")]
+    assert [piece.text for piece in V1Client(echo.url).complete("letters", "a b", 8, 0.5)] == ["b ", "a "]
+    assert echo.asked[1] == {"model": "letters", "prompt": "a b", "max_tokens": 8, "temperature": 0.5, "stream": True}
+
+
+def test_refusals_and_lost_servers_are_errors(echo: EchoServer) -> None:
+    client = V1Client(echo.url)
+    with pytest.raises(PolyremeError) as refused:
+        list(client.complete("letters", "a", 8, 0.0))
+    assert "400" in refused.value.found and "one word" in refused.value.found
+    with pytest.raises(PolyremeError) as broken:
+        list(client.complete("letters", "break it", 8, 0.0))
+    assert "died" in broken.value.found
+    with pytest.raises(UnavailableError):
+        V1Client("http://127.0.0.1:1/v1", timeout=60).model()
+
+
+def test_the_token_is_sent(echo: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAT_TOKEN", "secret")
+    V1Client(echo.url, EndpointSecurity(token_env="CHAT_TOKEN")).model()
+    assert echo.tokens == ["Bearer secret"]
+
+
+def test_a_conversation_remembers_and_can_begin_anew(echo: EchoServer) -> None:
+    result = CliRunner().invoke(
+        build_app(["chat"]), ["chat", echo.url], input="one two\n\nthree four\n/new\nfive six\n/quit\nnot asked\n"
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == ["two one ", "four three ", "six five "]
+    histories = [[message["content"] for message in asked["messages"]] for asked in echo.asked]
+    assert histories == [["one two"], ["one two", "two one ", "three four"], ["five six"]]
+
+
+def test_messages_of_the_command_line(echo: EchoServer) -> None:
+    result = CliRunner().invoke(build_app(["chat"]), ["chat", echo.url, "-m", "a b", "-m", "c d", "--max-tokens", "3"])
+    assert result.stdout.splitlines() == ["b a ", "d c "]
+    assert [asked["max_tokens"] for asked in echo.asked] == [3, 3]
+    failed = CliRunner().invoke(build_app(["chat"]), ["chat", echo.url, "-m", "one"])
+    assert isinstance(failed.exception, PolyremeError)
+
+
+def test_a_live_run_is_its_replica_and_an_ended_one_its_newest_export(tmp_path: Path) -> None:
+    run_dir = record_run(tmp_path, end=None)
+    with owned(run_dir):
+        live = find_target(str(run_dir))
+    assert (live.url, live.model_dir, live.max_tokens) == ("http://127.0.0.1:2/v1", None, 32)
+    with pytest.raises(ConfigError):
+        find_target(str(run_dir))  # no process, no export
+    for version in (8, 16):
+        (run_dir / "hf" / f"iteration-{version:06d}").mkdir(parents=True)
+        (run_dir / "hf" / f"iteration-{version:06d}" / "config.json").write_text("{}")
+    assert find_target(str(run_dir)).model_dir == run_dir / "hf" / "iteration-000016"
+    export = find_target(str(run_dir), 8)
+    assert (export.title, export.max_tokens) == ("iteration-000008", 32)
+    assert find_target(str(export.model_dir)).max_tokens == 32
+    with pytest.raises(ConfigError) as error:
+        find_target(str(run_dir), 9)
+    assert error.value.found == "iteration-000008, iteration-000016"
+
+
+def test_a_place_that_is_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        find_target(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert find_target(str(tmp_path)).model_dir == tmp_path
+    with pytest.raises(ConfigError):
+        find_target(str(tmp_path), 3)
