@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from playwright.sync_api import Page, sync_playwright
 from rich.console import Console
 from rich.table import Table

@@ -38,9 +38,8 @@ _STAGES_HEAD = """
 ## Stages
 
 A [stage](../stages.md) has its own YAML file, whose key `stage` names it. `model`, `trainer.parallel` and `trainer.optimizer` have the same
-keys as in a run; `optimizer.warmup` counts steps. A source in `data.train` or `data.eval` has the keys of a run's source except `weight`.
-The length (`trainer.steps`, `trainer.epochs`) counts as operational while the learning
-rate is constant.
+keys as in a run; `optimizer.warmup` counts steps. The sources of `data.eval` have the keys of those of `data.train`. The length
+(`trainer.steps`, `trainer.epochs`) counts as operational while the learning rate is constant.
 """
 
 
@@ -53,7 +52,7 @@ def reference() -> str:
     """All keys of the schema as Markdown, with one table of type, default and description per section."""
     parts = [_HEAD, *_tables(RunConfig, ""), _STAGES_HEAD]
     for name, schema in STAGES.items():
-        parts += _tables(schema, "", f", stage {name}", without=("model", "trainer", "train", "eval"))
+        parts += _tables(schema, "", f", stage {name}", without=("model", "trainer", "eval"))
     parts += _tables(StageTrainer, "trainer", ", all stages", without=("parallel", "optimizer"))
     return "".join(parts)
 
