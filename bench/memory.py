@@ -67,7 +67,7 @@ def config_of(case: str, path: Path) -> Any:
     return RunConfig.model_validate(
         {
             "iterations": 2,
-            "groups_per_iteration": 8,
+            "groups_per_iteration": 4,
             "group_size": 4,
             "output_dir": path / "runs",
             "model": {"path": path},
