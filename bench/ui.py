@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from playwright.sync_api import Page, expect, sync_playwright
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +65,7 @@ def served(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         process.wait(30)
 
 
-def timed(act: Callable[[], None]) -> float:
+def timed(act: Callable[[], object]) -> float:
     began = time.perf_counter()
     act()
     return time.perf_counter() - began
@@ -151,7 +151,7 @@ def measure(folder: Path, samples: int, iterations: int, runs: int) -> dict[str,
     for number in range(1, runs):
         write_metrics(folder / "runs" / f"other-{number:02d}", iterations, number)
     (folder / "runs" / "big" / "run.json").touch()  # the newest run comes first
-    index = timed(lambda: [RunReader(path).refresh() for path in sorted((folder / "runs").iterdir())] and None)
+    index = timed(lambda: [RunReader(path).refresh() for path in sorted((folder / "runs").iterdir())])
     chromium = os.environ.get("POLYREME_CHROMIUM") or shutil.which("chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

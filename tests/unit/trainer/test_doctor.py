@@ -6,7 +6,7 @@ import pytest
 
 from polyreme_trainer.doctor import _children, collective_verdict, device_verdict
 
-NONE = {"torch": "2.13.0", "cuda_build": None, "cuda": [], "npu": []}
+NONE: dict[str, Any] = {"torch": "2.13.0", "cuda_build": None, "cuda": [], "npu": []}
 CUDA_WITHOUT_DRIVER = {**NONE, "cuda_build": "13.0"}
 H100 = {**CUDA_WITHOUT_DRIVER, "cuda": ["NVIDIA H100 80GB HBM3"] * 8}
 ASCEND = {**NONE, "npu": ["Ascend910_9392"] * 16}
