@@ -48,7 +48,7 @@ from polyreme_trainer.megatron.shard import DataShard
 
 MOST = {"delta_bytes_fraction": 0.03, "stall_delta_vs_full": 1.0}
 LR = 1e-6
-ROWS, WIDTH = 4, 64  # of a step
+ROWS, WIDTH = 2, 48  # of a step
 CHANGED = 0.01  # of the elements, in a swap
 
 

@@ -102,6 +102,22 @@ def test_every_layout_gives_the_loss_and_the_weights_of_one_rank(
             assert measured(several) == pytest.approx(measured(one), rel=1e-4, abs=TOLERANCE)
     torch.testing.assert_close(found["warm_start"][0], expected["warm_start"][0], rtol=0, atol=TOLERANCE)
     assert found["warm_start"][1]["losses"] == pytest.approx(expected["warm_start"][1]["losses"], abs=TOLERANCE)
+    (ids, logprobs), (expected_ids, expected_logprobs) = (results["warm_start"][1]["canary"] for results in (found, expected))
+    assert ids == expected_ids
+    assert logprobs == pytest.approx(expected_logprobs, abs=TOLERANCE)
+
+
+def test_a_canary_has_the_log_probabilities_of_plain_torch(one_rank: tuple[Path, Results]) -> None:
+    path, results = one_rank
+    weights, measures = results["warm_start"]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    ids, logprobs = measures["canary"]
+    assert len(ids) == 32
+    with torch.no_grad():
+        rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert logprobs == pytest.approx(rows[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), abs=1e-4)
 
 
 def save_classifier(model: Path, path: Path) -> None:

@@ -129,7 +129,8 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
         rank.write(Path(out, name), {"trained": [rank.iterate(i) for i in (1, 2)]})
         rank.engine.close()
     rank = Rank(config, device)
-    rank.write(Path(out, "warm_start"), {"losses": warm_start(rank)})
+    losses, canary = warm_start(rank), rank.engine.canary()
+    rank.write(Path(out, "warm_start"), {"losses": losses, "canary": [canary.ids, canary.logprobs]})
     rank.engine.close()
 
 
