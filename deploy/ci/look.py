@@ -1,7 +1,7 @@
 """What a run's records say, from inside its trainer's container: `look.py EXPRESSION SECONDS` waits until the expression holds.
 
 Names in it: `iterations` (how many), `reward(first, last)` (mean over these iterations), `serving` (replicas that committed one of the
-last three versions), `streamed` (those of them that got theirs by the stream), `kinds` (of all records), `state`.
+last three versions), `streamed` (those of them that got theirs through the network), `kinds` (of all records), `state`.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def names(records: list[dict[str, Any]], state: str) -> dict[str, Any]:
         "iterations": last,
         "reward": reward,
         "serving": {record["replica"] for record in recent},
-        "streamed": {record["replica"] for record in recent if record["path"] == "stream"},
+        "streamed": {record["replica"] for record in recent if record["path"] in ("stream", "delta")},
         "kinds": {record["kind"] for record in records},
         "state": state,
     }
