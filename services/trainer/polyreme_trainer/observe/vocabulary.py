@@ -4,6 +4,7 @@ Invariant: the file is written once, whole, and depends on the run's tokenizer a
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tokenizers import Tokenizer
 
 from polyreme.cli.reader.run import VOCABULARY
 from polyreme.cli.run_records import write_atomically
+
+logger = logging.getLogger(__name__)
 
 _WORD = "\u2581"
 """What sentencepiece writes for a space in front of a word. Decoding a single token drops it."""
@@ -20,11 +23,17 @@ def write_vocabulary(run_dir: Path, files: Mapping[str, bytes]) -> None:
     """Writes the text of every token id, special tokens included, unless the run directory has it.
 
     Args:
-        files: the model's small files; without a tokenizer.json among them, nothing is written.
+        files: the model's small files; without a tokenizer.json that can be read, nothing is written.
     """
     path = run_dir / VOCABULARY
-    if "tokenizer.json" in files and not path.exists():
-        write_atomically(path, json.dumps(token_texts(Tokenizer.from_str(files["tokenizer.json"].decode()))))
+    if "tokenizer.json" not in files or path.exists():
+        return
+    try:
+        tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
+        logger.warning("no %s: tokenizer.json cannot be read: %s", VOCABULARY, error)
+        return
+    write_atomically(path, json.dumps(token_texts(tokenizer)))
 
 
 def token_texts(tokenizer: Tokenizer) -> list[str]:

@@ -28,3 +28,8 @@ def test_a_word_of_sentencepiece_keeps_its_space() -> None:
 def test_a_model_without_a_tokenizer_file_has_none(tmp_path: Path) -> None:
     write_vocabulary(tmp_path, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tokenizer_that_cannot_be_read_stops_no_records(tmp_path: Path) -> None:
+    write_vocabulary(tmp_path, {"tokenizer.json": b"[]"})
+    assert not list(tmp_path.iterdir())
