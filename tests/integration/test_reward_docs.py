@@ -96,7 +96,7 @@ def test_a_failure_shows_and_ends_with_an_error(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lines", "said"),
-    [("", "none"), ("{", "line 1"), ('{"prompt": "p"}', "`response`"), ('{"response": 3}', "text under response")],
+    [("", "none"), ("{", "samples.jsonl:1"), ('{"prompt": "p"}', "`response`"), ('{"response": 3}', "text under response")],
 )
 def test_a_file_that_cannot_be_read_is_one_clear_error(folder: Path, lines: str, said: str) -> None:
     (folder / "samples.jsonl").write_text(lines)

@@ -114,9 +114,10 @@ class Trainer:
     async def _final_state(self) -> tuple[RunState, str]:
         """The final state and its reason when every child exited with status 0."""
         version, iterations = await ExperienceLog(self._run).version(), self._config.iterations
-        if self._stopped and version < iterations:
-            state, reason = await self._run.state()
-            why = reason if state is RunState.DRAINING else "stop requested"
+        state, reason = await self._run.state()
+        draining = state is RunState.DRAINING  # the children may have ended before this process has read it
+        if (self._stopped or draining) and version < iterations:
+            why = reason if draining else "stop requested"
             return RunState.STOPPED, f"{why}: {max(0, version)} of {iterations} iterations are trained"
         return RunState.DONE, ""
 

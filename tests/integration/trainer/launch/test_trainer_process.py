@@ -122,6 +122,17 @@ async def test_a_stop_drains_and_is_a_good_end(run: Run, config: RunConfig, redi
     assert (summary["state"], summary["reason"]) == ("stopped", reason)
 
 
+async def test_a_drain_that_ends_before_the_trainer_reads_it_is_a_stop(
+    run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_process, "_STATE_POLL_SECONDS", 3600.0)
+    task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED).run())
+    await started(config)
+    await run.set_state(RunState.DRAINING, "enough")
+    await asyncio.wait_for(task, 300)
+    assert await run.state() == (RunState.STOPPED, f"enough: 0 of {config.iterations} iterations are trained")
+
+
 async def test_a_stop_that_comes_after_the_last_iteration_leaves_a_run_that_is_done(
     run: Run, config: RunConfig, redis_url: str
 ) -> None:
