@@ -35,7 +35,7 @@ demo: env
 test: test-light test-real
 
 # Most of these tests wait rather than compute, so there are more of them at a time than cores.
-## test-light: tests without vLLM and learner ranks (about five minutes on two cores)
+## test-light: tests without vLLM and learner ranks (about eight minutes on two cores)
 test-light: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
 
