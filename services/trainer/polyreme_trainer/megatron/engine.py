@@ -237,8 +237,8 @@ class MegatronEngine:
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
         facts = {**facts, "algorithm": self.state.to_json()}
-        beside = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
-        saved = self.saves.save(version, self.saved, facts, tensors, {name: model for name, model in beside.items() if model})
+        further = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
+        saved = self.saves.save(version, self.saved, facts, tensors, {name: model for name, model in further.items() if model})
         if version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(self.saves.hf_path(0))
         return saved

@@ -35,14 +35,14 @@ class Export:
     model_files: Mapping[str, bytes]
 
 
-def export_hf(directory: Path, policy: Export, beside: Mapping[str, Export] = MappingProxyType({})) -> None:
-    """Writes `directory` atomically and replaces an existing one. `beside` maps names of subdirectories to the models to write there.
+def export_hf(directory: Path, policy: Export, further: Mapping[str, Export] = MappingProxyType({})) -> None:
+    """Writes `directory` atomically and replaces an existing one. `further` maps names of subdirectories to more models to write.
 
     The critic becomes a sequence classifier with one label.
     """
     with new_directory(directory) as temporary:
         _write(temporary, policy)
-        for name, model in beside.items():
+        for name, model in further.items():
             (temporary / name).mkdir()
             _write(temporary / name, as_classifier(model) if name == CRITIC else model)
 

@@ -85,21 +85,21 @@ class Role(Generic[Model]):
         loss: Loss,
         lr: float,
         forward: Forward | None = None,
-        beside: Sequence[LossTerm] = (),
+        further: Sequence[LossTerm] = (),
     ) -> float:
         """Runs one optimizer step on `indices`, divided among the data ranks.
 
         Args:
             loss: its sum over all micro-batches and ranks is the step's loss.
             forward: computes the model's output for the loss; None for the role's own.
-            beside: further terms of the step's loss.
+            further: more terms of the step's loss.
 
         Returns:
             The global gradient norm before clipping.
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
-        for part in (LossTerm(sequences, indices, loss, forward), *beside):
+        for part in (LossTerm(sequences, indices, loss, forward), *further):
             self._run(part, backward=True)
         self.optimizer.set_lr(lr)
         return self.optimizer.step()

@@ -92,7 +92,7 @@ class Saves:
         roles: Sequence[Role[Any]],
         facts: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
-        beside: Mapping[str, Export],
+        further: Mapping[str, Export],
     ) -> Saved:
         """Writes the Hugging Face directory and the checkpoint of `version`, and removes those beyond `keep_checkpoints`. Collective.
 
@@ -100,12 +100,12 @@ class Saves:
             roles: the roles to save in the checkpoint.
             facts: facts for the checkpoint; rank 0's are stored.
             tensors: the version's tensors by Hugging Face name, without aliases; used on rank 0.
-            beside: further models to export, by the name of their subdirectory; used on rank 0.
+            further: more models to export, by the name of their subdirectory; used on rank 0.
         """
         path = checkpoint.iteration_path(self._root, version)
 
         async def export() -> None:
-            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), beside)
+            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), further)
 
         async def prune() -> None:
             await asyncio.to_thread(self._prune, version)

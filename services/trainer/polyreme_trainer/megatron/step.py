@@ -157,9 +157,9 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     norms, critic_norms = [], []
     for number, (step, part) in enumerate(zip(batch.steps, parts, strict=True)):
         if batch.trains_actor:
-            beside = [losses.of_rows(rows, batch.ptx_coef) for rows in batch.mixed[number : number + 1]]
+            mixed = [losses.of_rows(rows, batch.ptx_coef) for rows in batch.mixed[number : number + 1]]
             with clock.part("update"):
-                norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, beside))
+                norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, mixed))
         if models.critic is not None:
             trained = step[sequences.trained[step] > 0]
             with clock.part("update_critic"):
