@@ -83,8 +83,9 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
 
 def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
     """The pipeline stage that writes each Hugging Face tensor."""
-    stages = [replace(rank, tp_rank=0, pp_rank=stage) for stage in range(rank.pp)]
-    return {piece.hf_name: stage.pp_rank for stage in stages for piece in rank_slices(arch, stage) if piece.primary}
+    # Of more tensor ranks than key heads, some have no key.
+    ranks = [replace(rank, tp_rank=tensor, pp_rank=stage) for stage in range(rank.pp) for tensor in range(rank.tp)]
+    return {piece.hf_name: each.pp_rank for each in ranks for piece in rank_slices(arch, each) if piece.primary}
 
 
 def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:

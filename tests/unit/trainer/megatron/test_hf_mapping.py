@@ -91,6 +91,7 @@ def test_load_then_export_is_the_identity_and_writes_every_element_once(case: tu
     for name, tensor in tensors.items():
         assert np.array_equal(back[name], tensor), name
         assert (times[name] == 1).all(), name
+    assert hf_mapping.stage_of_tensors(arch, Rank(0, tp, 0, pp)).keys() == tensors.keys()
 
 
 @given(layouts())
