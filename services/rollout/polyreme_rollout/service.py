@@ -68,13 +68,28 @@ class _Call:
         self.must_send.set()
 
 
+@dataclass
+class _Sequence:
+    """A sequence that is being sampled.
+
+    Attributes:
+        request_id: the engine's request for it, or the last one.
+        sampling: takes that request's tokens; None before the first request.
+    """
+
+    progress: SequenceProgress
+    call: _Call
+    request_id: str = ""
+    sampling: "asyncio.Task[None] | None" = None
+
+
 class RolloutService(pb_grpc.RolloutServiceServicer):
     """Args: engine; identity; limits: of requests; metrics. `bind` sets the weight swapper."""
 
     def __init__(self, engine: InferenceEngine, identity: Identity, limits: RequestLimits, metrics: ReplicaMetrics) -> None:
         self._engine, self._identity, self._limits, self._metrics = engine, identity, limits, metrics
         self._swapper: WeightSwapper
-        self._running: dict[str, tuple[SequenceProgress, _Call]] = {}
+        self._running: dict[int, _Sequence] = {}
         self._numbers = itertools.count()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -94,14 +109,23 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         return len(self._running)
 
     def on_swap(self, version: int, sampled: Mapping[str, int]) -> None:
-        """The policy changed to `version`; `sampled`: tokens of each engine request at that moment."""
-        for request_id, (sequence, _) in self._running.items():
-            sequence.change_version(version, sampled.get(request_id, 0))
+        """The policy changed to `version`; `sampled`: tokens of each engine request at that moment.
+
+        A request without a token starts anew: what the engine has computed of its prompt, or finds in its cache for it, is the previous
+        version's, while all its tokens would be those of this one.
+        """
+        for sequence in self._running.values():
+            count = max(sampled.get(sequence.request_id, 0), sequence.progress.sampled)
+            sequence.progress.change_version(version, count)
+            if sequence.sampling is not None and not count:
+                sequence.sampling.cancel()
 
     def on_lost(self) -> None:
         """No policy is left: every running call fails."""
-        for _, call in self._running.values():
-            call.fail(_PolicyLostError("a weight swap failed and no version could be restored: continue on another replica"))
+        for sequence in self._running.values():
+            sequence.call.fail(
+                _PolicyLostError("a weight swap failed and no version could be restored: continue on another replica")
+            )
 
     async def drained(self) -> None:
         """Waits until no sequence is running."""
@@ -149,7 +173,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             has_version=version is not None,
             version=version or 0,
             max_model_len=self._limits.max_model_len,
-            outstanding_tokens=sum(sequence.outstanding for sequence, _ in self._running.values()),
+            outstanding_tokens=sum(sequence.progress.outstanding for sequence in self._running.values()),
             quarantined=self._swapper.quarantined,
             engine=self._engine.name,
         )
@@ -165,47 +189,58 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
                 grpc.StatusCode.FAILED_PRECONDITION, f"expected version {request.min_version} or newer; found {found}"
             )
 
-    def _start(self, sequence: SequenceRequest, sampling: Sampling, call: _Call) -> "asyncio.Task[None]":
+    def _start(self, request: SequenceRequest, sampling: Sampling, call: _Call) -> "asyncio.Task[None]":
         assert self._swapper.version is not None
-        request_id = f"polyreme.{next(self._numbers)}"
-        progress = SequenceProgress(sequence.index, sequence.max_new, self._swapper.version)
-        self._running[request_id] = progress, call
+        number = next(self._numbers)
+        sequence = _Sequence(SequenceProgress(request.index, request.max_new, self._swapper.version), call)
+        self._running[number] = sequence
         self._idle.clear()
         call.open_sequences += 1
         self._metrics.active_sequences.inc()
-        task = asyncio.ensure_future(self._sample(request_id, sequence, sampling, progress, call))
-        task.add_done_callback(lambda _: self._ended(request_id))
+        task = asyncio.ensure_future(self._sample(number, request, sampling, sequence))
+        task.add_done_callback(lambda _: self._ended(number))
         return task
 
-    def _ended(self, request_id: str) -> None:
-        del self._running[request_id]
+    def _ended(self, number: int) -> None:
+        del self._running[number]
         self._metrics.active_sequences.dec()
         if not self._running:
             self._idle.set()
 
-    async def _sample(
-        self, request_id: str, sequence: SequenceRequest, sampling: Sampling, progress: SequenceProgress, call: _Call
-    ) -> None:
+    async def _sample(self, number: int, request: SequenceRequest, sampling: Sampling, sequence: "_Sequence") -> None:
         try:
-            salt = await self._swapper.steady_salt()
-            request = EngineRequest(request_id, sequence.prompt_ids, sequence.max_new, sequence.seed, salt, sampling)
-            async for delta in self._engine.generate(request):
-                await self._swapper.steady.wait()  # a version's tokens wait for its canary
-                if call.failure:
-                    return
-                chunk = progress.add(delta)
-                if chunk:
-                    call.response.chunks.append(chunk)
-                if delta.finish:
-                    call.response.ends.append(progress.end(delta.finish))
-                    call.open_sequences -= 1
-                    self._metrics.sequences.labels(finish=delta.finish).inc()
-                    self._metrics.tokens.inc(progress.sampled)
-                    call.must_send.set()
-                elif chunk:
-                    call.send_soon()
+            for attempt in itertools.count():
+                salt = await self._swapper.steady_salt()
+                sequence.request_id = f"polyreme.{number}.{attempt}"
+                asked = EngineRequest(sequence.request_id, request.prompt_ids, request.max_new, request.seed, salt, sampling)
+                sequence.sampling = asyncio.ensure_future(self._take_tokens(asked, sequence))
+                try:
+                    return await sequence.sampling
+                except asyncio.CancelledError:
+                    if not sequence.sampling.cancelled() or (own := asyncio.current_task()) is None or own.cancelling():
+                        raise
+                finally:
+                    sequence.sampling.cancel()
         except Exception as error:  # noqa: BLE001 - becomes the call's status
-            call.fail(error)
+            sequence.call.fail(error)
+
+    async def _take_tokens(self, request: EngineRequest, sequence: "_Sequence") -> None:
+        progress, call = sequence.progress, sequence.call
+        async for delta in self._engine.generate(request):
+            await self._swapper.steady.wait()  # a version's tokens wait for its canary
+            if call.failure:
+                return
+            chunk = progress.add(delta)
+            if chunk:
+                call.response.chunks.append(chunk)
+            if delta.finish:
+                call.response.ends.append(progress.end(delta.finish))
+                call.open_sequences -= 1
+                self._metrics.sequences.labels(finish=delta.finish).inc()
+                self._metrics.tokens.inc(progress.sampled)
+                call.must_send.set()
+            elif chunk:
+                call.send_soon()
 
     async def _abort_failed(self, failure: Exception, context: Any) -> None:
         if isinstance(failure, EngineDeadError | _PolicyLostError):
