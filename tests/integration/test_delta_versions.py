@@ -145,15 +145,7 @@ async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypat
         await stack.enter_async_context(await world.registry.register(lease("far", proxy.port)))
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
-        pieces = 0
-
-        async def cut(_: bytes) -> None:
-            nonlocal pieces
-            pieces += 1
-            if pieces == 4:
-                proxy.refuse()
-
-        proxy.listener = cut
+        proxy.refuse_after(300)  # after the headers, before the last of the weights
         weights = await world.step(SPARSE)
         await world.notice("the connection to replica far is broken", "version 1: UNAVAILABLE")
         proxy.heal()

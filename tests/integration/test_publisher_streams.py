@@ -49,25 +49,20 @@ async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch
     monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     world.arena.unlink()
     receiver = world.receiver()
-    async with serving(receiver) as server, bad_network("127.0.0.1", server) as proxy:
-        pieces = 0
-
-        async def cut(_: bytes) -> None:
-            nonlocal pieces
-            pieces += 1
-            if pieces == 4:
-                proxy.refuse()
-
-        async with await world.registry.register(lease("far", proxy.port)):
-            weights = await world.step()
-            await world.publisher.wait_committed(0, 1, 300)
-            proxy.listener = cut
-            weights = await world.step()
-            await world.notice("the connection to replica far is broken", "version 1: UNAVAILABLE")
-            proxy.heal()
-            await world.publisher.wait_committed(1, 1, 300)
-            assert same(receiver.weights, weights)
-            assert receiver.versions == [0, 1]
+    async with (
+        serving(receiver) as server,
+        bad_network("127.0.0.1", server) as proxy,
+        await world.registry.register(lease("far", proxy.port)),
+    ):
+        weights = await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        proxy.refuse_after(300)  # after the headers, before the last of the weights
+        weights = await world.step()
+        await world.notice("the connection to replica far is broken", "version 1: UNAVAILABLE")
+        proxy.heal()
+        await world.publisher.wait_committed(1, 1, 300)
+        assert same(receiver.weights, weights)
+        assert receiver.versions == [0, 1]
 
 
 async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_connection_of_its_own(

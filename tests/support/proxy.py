@@ -36,6 +36,20 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
 
+    def refuse_after(self, nbytes: int) -> None:
+        """`refuse` once the clients have sent `nbytes` more. They are counted, not the reads they come in: on a busy machine
+        one read may hold all that was sent. The read that reaches the number is lost."""
+        left = nbytes
+
+        async def count(data: bytes) -> None:
+            nonlocal left
+            left -= len(data)
+            if left <= 0:
+                self.listener = None
+                self.refuse()
+
+        self.listener = count
+
     def heal(self) -> None:
         self._refuses = False
         self._flows.set()
