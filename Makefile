@@ -14,6 +14,9 @@ PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
+# Hundreds of processes of the tests import the same files: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What fails for one fails for all: `make test SEED=default` shuffles the tests anew.
 SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
@@ -35,12 +38,12 @@ demo: env
 test: test-light test-real
 
 # Most of these tests wait rather than compute, so there are more of them at a time than cores.
-## test-light: tests without vLLM and learner ranks (about eight minutes on two cores)
+## test-light: tests without vLLM, learner ranks and browser (about eight minutes on two cores)
 test-light: $(VENV)/.dev
 	$(PYTEST) -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
 
 # Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
-## test-real: tests that start vLLM, learner ranks or a tracker's package
+## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package
 test-real: $(VENV)/.dev
 	$(PYTEST) -m "not slow and real" -n 2 --dist loadfile $(ARGS)
 

@@ -6,26 +6,24 @@ is not tested with it.
 
 import atexit
 import functools
-import importlib
 import json
 import os
-import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import traceback
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TextIO, cast
 
-from polyreme.process.lifecycle import Child, die_with_parent
+from polyreme.process.lifecycle import Child
+from support import fork_server
 
 MODULES = (
     "polyreme.cli.audit",
@@ -35,10 +33,13 @@ MODULES = (
     "polyreme_reward.server",
     "polyreme_rollout.testing.simulated_replicas",
     "polyreme_trainer.checks",
+    "polyreme_trainer.orchestrator.main",
+    "polyreme_trainer.testing.simulated_learner",
     "polyreme_trainer.testing.simulation",
     "transformers.tokenization_utils_base",
 )
-_MESSAGE_BYTES = 1 << 18
+FORKED = ("polyreme_trainer.orchestrator", "polyreme_trainer.testing.simulated_learner")
+"""Modules whose processes are forks when the child of a `spawn` starts them by its interpreter's path."""
 _DEADLINE = 300.0  # seconds
 
 
@@ -48,6 +49,7 @@ class Fork:
     def __init__(self, args: Sequence[str], pid: int) -> None:
         self.args, self.pid = args, pid
         self.returncode: int | None = None
+        self.stdout: TextIO | None = None
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
@@ -122,9 +124,13 @@ def start(*argv: str, cwd: Path | None = None, together: bool = False, **environ
 
 
 def spawn(name: str, module: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
-    """As `Child.spawn`: starts `python -m module argv`. `environment` is added to this process's; what it writes is appended to `log`."""
+    """As `Child.spawn`: starts `python -m module argv`. `environment` is added to this process's; what it writes is appended to `log`.
+
+    What it starts itself of FORKED is a fork of the parent too.
+    """
     with open(log, "ab") as file:
-        process = fork(module, argv, {**os.environ, **environment}, (file.fileno(), file.fileno()))
+        outputs = file.fileno(), file.fileno()
+        process = fork(module, argv, {**os.environ, **environment}, outputs, executable=str(_parent().launcher))
     return Child(name, cast("subprocess.Popen[bytes]", process), log)
 
 
@@ -135,6 +141,7 @@ def fork(
     outputs: tuple[int, int],
     cwd: Path | None = None,
     executable: str = sys.executable,
+    terminal: bool = False,
 ) -> Fork:
     """Starts `python -m module argv` with nothing but `environment`.
 
@@ -142,6 +149,7 @@ def fork(
         outputs: file descriptors for its stdout and stderr.
         cwd: its working directory; this process's by default.
         executable: the interpreter that it finds as its own.
+        terminal: whether its stdout becomes its controlling terminal.
     """
     order = {
         "module": module,
@@ -149,8 +157,47 @@ def fork(
         "cwd": str(cwd or Path.cwd()),
         "environment": dict(environment),
         "executable": executable,
+        "terminal": terminal,
     }
     return Fork([executable, "-m", module, *argv], _parent().ask(order, outputs))
+
+
+@contextmanager
+def piped(module: str, argv: Sequence[str], environment: Mapping[str, str], executable: str = sys.executable) -> Iterator[Fork]:
+    """A fork whose outputs are both in its `stdout`. Kills it at the end of the block."""
+    read_end, write_end = os.pipe()
+    with open(read_end) as stdout:
+        try:
+            process = fork(module, argv, environment, (write_end, write_end), executable=executable)
+        finally:
+            os.close(write_end)
+        process.stdout = stdout
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+_LAUNCHER = """#!{python} -IS
+import json, os, signal, socket, sys
+if sys.argv[1] != "-m" or sys.argv[2] not in {forked}:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+parent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+parent.connect({address!r})
+order = {{"module": sys.argv[2], "argv": sys.argv[3:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
+order |= {{"executable": {python!r}, "terminal": False}}
+socket.send_fds(parent, [json.dumps(order).encode()], [1, 2])
+pid = int(parent.recv(64))
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+status = int(parent.recv(64))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+"""An interpreter's stand-in: its process lasts as long as the fork that it asks for, with the same end, and the fork ends with it."""
 
 
 class _Parent:
@@ -161,10 +208,18 @@ class _Parent:
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        with theirs:
+        address = self.folder / "socket"
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(address))
+            listener.listen()
+            listener.set_inheritable(True)
+            command = [sys.executable, fork_server.__file__, str(listener.fileno()), *MODULES]
             self._process = subprocess.Popen(
-                [sys.executable, __file__, *MODULES], stdin=theirs.fileno(), env=os.environ | one_thread, start_new_session=True
+                command, stdin=theirs.fileno(), env=os.environ | one_thread, start_new_session=True, pass_fds=[listener.fileno()]
             )
+        self.launcher = self.folder / "python"
+        self.launcher.write_text(_LAUNCHER.format(python=sys.executable, address=str(address), forked=FORKED))
+        self.launcher.chmod(0o700)
         atexit.register(self._close)
 
     def ask(self, order: Mapping[str, object], files: Sequence[int] = ()) -> int:
@@ -176,72 +231,7 @@ class _Parent:
         self._process.kill()
         self._process.wait()
         self._socket.close()
+        shutil.rmtree(self.folder)
 
 
 _parent = functools.cache(_Parent)
-
-
-def _child(order: dict[str, object], files: Sequence[int], parent: int) -> int:
-    """What the fork does. Returns its exit status."""
-    os.setsid()
-    die_with_parent(parent)
-    for source, target in zip((os.open(os.devnull, os.O_RDONLY), *files), (0, 1, 2), strict=True):
-        os.dup2(source, target)
-        os.close(source)
-    environment, argv, module = order["environment"], order["argv"], order["module"]
-    assert isinstance(environment, dict) and isinstance(argv, list) and isinstance(module, str)
-    os.chdir(str(order["cwd"]))
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.executable = str(order["executable"])
-    sys.argv = [module, *argv]
-    warnings.simplefilter("ignore", RuntimeWarning)  # runpy: the module is imported already
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _end(status: int) -> None:
-    """Ends this process as `multiprocessing` ends its own: threads and exit handlers run to their end, modules are not taken apart."""
-    with suppress(BrokenPipeError):
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
-
-
-def _main() -> None:
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"a fork takes one thread along, this process has {threads}"
-    control, parent = socket.socket(fileno=os.dup(0)), os.getpid()
-    while True:
-        message, files, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 2)
-        if not message:
-            return
-        order = json.loads(message)
-        if "reap" in order:
-            control.send(str(os.waitstatus_to_exitcode(os.waitpid(order["reap"], 0)[1])).encode())
-            continue
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            status = 1
-            try:
-                status = _child(order, files, parent)
-            finally:
-                _end(status)
-        for file in files:
-            os.close(file)
-        control.send(str(pid).encode())
-
-
-if __name__ == "__main__":
-    _main()
