@@ -109,6 +109,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`nodes` = 2"),
         ("trainer.parallel={tensor: 4, nodes: 2}", "`nodes` = 2"),
         ("trainer.parallel={pipeline: 2, data: 2, nodes: 2}", "`pipeline` = 2"),
+        ("trainer.parallel={data: 3, expert: 2}", "`expert` = 2"),
+        ("trainer.parallel={data: 4, expert: 4, nodes: 2}", "`expert` = 4"),
         ("name=No Spaces", "name"),
         ("trainer.optimizer.lr=.inf", "finite number"),
         ("rollout.temperature=0.001", "0.01"),

@@ -75,7 +75,7 @@ class MegatronEngine:
         self.state = AlgorithmState()
         self.trained_samples: TrainedSamples | None = None
         """The algorithm's state between iterations."""
-        self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
+        self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank < policy.rank.ep)
         self.saves = Saves(config, files, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
