@@ -32,4 +32,10 @@ class ReplicaMetrics:
             registry=self.registry,
         )
         self.swap_failures = Counter("polyreme_rollout_swap_failures", "Failed weight swaps.", registry=self.registry)
+        self.received_bytes = Counter(
+            "polyreme_rollout_received_weight_bytes", "Weights received by stream.", ["source"], registry=self.registry
+        )
+        self.relayed_bytes = Counter(
+            "polyreme_rollout_relayed_weight_bytes", "Weights sent to other replicas.", registry=self.registry
+        )
         self.version.set(-1)

@@ -63,7 +63,7 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint
 
     def add(grpc_server: Any) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
-        WeightsService(swapper, metrics, publish_state).add_to(grpc_server)
+        WeightsService(swapper, metrics, publish_state, spec.config.security).add_to(grpc_server)
 
     try:
         async with AsyncExitStack() as servers:

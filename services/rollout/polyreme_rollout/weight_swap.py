@@ -26,8 +26,10 @@ from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.sparse import FrameError
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
+from polyreme_rollout.incoming import IncomingDelta, IncomingPart
+from polyreme_rollout.outgoing import OutgoingParts
 from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
-from polyreme_rollout.weight_receiver import BaseError, IncomingDelta, IncomingPart, SupersededError, WeightReceiver
+from polyreme_rollout.weight_receiver import BaseError, SupersededError, WeightReceiver
 
 FAILURES_TO_QUARANTINE = 3
 CANARY_TIMEOUT = 10.0  # a saturated engine answers when its first request ends
@@ -110,6 +112,11 @@ class WeightSwapper:
         return self.version
 
     @property
+    def outgoing(self) -> OutgoingParts:
+        """What other replicas may fetch from this one."""
+        return self._receiver.outgoing
+
+    @property
     def failures(self) -> int:
         """Consecutive failed swaps."""
         return self._failures
@@ -120,7 +127,7 @@ class WeightSwapper:
 
     def probe(self, run_id: str, term: int, path: str, nonce: bytes) -> None:
         """Checks that the arena at `path` can be mapped and has this nonce. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
-        self._admit(run_id, term)
+        self.admit(run_id, term)
         try:
             self._arenas.with_nonce(path, nonce)
         except ArenaError as error:
@@ -133,7 +140,7 @@ class WeightSwapper:
             Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; NOT_FOUND: the arena cannot be mapped; DATA_LOSS: its
                 bytes do not match the manifest, or were overwritten meanwhile.
         """
-        self._admit(manifest.run_id, manifest.term)
+        self.admit(manifest.run_id, manifest.term)
         try:
             arena = self._arenas.at(path)
         except ArenaError as error:
@@ -145,7 +152,7 @@ class WeightSwapper:
             arena.check(slot, generation)
         except (ArenaError, DigestError, ManifestError) as error:
             raise Refusal("DATA_LOSS", str(error)) from None
-        self._admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
+        self.admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
         self._staging.put(ArenaSource(path, arena.nonce, slot, generation, manifest))
         return time.perf_counter() - started
 
@@ -164,14 +171,14 @@ class WeightSwapper:
             manifest, stream = content.manifest, self._receiver.receive_delta(content)
         else:
             manifest, stream = content, self._receiver.receive(content)
-        self._admit(manifest.run_id, manifest.term)
+        self.admit(manifest.run_id, manifest.term)
         try:
             async with stream as incoming:
                 yield incoming
                 source = await incoming.finish()
                 if source is None:
                     raise RangeError(f"expected {incoming.nbytes} bytes; the stream ended after {incoming.position}")
-                self._admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
+                self.admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
                 self._staging.put(source)
         except (RangeError, ManifestError) as error:
             raise Refusal("INVALID_ARGUMENT", str(error)) from None
@@ -200,7 +207,7 @@ class WeightSwapper:
 
     async def _commit(self, run_id: str, id: VersionId, canary: Canary | None) -> Committed:
         async with self._lock:
-            self._admit(run_id, id.term)
+            self.admit(run_id, id.term)
             if self.served and self.served.id == id:
                 return Committed(id.version, 0.0, 0.0)
             if self.served and self.served.id.term == id.term and self.served.id.version > id.version:
@@ -291,7 +298,8 @@ class WeightSwapper:
         self._on_lost()
         self.steady.set()  # waiting calls then find that nothing is served
 
-    def _admit(self, run_id: str, term: int) -> None:
+    def admit(self, run_id: str, term: int) -> None:
+        """Refuses a call of another run or of an older term, and every call once quarantined. Raises Refusal."""
         if run_id != self._run_id:
             raise Refusal("INVALID_ARGUMENT", f"expected a call of run {self._run_id}; found run {run_id}")
         self._term = max(self._term, self._learner_term())

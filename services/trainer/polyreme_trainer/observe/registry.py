@@ -185,7 +185,11 @@ BESIDE = (
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
     Metric("weights/stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
     Metric("weights/reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
-    Metric("weights/bytes", "B", "Bytes sent to a replica for a version; 0 where it maps them.", "`commit` records"),
+    Metric(
+        "weights/bytes", "B", "Bytes that the trainer sent to a replica for a version; 0 where it maps them.", "`commit` records"
+    ),
+    Metric("weights/relayed_bytes", "B", "Bytes that another replica sent it instead.", "`commit` records of relayed versions"),
+    Metric("weights/hops", "1", "Transfers from the trainer to the replica; 1: from the trainer.", "`commit` records of streams"),
     Metric("weights/density", "1", "Fraction of the version's elements in a delta.", "`commit` records of deltas"),
     Metric("weights/encode_seconds", "s", "How long the trainer computed a delta.", "`commit` records of deltas"),
     Metric("weights/apply_seconds", "s", "How long a replica applied and verified a delta.", "`commit` records of deltas"),
