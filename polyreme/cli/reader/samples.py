@@ -86,8 +86,9 @@ def find(connection: sqlite3.Connection, wanted: SampleQuery, offset: int, limit
     """The number of matching samples, and `limit` of them from `offset` on."""
     where, values = wanted.where()
     order = ORDERS.get(wanted.order, ORDERS["newest"])
-    numbers = [row[0] for row in connection.execute(f"SELECT number FROM sample WHERE {where} ORDER BY {order}", values)]
-    return len(numbers), rows(connection, numbers[offset : offset + limit])
+    (total,) = connection.execute(f"SELECT count(*) FROM sample WHERE {where}", values).fetchone()
+    query = f"SELECT number FROM sample WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+    return total, rows(connection, [number for (number,) in connection.execute(query, [*values, limit, offset])])
 
 
 def rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[Sample]:
