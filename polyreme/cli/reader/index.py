@@ -147,8 +147,8 @@ class Index:
         rows: list[tuple[Any, ...]] = []
         spans: dict[tuple[int, int], tuple[Any, ...]] = {}
         lines, _ = read_lines(self._run_dir / "samples" / name, 0)
-        for start, line in lines:
-            row = sample_row(json.loads(line))
+        for number, (start, line) in enumerate(lines, start=1):
+            row = _sample_row(line, f"line {number} of {self._run_dir / 'samples' / name}")
             text = row.prompt, row.label
             if text not in prompts:
                 prompts[text] = _prompt_id(connection, *text)
@@ -175,6 +175,13 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, str]:
     if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
         return {}
     return {str(key): str(value) for key, value in connection.execute("SELECT key, value FROM meta")}
+
+
+def _sample_row(line: bytes, where: str) -> SampleRow:
+    try:
+        return sample_row(json.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"a sample in {where}", repr(error), "Restore or remove the file.") from None
 
 
 def _write_meta(connection: sqlite3.Connection, values: Mapping[str, str]) -> None:

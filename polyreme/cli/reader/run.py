@@ -4,10 +4,11 @@ Invariant: every answer comes from the run's own files or from their index. `ref
 refreshes agree.
 """
 
+import itertools
 import json
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -166,6 +167,21 @@ class RunReader:
         """The number of matching samples, and `limit` of them from `offset` on."""
         with self._index.read() as connection:
             return samples.find(connection, wanted, offset, limit) if read_meta(connection) else (0, [])
+
+    def newest_step(self, kind: str) -> int | None:
+        """The newest iteration ("eval": version) that has samples of a kind; None without any."""
+        with self._index.read() as connection:
+            return samples.newest_step(connection, kind) if read_meta(connection) else None
+
+    def read_samples(self, wanted: SampleQuery) -> Iterator[Sample]:
+        """Yields the lines of the matching samples, in order. Memory does not grow with their number."""
+        with self._index.read() as connection:
+            found = samples.places(connection, wanted) if read_meta(connection) else iter(())
+            for name, in_file in itertools.groupby(found, key=lambda place: place[0]):
+                with open(self.run_dir / "samples" / name, "rb") as file:
+                    for _, start, size in in_file:
+                        file.seek(start)
+                        yield json.loads(file.read(size))
 
     def sample(self, sample_id: str) -> Sample | None:
         """Everything that the run recorded about a sample: the columns of the index and the fields of its line. None: no such sample.
