@@ -23,8 +23,8 @@ import psutil  # type: ignore[import-untyped]
 
 from polyreme.errors import PolyremeError, StaleTermError
 from polyreme.experience.audit import LogSnapshot
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import EmbeddedServer
 from polyreme.process.lifecycle import Child
 from polyreme.process.supervisor import last_error
 from support.faults import PHASES, Fault, script_digest

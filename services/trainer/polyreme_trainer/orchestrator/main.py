@@ -26,8 +26,9 @@ from polyreme_trainer.orchestrator.group import GroupMaker
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.prompt_filter import PromptFilter
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.reward_client import RewardClient, ScoreError
+from polyreme_trainer.orchestrator.reward_client import RewardClient
 from polyreme_trainer.orchestrator.schedule import EvalSchedule
+from polyreme_trainer.orchestrator.score_call import ScoreError
 from polyreme_trainer.orchestrator.scoring import Scoring
 from polyreme_trainer.orchestrator.tasks import task_group, together
 from polyreme_trainer.orchestrator.teacher_client import TeacherClient, TeacherError
