@@ -10,7 +10,7 @@ from redis import Redis
 
 from polyreme.cli.run_directory import RunFile, read_run_file
 from polyreme.config.run import RunConfig
-from polyreme.experience.store import EmbeddedServer
+from polyreme.experience.embedded_redis import EmbeddedServer
 from support.commands import polyreme, start
 from support.processes import command_line, runs
 from support.simulated import ROWS, config_tree

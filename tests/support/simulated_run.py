@@ -59,6 +59,7 @@ async def simulated_run(
     replicas: tuple[str, ...] = ("--step-seconds", "0.002"),
     train_seconds: float = 0.05,
     first_group: int = 0,
+    http_port: int | None = None,
     **sections: Any,
 ) -> AsyncIterator[SimulatedRun]:
     """All of it, started; ended and removed behind the block.
@@ -66,6 +67,7 @@ async def simulated_run(
     Args:
         replica_processes: each with `replicas` as its options.
         first_group: of a fork.
+        http_port: of the trainer's metrics and page.
         sections: of the configuration: see `config_tree`.
     """
     redis = await connect(redis_url)
@@ -78,6 +80,7 @@ async def simulated_run(
         commands["reward"] = ("polyreme", "reward")
     commands["train"] = (
         "polyreme_trainer.testing.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
+        *(() if http_port is None else ("--http-port", str(http_port))),
     )  # fmt: skip
     started = SimulatedRun(redis_url, run, folder, commands)
     try:
