@@ -38,6 +38,13 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
 DISTILLATION: dict[str, Any] = {"algorithm": {"preset": "distillation"}, "teacher": {"url": "http://t:8000/v1/"}}
 
 
+def test_shared_devices_exclude_staleness_and_decide_no_weights(tree: dict[str, Any], tmp_path: Path) -> None:
+    shared = load_config(written(tmp_path, {**tree, "placement": "colocated"}))
+    assert shared.fingerprint() == run_config(tmp_path).fingerprint()
+    with pytest.raises(ConfigError, match="max_staleness = 1"):
+        load_config(written(tmp_path, {**tree, "placement": "colocated", "max_staleness": 1}))
+
+
 def test_a_distillation_needs_no_reward(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["data"]["eval"] = None
     config = load_config(written(tmp_path, {**tree, **DISTILLATION, "reward": None}))

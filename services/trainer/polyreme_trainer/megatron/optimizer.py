@@ -10,7 +10,7 @@ Invariant: a step whose gradient is not finite changes nothing, and a step that 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,6 +163,17 @@ class Optimizer:
         """Bytes of this rank's moments and full-precision copies of weights, after the first step."""
         moments = sum(tensor.nbytes for fragment in self.fragments for tensor in self.moments(fragment).values())
         return moments + sum(fragment.main.nbytes for fragment in self.fragments if fragment.copied)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The moments and the fp32 tensors that AdamW steps, of which some are parts of the model's weights."""
+        for fragment in self.fragments:
+            yield fragment.main
+            yield from self.moments(fragment).values()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The gradient buffers, which `zero_grad` overwrites at the next step."""
+        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
+            yield buffer.grad_data
 
     @property
     def steps(self) -> int:

@@ -4,7 +4,7 @@ Invariant: a role without an optimizer changes only between two iterations, if a
 all of them alike.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -114,6 +114,13 @@ class Role(Generic[Model]):
             run_whole(jobs, backward)
         else:
             run_stages(self.model, jobs, backward)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that this rank holds of the role for longer than a step: weights, buffers, moments."""
+        yield from self.model.module.parameters()
+        yield from self.model.module.buffers()
+        if self.optimizer is not None:
+            yield from self.optimizer.tensors()
 
     def rank_state(self) -> RankState:
         """The weights and moments that this rank saves (not copies). Of the ranks that have the same weights, the first saves them."""
