@@ -78,7 +78,7 @@ NO_METRICS = {"kind", "iteration", "time"}
 class Lookup(torch.nn.Module):
     """A number for each token id: the smallest model that a role can train."""
 
-    arch = SimpleNamespace(parameters=8)
+    arch = SimpleNamespace(active_parameters=8, layers=1, queries=2, sliding=())
     dtype = "float32"
 
     def __init__(self) -> None:
