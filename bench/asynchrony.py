@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from simulated_side.runs import COUNT, Stretch, measured
 
-from polyreme.experience.store import EmbeddedServer
+from polyreme.experience.embedded_redis import EmbeddedServer
 from support.simulated_run import simulated_run
 
 TARGET = {"throughput_vs_ceiling": 0.95}

@@ -27,10 +27,11 @@ from rich.table import Table
 
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.config.run import RunConfig
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
 from polyreme.experience.run import Run
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.store import connect
 
 GROUPS, SAMPLES, TOKENS = 32, 8, 40
 TARGET = {"ms_per_sample": 1.0}

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import numpy as np
 
 from polyreme.config.run import RunConfig
-from polyreme.experience.store import EmbeddedServer
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme_rollout.engine.vllm import start
 from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config
 

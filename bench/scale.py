@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from simulated_side.runs import COUNT, Stretch, measured
 
-from polyreme.experience.store import EmbeddedServer
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.net.endpoint import Endpoint
 from polyreme_rollout.engine.protocol import CHUNK_TOKENS, EngineRequest, NewTokens, Sampling
 from polyreme_rollout.run_spec import fetch_run_spec

@@ -49,10 +49,11 @@ from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme.api.v1 import rollout_pb2_grpc as pb_grpc
 from polyreme.cli.input_files import read_model_files
 from polyreme.config.load import load_config
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.store import connect
 from polyreme.net import rpc
 from polyreme.process.lifecycle import Child
 from polyreme.weights.arena import Arena

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.store import connect
 from support.configs import run_config
 from support.tiny_tokenizer import model_files
 

@@ -17,10 +17,11 @@ import numpy as np
 from weights_side.replica import names
 
 from polyreme.config.run import RunConfig
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.store import connect
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest

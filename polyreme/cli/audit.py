@@ -12,7 +12,7 @@ import typer
 from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, RunFile, owned, read_run_file, unused
 from polyreme.errors import ConfigError
 from polyreme.experience.audit import audit_main
-from polyreme.experience.store import EmbeddedServer
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.net.redis_url import redis_option, without_password
 
 

@@ -29,7 +29,8 @@ from polyreme.cli.verdicts import (
     shared_memory_verdict,
 )
 from polyreme.errors import PolyremeError
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.store import connect
 from polyreme.net.ports import check_free
 from polyreme.net.redis_url import redis_option
 from polyreme.process.machine import memory_limit

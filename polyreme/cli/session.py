@@ -20,8 +20,8 @@ from polyreme.cli.run_records import read_records, write_end
 from polyreme.cli.ui import PATH
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError, RunFailedError, StaleTermError, StoreError
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import EmbeddedServer
 from polyreme.net.ports import free_port
 from polyreme.net.redis_url import without_password
 from polyreme.process.supervisor import (

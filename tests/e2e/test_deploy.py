@@ -1,4 +1,4 @@
-"""A replica on another machine with its own address, loopback and /dev/shm, started by the command in docs/deploy.md."""
+"""A replica on another machine with its own address, loopback and /dev/shm, started by the command in docs/machines.md."""
 
 import json
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis as redis_py
 
-from polyreme.experience.store import _binary
+from polyreme.experience.embedded_redis import redis_binary
 from polyreme.process.lifecycle import Child
 from support.machines import Machine, Network
 from support.whole_run import make_task
@@ -21,7 +21,7 @@ PORT = 16379
 def documented(address: str) -> tuple[dict[str, str], list[str]]:
     """The remote command of the guide, for our address and secrets: its environment and words."""
     [line] = [
-        line for line in (ROOT / "docs" / "deploy.md").read_text().splitlines() if line.startswith("POLYREME_REDIS_PASSWORD=")
+        line for line in (ROOT / "docs" / "machines.md").read_text().splitlines() if line.startswith("POLYREME_REDIS_PASSWORD=")
     ]
     words = shlex.split(line)
     command = words[words.index("polyreme") :]
@@ -42,7 +42,7 @@ async def test_the_remote_command_adds_a_machine_to_a_run(net: Network, tmp_path
     url = f"redis://{first.address}:{PORT}/0"
     options = {"bind": first.address, "port": str(PORT), "dir": str(tmp_path), "save": "", "requirepass": PASSWORD}
     options |= {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
-    server = [_binary(), *(word for name, value in options.items() for word in (f"--{name}", value))]
+    server = [redis_binary(), *(word for name, value in options.items() for word in (f"--{name}", value))]
     train = ["polyreme", "train", str(task), "iterations=4", "security.token_env=POLYREME_TOKEN", "--redis", url]
     children: list[Child] = []
 

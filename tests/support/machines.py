@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from polyreme.experience.store import _binary
+from polyreme.experience.embedded_redis import redis_binary
 from polyreme.process.lifecycle import Child
 
 NETWORK = "10.213.77"  # a private one; the route to it is on our interface alone
@@ -95,7 +95,7 @@ async def redis_on(machine: Machine, folder: Path) -> AsyncIterator[str]:
     options = {"bind": machine.address, "port": "6379", "protected-mode": "no", "dir": str(folder / "redis"), "save": ""}
     needed = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
     words = [word for name, value in (options | needed).items() for word in (f"--{name}", value)]
-    child = Child.spawn("redis", machine.command((_binary(), *words)), log_path=folder / "redis.log")
+    child = Child.spawn("redis", machine.command((redis_binary(), *words)), log_path=folder / "redis.log")
     try:
         yield f"redis://{machine.address}:6379"
     finally:

@@ -5,6 +5,7 @@ Invariant:
   too, the replica serves nothing until a later version is committed.
 - A call with an older learner term than the newest one seen changes nothing.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
+- Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted.
 - A version takes requests, and the tokens that it samples are delivered, only after its canary has passed. A replica whose canary fails
   serves nothing until a later swap passes.
 """
@@ -227,6 +228,40 @@ class WeightSwapper:
                 self._loading = ()
         logger.info("serving version %d of term %d (paused %.1f ms)", id.version, id.term, committed.stall_seconds * 1e3)
         return committed
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        """No swap runs in the block, nothing is sampled, and new requests wait. After it, a commit or `go_on` continues sampling.
+
+        Raises EngineDeadError.
+        """
+        async with self._lock:
+            self.steady.clear()
+            await self._engine.pause()
+            yield
+
+    async def go_on(self, weights: bool) -> None:
+        """Continues sampling after `at_rest` with the served version, unless a commit has continued it.
+
+        Args:
+            weights: whether the engine has kept them. If not, it loads the served version again.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        async with self._lock:
+            if self.steady.is_set():
+                return
+            if weights or self.served is None:
+                await self._engine.resume()
+                self.steady.set()
+                return
+            try:
+                await self._resume(self.served, await self._engine.load(self.served.sources))
+                self.steady.set()
+            except LoadError as error:
+                logger.error("version %d could not be loaded again; nothing is served: %s", self.served.id.version, error)
+                self._lose()
 
     async def _swap(self, new: Served, canary: Canary | None) -> Committed:
         """Pauses, loads, resumes, and asks the canary. Raises Refusal(INTERNAL), EngineDeadError."""

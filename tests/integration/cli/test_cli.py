@@ -106,12 +106,12 @@ def test_an_unreachable_redis_is_an_error(config_file: Path) -> None:
 
 
 def test_a_redis_that_may_lose_writes_is_an_error(config_file: Path, tmp_path: Path) -> None:
-    from polyreme.experience.store import _binary
+    from polyreme.experience.embedded_redis import redis_binary
     from polyreme.net.ports import free_port
 
     port = free_port()
     server = subprocess.Popen(
-        [_binary(), "--port", str(port), "--dir", str(tmp_path), "--save", ""],
+        [redis_binary(), "--port", str(port), "--dir", str(tmp_path), "--save", ""],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from polyreme.errors import RunFailedError, UnavailableError
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run, RunState
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.store import connect
 from support.configs import run_config
 from support.waiting import until
 

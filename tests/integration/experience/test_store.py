@@ -13,9 +13,10 @@ import pytest
 
 from polyreme.errors import StoreError
 from polyreme.experience import store
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
-from polyreme.experience.store import EmbeddedServer, connect
+from polyreme.experience.store import connect
 from support.configs import run_config
 from support.proxy import bad_network
 
@@ -317,7 +318,7 @@ def test_stopping_twice_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from polyreme.experience.store import EmbeddedServer\n"
+        "import sys, time; from pathlib import Path; from polyreme.experience.embedded_redis import EmbeddedServer\n"
         "print(EmbeddedServer.start(Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:

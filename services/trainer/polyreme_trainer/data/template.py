@@ -5,11 +5,9 @@ model files in the run's record. This module imports no torch.
 """
 
 import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -20,9 +18,7 @@ from tokenizers.decoders import DecodeStream
 from polyreme.config.data import TextConfig
 from polyreme.dataset.columns import TokenIds
 from polyreme.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from polyreme_trainer.data.tokenizer_files import find_stop_ids, load_tokenizer, read_embeddings
 
 PromptSource = str | TokenIds | tuple[dict[str, Any], ...]
 """A text, its tokens, or chat messages."""
@@ -58,12 +54,12 @@ class Template:
     """
 
     def __init__(self, files: Mapping[str, bytes], data: TextConfig) -> None:
-        self._tokenizer = _load_tokenizer(files)
-        self.embeddings = _embeddings(files)
+        self._tokenizer = load_tokenizer(files)
+        self.embeddings = read_embeddings(files)
         self.tokens = 1 + max(self._tokenizer.get_vocab().values())
         self._chat = data.template == "chat"
         self._system = data.system
-        self.stop_ids = _stop_ids(self._tokenizer, files, self.embeddings)
+        self.stop_ids = find_stop_ids(self._tokenizer, files, self.embeddings)
         if self._chat:
             self._check_chat_template()
         elif data.system is not None:
@@ -299,64 +295,3 @@ class Template:
             return stops[0], ()
         special = self._tokenizer.added_tokens_decoder
         return default, tuple(special[i].content for i in written if i in special)
-
-
-def _load_tokenizer(files: Mapping[str, bytes]) -> "PreTrainedTokenizerFast":
-    from transformers import PreTrainedTokenizerFast  # it takes 1.5 s, and most learner ranks build no template
-
-    if "tokenizer.json" not in files:
-        raise ConfigError(
-            "tokenizer.json in the model directory",
-            ", ".join(sorted(files)) or "no files",
-            "Save a fast tokenizer there: AutoTokenizer.from_pretrained(..., use_fast=True).save_pretrained(...).",
-        )
-    with tempfile.TemporaryDirectory(prefix="polyreme-tokenizer-") as folder:
-        for name, content in files.items():
-            Path(folder, name).write_bytes(content)
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers and tokenizers raise plain Exception on malformed files
-            raise ConfigError(
-                "tokenizer files that transformers loads", f"{type(error).__name__}: {error}", "Save the tokenizer again."
-            ) from error
-    # A tokenizer that was used for batches is saved with its truncation and padding.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    return tokenizer
-
-
-def _embeddings(files: Mapping[str, bytes]) -> int:
-    size = _read_json(files, "config.json").get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError("vocab_size, a positive number, in the model's config.json", repr(size), "Save the model again.")
-    return size
-
-
-def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """A JSON file of the model directory; empty when there is none."""
-    try:
-        content = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise ConfigError(f"JSON in the model's {name}", str(error), "Save the model again.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"a JSON object in the model's {name}", type(content).__name__, "Save the model again.")
-    return content
-
-
-def _stop_ids(tokenizer: "PreTrainedTokenizerFast", files: Mapping[str, bytes], embeddings: int) -> tuple[int, ...]:
-    generation = _read_json(files, "generation_config.json").get("eos_token_id")
-    ids = generation if isinstance(generation, list) else [generation]
-    stop = {i for i in (*ids, tokenizer.eos_token_id) if i is not None}
-    if not stop:
-        raise ConfigError(
-            "an end token in tokenizer_config.json (eos_token) or generation_config.json (eos_token_id)",
-            "none",
-            "Name the token that ends a response.",
-        )
-    if wrong := [i for i in stop if not isinstance(i, int) or not 0 <= i < embeddings]:
-        raise ConfigError(
-            f"end tokens among the model's {embeddings} embeddings (vocab_size in config.json)",
-            f"id {wrong[0]!r} in tokenizer_config.json or generation_config.json",
-            "Use the tokenizer that belongs to the model, or resize the model's embeddings.",
-        )
-    return tuple(sorted(stop))

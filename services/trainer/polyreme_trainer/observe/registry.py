@@ -130,6 +130,18 @@ LOOP = (
     Metric("time/train", "s", "Part of it: everything from reading the samples to the last optimizer step."),
     Metric("time/write", "s", "Part of it: writing the new version for the replicas."),
 )
+_COLOCATED = "with placement: colocated"
+DEVICES = (
+    Metric("time/device_leave", "s", "Part of `time/iteration`: leaving the devices to the replicas.", _COLOCATED),
+    Metric("time/device_wait", "s", "Part of `time/iteration`: waiting for the devices and returning to them.", _COLOCATED),
+    Metric("device/freed_bytes", "B", "Memory that rank 0 freed when it left its device last; 0 on CPU.", _COLOCATED),
+    Metric(
+        "device/peak_bytes",
+        "B",
+        "Largest memory of rank 0's tensors in its turn before; on CPU the largest resident size of its process.",
+        _COLOCATED,
+    ),
+)
 TIMING = (
     Metric("timing/all", "s", "`time/iteration`."),
     Metric("timing/rollout", "s", "Generation of the slowest group."),
@@ -211,6 +223,7 @@ SECTIONS = {
     "Correction": CORRECTION,
     "Staleness": STALENESS,
     "The learner's loop": LOOP,
+    "Shared devices": DEVICES,
     "Parts of an iteration": TIMING,
     "Throughput": THROUGHPUT,
     "Beside the iteration": BESIDE,

@@ -24,7 +24,8 @@ from polyreme_trainer.orchestrator.generate import GenerateError, Generation, ge
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
 from polyreme_trainer.orchestrator.prompt_order import sequence_seed
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, ScoreError
+from polyreme_trainer.orchestrator.reward_client import RewardClient
+from polyreme_trainer.orchestrator.score_call import Question, ScoreError
 from polyreme_trainer.orchestrator.tasks import together
 
 EXAMPLES = 5

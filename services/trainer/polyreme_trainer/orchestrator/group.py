@@ -21,7 +21,7 @@ from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, PartialRollouts
 from polyreme_trainer.orchestrator.prompt_order import PromptOrder, sequence_seed
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
-from polyreme_trainer.orchestrator.reward_client import Question
+from polyreme_trainer.orchestrator.score_call import Question
 from polyreme_trainer.orchestrator.scoring import Judgement, Scoring
 
 

@@ -5,16 +5,13 @@ attempt fails; no number ever replaces it. A server that leaves may still answer
 """
 
 import asyncio
-import json
 import logging
-import re
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import grpc
-import xxhash
 
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.config.reward import RewardConfig
@@ -25,74 +22,13 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.orchestrator.live_servers import LiveServers
+from polyreme_trainer.orchestrator.score_call import CallOutcome, Question, ScoreError, describe, item_of, outcome_of, verdict_of
+from polyreme_trainer.orchestrator.scoring_health import Health
 
 logger = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(first=0.5, longest=5.0)
 _SERVER_REST_SECONDS = 5.0  # a server that failed is the last choice for this long
-_CALLS_KEPT = 16  # per sample; a long outage makes many
-_OK = reward_pb2.SCORE_STATUS_OK
-_VARIABLE = re.compile(r"""'[^']*'|"[^"]*"|\d+(\.\d+)?""")  # parts of a message that differ between items with one problem
-
-
-class ScoreError(Exception):
-    """Some samples of this attempt have no score after all attempts.
-
-    Attributes:
-        verdict: the one reason for which the rewards themselves failed every sample of the group; "" when there is none. Quoted texts
-            and numbers, which differ between samples, are masked.
-    """
-
-    def __init__(self, message: str, verdict: str = "") -> None:
-        super().__init__(message)
-        self.verdict = verdict
-
-
-@dataclass(frozen=True)
-class Question:
-    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is what the model saw; `token_ids` are the
-    response's."""
-
-    name: tuple[str | int, ...]
-    prompt: str
-    response: str
-    response_raw: str
-    label: str
-    metadata_json: str
-    templated_prompt: str = ""
-    token_ids: tuple[int, ...] = ()
-
-
-@dataclass
-class Health:
-    """Whether scoring as a whole is down. Pure; time is an argument.
-
-    It is down when no server answers, or when two groups got only failures. A single such group may be a bad row.
-
-    Attributes:
-        outage_timeout: seconds that an outage may last, with admission paused, before failures count.
-        proven: whether anything was ever scored in this run. Until then, an error of the rewards themselves is no outage.
-        down_since: the first failure since the last success.
-    """
-
-    outage_timeout: float
-    proven: bool = True
-    down_since: float | None = None
-    announced: bool = False
-    _suspects: set[Hashable] = field(default_factory=set)
-
-    def succeeded(self) -> None:
-        self.proven, self.down_since, self.announced = True, None, False
-        self._suspects.clear()
-
-    def failed(self, now: float, *who: Hashable) -> None:
-        """The groups `who` got only failures; without `who`, no server answered."""
-        if self.down_since is None:
-            self.down_since = now
-        self._suspects |= set(who or ("the servers", "themselves"))
-
-    def waits(self, now: float) -> bool:
-        return self.down_since is not None and len(self._suspects) > 1 and now - self.down_since < self.outage_timeout
 
 
 @dataclass(eq=False)
@@ -134,36 +70,6 @@ class _Server:
     @property
     def stub(self) -> reward_pb2_grpc.RewardServiceStub:
         return reward_pb2_grpc.RewardServiceStub(self.channel)
-
-
-@dataclass
-class _Outcome:
-    """The outcome of one call: results by position, and the error of the others.
-
-    Attributes:
-        error: of the items without a result.
-        counts: whether the server judged the items, so that the call counts as an attempt.
-        outage: whether the error indicates an outage rather than bad items.
-        verdict: as ScoreError's.
-        server: id of the server; "" when none was registered.
-        failures: (status, message) by position, of the items that the server judged without a score.
-    """
-
-    scored: dict[int, reward_pb2.ScoreResult] = field(default_factory=dict)
-    error: str = ""
-    counts: bool = True
-    outage: bool = False
-    verdict: str = ""
-    retry_after: float = 0.0
-    server: str = ""
-    failures: dict[int, tuple[str, str]] = field(default_factory=dict)
-
-    def note(self, positions: Sequence[int], seconds: float, calls: Sequence[list[RewardCall]]) -> None:
-        """Adds this call to the calls of each asked sample."""
-        for position in positions:
-            status, message = ("ok", "") if position in self.scored else self.failures.get(position, ("unavailable", self.error))
-            calls[position].append(RewardCall(self.server, status, message, seconds))
-            del calls[position][:-_CALLS_KEPT]
 
 
 class RewardClient:
@@ -266,7 +172,7 @@ class RewardClient:
             with suppress(TimeoutError):  # a server that joins is asked at once
                 await asyncio.wait_for(self._joined.wait(), seconds)
 
-    async def _judge(self, outcome: _Outcome, attempts: int, which: str) -> None:
+    async def _judge(self, outcome: CallOutcome, attempts: int, which: str) -> None:
         """Raises when a retry is pointless; emits a notice when an outage begins."""
         if outcome.retry_after or (outcome.counts and attempts < self._config.attempts):
             return
@@ -289,20 +195,20 @@ class RewardClient:
     def _skew(self) -> str:
         return f" but {self._leases.refused}" if self._leases.refused else ""
 
-    async def _ask(self, questions: Sequence[Question], positions: Sequence[int]) -> _Outcome:
+    async def _ask(self, questions: Sequence[Question], positions: Sequence[int]) -> CallOutcome:
         now = time.monotonic()
         server = min(self._servers.values(), key=lambda s: (s.backoff_until > now, s.outstanding, s.lease.id), default=None)
         if server is None:
-            return _Outcome(error=f"no reward server is registered{self._skew()}", counts=False, outage=True)
+            return CallOutcome(error=f"no reward server is registered{self._skew()}", counts=False, outage=True)
         try:
             with server.asked(len(positions)):
                 if not server.rewards:
                     listed = await server.stub.ListRewards(reward_pb2.ListRewardsRequest(), timeout=10.0)
-                    server.rewards = _describe(listed)
+                    server.rewards = describe(listed)
                     server.reads_tokens = any(reward.reads_tokens for reward in listed.rewards)
                     self.measure_correctness = len(listed.rewards) == 1 and listed.rewards[0].correctness
                 texts = self._token_texts if server.reads_tokens else None
-                items = [_item(questions[position], server.rewards, texts) for position in positions]
+                items = [item_of(questions[position], server.rewards, texts) for position in positions]
                 request = reward_pb2.ScoreRequest(run_id=self._run.run_id, items=items)
                 response = await server.stub.Score(request, timeout=30.0 + self._config.item_timeout * len(items))
         except grpc.aio.AioRpcError as error:
@@ -310,65 +216,17 @@ class RewardClient:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ScoreError(message) from error
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                return _Outcome(error=message, counts=False, retry_after=_retry_after(error), server=server.lease.id)
+                return CallOutcome(error=message, counts=False, retry_after=_retry_after(error), server=server.lease.id)
             server.backoff_until = now + _SERVER_REST_SECONDS
-            return _Outcome(error=message, counts=False, outage=True, server=server.lease.id)
+            return CallOutcome(error=message, counts=False, outage=True, server=server.lease.id)
         except asyncio.CancelledError:
             if not rpc.channel_closed():
                 raise
-            return _Outcome(error=f"reward server {server.lease.id} left", counts=False, outage=True, server=server.lease.id)
-        outcome = _sort(response, items, positions)
+            return CallOutcome(error=f"reward server {server.lease.id} left", counts=False, outage=True, server=server.lease.id)
+        outcome = outcome_of(response, items, positions)
         outcome.server = server.lease.id
-        outcome.verdict = _verdict(response.results, self._remote)
+        outcome.verdict = verdict_of(response.results, self._remote)
         return outcome
-
-
-def _verdict(results: Sequence[reward_pb2.ScoreResult], remote: tuple[str, ...]) -> str:
-    """The one reason for which rewards that run in the service failed all items; "" when there is none, or it may pass: a deadline,
-    or a failure of a reward whose messages begin with one of `remote`."""
-    reasons = {_VARIABLE.sub("_", result.message) for result in results}
-    passing = any(
-        result.status in (_OK, reward_pb2.SCORE_STATUS_TIMEOUT) or result.message.startswith(remote) for result in results
-    )
-    return "" if passing or len(reasons) != 1 else reasons.pop()
-
-
-def _sort(response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreItem], positions: Sequence[int]) -> _Outcome:
-    if [result.key for result in response.results] != [item.key for item in items]:
-        raise ScoreError(f"expected {len(items)} results with the items' keys in order; found {len(response.results)} others")
-    outcome = _Outcome()
-    for position, result in zip(positions, response.results, strict=True):
-        if result.status == _OK:
-            outcome.scored[position] = result
-        else:
-            outcome.outage |= result.status != reward_pb2.SCORE_STATUS_INVALID
-            status = reward_pb2.ScoreStatus.Name(result.status).removeprefix("SCORE_STATUS_").lower()
-            outcome.failures[position] = status, result.message
-            outcome.error = outcome.error or f"{status}: {result.message}"
-    return outcome
-
-
-def _describe(listed: reward_pb2.ListRewardsResponse) -> str:
-    """Names, versions and weights of a server's rewards, as part of item keys."""
-    return json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
-
-
-def _item(question: Question, rewards: str, token_texts: Callable[[Sequence[int]], list[str]] | None) -> reward_pb2.ScoreItem:
-    """The question as an item, with its tokens where `token_texts` is given. Its key names the tokens, too: they may spell one text in
-    two ways."""
-    ids = question.token_ids if token_texts else ()
-    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards, *ids]
-    return reward_pb2.ScoreItem(
-        key=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
-        prompt=question.prompt,
-        response=question.response,
-        response_raw=question.response_raw,
-        label=question.label,
-        metadata_json=question.metadata_json,
-        templated_prompt=question.templated_prompt,
-        token_ids=ids,
-        token_texts=token_texts(ids) if token_texts and ids else (),
-    )
 
 
 def _retry_after(error: grpc.aio.AioRpcError) -> float:

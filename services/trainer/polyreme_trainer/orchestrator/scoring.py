@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from polyreme.api.v1 import reward_pb2
 from polyreme.experience.records import RewardCall, RewardPart
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
-from polyreme_trainer.orchestrator.reward_client import Question, RewardClient
+from polyreme_trainer.orchestrator.reward_client import RewardClient
+from polyreme_trainer.orchestrator.score_call import Question
 from polyreme_trainer.orchestrator.tasks import task_group, together
 from polyreme_trainer.orchestrator.teacher_client import TeacherClient
 

@@ -103,6 +103,10 @@ class Publisher:
         """
         return await self._ask(lambda sync: sync.wait_committed(version, replicas, seconds), seconds)
 
+    async def set_devices_train(self, train: bool) -> None:
+        """Whether colocated replicas have left their devices to the learner, so that no push may begin."""
+        await self._ask(lambda sync: sync.set_devices_train(train), 0.0)
+
     def close(self) -> None:
         """Ends the thread and cancels running pushes. Idempotent."""
         if not self._thread.is_alive():

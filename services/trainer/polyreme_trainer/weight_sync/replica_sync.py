@@ -79,6 +79,7 @@ class ReplicaSync:
         self._slots, self._deltas = slots, deltas
         self._streams = Streams(deltas, slots, plan, self._target, self._address, self._notice, self._notify)
         self._newest: Version | None = None
+        self._devices_train = False
         self._replicas: dict[str, ReplicaState] = {}
         self._changed = asyncio.Event()
         self._stopping = False
@@ -117,6 +118,11 @@ class ReplicaSync:
         self._hold.published(version, time.monotonic())
         self._pin()
 
+    async def set_devices_train(self, train: bool) -> None:
+        """No push begins while colocated replicas have left their devices to the learner."""
+        self._devices_train = train
+        self._notify()
+
     async def _update_held_version(self) -> None:
         """Releases the held version when it was evaluated or held too long."""
         if self._hold.version is not None and self._newest is not None:
@@ -128,8 +134,8 @@ class ReplicaSync:
         self._notify()
 
     def _target(self) -> Version | None:
-        """The version that replicas should serve."""
-        return self._hold.version or self._newest
+        """The version that replicas should serve; None while they have no devices."""
+        return None if self._devices_train else self._hold.version or self._newest
 
     def _address(self, name: str) -> str | None:
         """The address of a live replica."""

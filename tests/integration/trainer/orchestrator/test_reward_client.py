@@ -12,7 +12,8 @@ from polyreme.errors import UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.process.backoff import Backoff
 from polyreme_reward.server import serve
-from polyreme_trainer.orchestrator.reward_client import Question, RewardClient, ScoreError, _verdict
+from polyreme_trainer.orchestrator.reward_client import RewardClient
+from polyreme_trainer.orchestrator.score_call import Question, ScoreError, verdict_of
 from support.proxy import bad_network
 from support.rewards import spelled
 from support.simulated import ROWS, config_tree, make_run
@@ -164,7 +165,7 @@ async def test_an_error_of_the_rewards_themselves_is_no_outage_before_anything_i
 
 def test_a_verdict_is_one_reason_that_does_not_pass():
     def verdict(*results, remote=()):
-        return _verdict([reward_pb2.ScoreResult(status=status, message=message) for status, message in results], remote)
+        return verdict_of([reward_pb2.ScoreResult(status=status, message=message) for status, message in results], remote)
 
     error, timeout, ok = reward_pb2.SCORE_STATUS_ERROR, reward_pb2.SCORE_STATUS_TIMEOUT, reward_pb2.SCORE_STATUS_OK
     assert verdict((error, "mine: found 'a' in 3 s"), (error, "mine: found 'b' in 4.5 s")) == "mine: found _ in _ s"

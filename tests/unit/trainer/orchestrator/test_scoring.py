@@ -8,7 +8,7 @@ import pytest
 from polyreme.api.v1 import experience_pb2, reward_pb2
 from polyreme.experience.records import RewardCall, RewardPart
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
-from polyreme_trainer.orchestrator.reward_client import Question
+from polyreme_trainer.orchestrator.score_call import Question
 from polyreme_trainer.orchestrator.scoring import Scoring, by_rewards
 from polyreme_trainer.orchestrator.teacher_client import TeacherError
 

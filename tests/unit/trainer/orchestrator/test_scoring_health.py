@@ -1,6 +1,6 @@
 """When scoring as a whole counts as down."""
 
-from polyreme_trainer.orchestrator.reward_client import Health
+from polyreme_trainer.orchestrator.scoring_health import Health
 
 
 def test_health() -> None:

@@ -1,0 +1,126 @@
+"""One call of a reward server: what it is asked, and what its answer means.
+
+Invariant: pure. A result belongs to the item with its key; an answer with other keys is an error.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from polyreme.api.v1 import reward_pb2
+from polyreme.experience.records import RewardCall
+
+_CALLS_KEPT = 16  # per sample; a long outage makes many
+_OK = reward_pb2.SCORE_STATUS_OK
+_VARIABLE = re.compile(r"""'[^']*'|"[^"]*"|\d+(\.\d+)?""")  # parts of a message that differ between items with one problem
+
+
+class ScoreError(Exception):
+    """Some samples of this attempt have no score after all attempts.
+
+    Attributes:
+        verdict: the one reason for which the rewards themselves failed every sample of the group; "" when there is none. Quoted texts
+            and numbers, which differ between samples, are masked.
+    """
+
+    def __init__(self, message: str, verdict: str = "") -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+
+@dataclass(frozen=True)
+class Question:
+    """One sample to score. `name` distinguishes samples with the same text; `templated_prompt` is what the model saw; `token_ids` are the
+    response's."""
+
+    name: tuple[str | int, ...]
+    prompt: str
+    response: str
+    response_raw: str
+    label: str
+    metadata_json: str
+    templated_prompt: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class CallOutcome:
+    """The outcome of one call: results by position, and the error of the others.
+
+    Attributes:
+        error: of the items without a result.
+        counts: whether the server judged the items, so that the call counts as an attempt.
+        outage: whether the error indicates an outage rather than bad items.
+        verdict: as ScoreError's.
+        server: id of the server; "" when none was registered.
+        failures: (status, message) by position, of the items that the server judged without a score.
+    """
+
+    scored: dict[int, reward_pb2.ScoreResult] = field(default_factory=dict)
+    error: str = ""
+    counts: bool = True
+    outage: bool = False
+    verdict: str = ""
+    retry_after: float = 0.0
+    server: str = ""
+    failures: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def note(self, positions: Sequence[int], seconds: float, calls: Sequence[list[RewardCall]]) -> None:
+        """Adds this call to the calls of each asked sample."""
+        for position in positions:
+            status, message = ("ok", "") if position in self.scored else self.failures.get(position, ("unavailable", self.error))
+            calls[position].append(RewardCall(self.server, status, message, seconds))
+            del calls[position][:-_CALLS_KEPT]
+
+
+def describe(listed: reward_pb2.ListRewardsResponse) -> str:
+    """Names, versions and weights of a server's rewards, as part of item keys."""
+    return json.dumps([[reward.name, reward.version, reward.weight] for reward in listed.rewards])
+
+
+def item_of(question: Question, rewards: str, token_texts: Callable[[Sequence[int]], list[str]] | None) -> reward_pb2.ScoreItem:
+    """The question as an item, with its tokens where `token_texts` is given. Its key names the tokens, too: they may spell one text in
+    two ways."""
+    ids = question.token_ids if token_texts else ()
+    identity = [*question.name, question.prompt, question.templated_prompt, question.response_raw, question.label, rewards, *ids]
+    return reward_pb2.ScoreItem(
+        key=xxhash.xxh3_128_hexdigest(json.dumps(identity).encode()),
+        prompt=question.prompt,
+        response=question.response,
+        response_raw=question.response_raw,
+        label=question.label,
+        metadata_json=question.metadata_json,
+        templated_prompt=question.templated_prompt,
+        token_ids=ids,
+        token_texts=token_texts(ids) if token_texts and ids else (),
+    )
+
+
+def verdict_of(results: Sequence[reward_pb2.ScoreResult], remote: tuple[str, ...]) -> str:
+    """The one reason for which rewards that run in the service failed all items; "" when there is none, or it may pass: a deadline,
+    or a failure of a reward whose messages begin with one of `remote`."""
+    reasons = {_VARIABLE.sub("_", result.message) for result in results}
+    passing = any(
+        result.status in (_OK, reward_pb2.SCORE_STATUS_TIMEOUT) or result.message.startswith(remote) for result in results
+    )
+    return "" if passing or len(reasons) != 1 else reasons.pop()
+
+
+def outcome_of(
+    response: reward_pb2.ScoreResponse, items: Sequence[reward_pb2.ScoreItem], positions: Sequence[int]
+) -> CallOutcome:
+    if [result.key for result in response.results] != [item.key for item in items]:
+        raise ScoreError(f"expected {len(items)} results with the items' keys in order; found {len(response.results)} others")
+    outcome = CallOutcome()
+    for position, result in zip(positions, response.results, strict=True):
+        if result.status == _OK:
+            outcome.scored[position] = result
+        else:
+            outcome.outage |= result.status != reward_pb2.SCORE_STATUS_INVALID
+            status = reward_pb2.ScoreStatus.Name(result.status).removeprefix("SCORE_STATUS_").lower()
+            outcome.failures[position] = status, result.message
+            outcome.error = outcome.error or f"{status}: {result.message}"
+    return outcome
