@@ -172,7 +172,11 @@ TIMING = (
 )
 _TOKENS = "(response_length/mean + prompt_length/mean) x samples, greedy baselines included,"
 THROUGHPUT = (
-    Metric("e2e_tps", "tokens/s per device", f"{_TOKENS} / (learner ranks + devices of the configured replicas) / timing/all."),
+    Metric(
+        "e2e_tps",
+        "tokens/s per device",
+        f"{_TOKENS} / (learner ranks + devices of the configured replicas; the larger of both where they share them) / timing/all.",
+    ),
     Metric("update_tps", "tokens/s per device", f"{_TOKENS} / learner ranks / timing/update.", "where the actor is trained"),
     Metric("vllm_tps", "tokens/s per device", f"{_TOKENS} / devices of the configured replicas / timing/rollout."),
     Metric("tokens/generated", "tokens", "Sampled tokens of the iteration."),

@@ -192,6 +192,11 @@ def test_the_parts_are_measured_and_the_rates_follow_from_them(tmp_path: Path) -
     assert record["timing/non_overlap_rule_reward"] == pytest.approx(0.1)
 
 
+def test_shared_devices_count_once(tmp_path: Path) -> None:
+    apart, together = (ppo_record(run_config(tmp_path, placement=placement)) for placement in ("separate", "colocated"))
+    assert together["e2e_tps"] == pytest.approx(2 * apart["e2e_tps"])
+
+
 def test_scoring_counts_for_the_kinds_of_rewards_that_there_are(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     rule = ppo_record(config)
