@@ -19,7 +19,7 @@ from torch import Tensor
 
 from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
-from polyreme_trainer.megatron import mcore
+from polyreme_trainer.megatron import hf_mapping, mcore
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
 
@@ -109,7 +109,7 @@ class Optimizer:
         (self._inner,) = chained.chained_optimizers
         self._set_hyper_parameters()
         self.fragments = find_fragments(model.module.named_parameters(), self._inner)
-        mine = {piece.param for piece in model.slices if piece.primary}
+        mine = {piece.param for piece in hf_mapping.rank_slices(model.trained_arch, model.rank) if piece.primary}
         self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
         self.zero_grad()
 
@@ -134,6 +134,8 @@ class Optimizer:
                 norm, are not finite; the model is unusable then.
         """
         mcore.finalize_model_grads([self._ddp])
+        if self.model.adapters is not None:
+            self.model.adapters.sum_gradients()
         norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")

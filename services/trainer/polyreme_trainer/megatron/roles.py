@@ -1,5 +1,7 @@
 """Roles: actor, critic, reference and moving average are the same kind of object, a model with an optimizer if it is trained.
 
+With adapters, a reference that is the actor's initial model needs no model of its own, see `BaseRole`.
+
 Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles and handle
 all of them alike.
 """
@@ -120,7 +122,7 @@ class Role(Generic[Model]):
             run_stages(self.model, jobs, backward)
 
     def rank_state(self, weights: bool) -> RankState:
-        """The weights and moments that this rank saves (not copies). `weights`: whether it saves the weights too, which data ranks share."""
+        """What training changes on this rank, weights and moments (not copies). `weights`: whether with the weights, which data ranks share."""
         state: dict[str, Any] = {"steps": 0, WEIGHTS: {}}
         if weights:
             state[WEIGHTS] = {name: (0, param.flatten()) for name, param in self.model.state_dict().items()}
@@ -138,6 +140,15 @@ class Role(Generic[Model]):
         self.model.load_state_dict(read(WEIGHTS, self.model.state_dict()))
         if self.optimizer is not None:
             self.optimizer.restore(steps, read)
+
+
+class BaseRole(Role[Model]):
+    """A frozen role: another role's model without its adapters, in the same memory."""
+
+    def _run(self, term: LossTerm, backward: bool) -> None:
+        assert self.model.adapters is not None and not backward
+        with self.model.adapters.off():
+            super()._run(term, backward)
 
 
 def everything(sequences: Sequences) -> IntArray:

@@ -28,12 +28,14 @@ class Model:
         role: its name.
         dtype: "float32" or "bfloat16".
         trained: whether it has gradients and an optimizer.
+        adapter: the table of its adapters, which are then all that is trained; None without.
     """
 
     role: str
     arch: Architecture
     dtype: str
     trained: bool
+    adapter: Architecture | None = None
 
     @property
     def width(self) -> int:
@@ -60,6 +62,9 @@ def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
     """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""
     count = rank_parameters(model.arch, sharding)
     terms = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
+    if model.adapter is not None:
+        count = rank_parameters(model.adapter, sharding)
+        terms.append(Addend(f"{model.role} adapters", count * model.width, f"{count:,} parameters x {model.width} bytes"))
     if model.trained:
         terms.append(
             Addend(f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)")

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.megatron.memory.state import Model, rank_parameters, state_terms
 from support.published import CONFIGS, PARAMETERS
@@ -65,6 +67,16 @@ def test_a_frozen_model_is_its_weights_and_a_shared_optimizer_divides_only_its_s
     assert total(Model("reference", arch, "bfloat16", trained=False), Sharding()) == 2 * arch.parameters
     shared = total(Model("actor", arch, "bfloat16", trained=True), Sharding(optimizer_ranks=4))
     assert shared == (2 + 4 + 12 // 4) * arch.parameters
+
+
+@pytest.mark.parametrize(("dtype", "weight", "each"), [("float32", 4, 16), ("bfloat16", 2, 18)])
+def test_beside_adapters_a_parameter_is_its_weight_alone(dtype: str, weight: int, each: int) -> None:
+    arch = architecture("Qwen2.5-7B-Instruct")
+    adapter = adapter_architecture(arch, LoraConfig(rank=16))
+    model = Model("actor", arch, dtype, trained=True, adapter=adapter)
+    assert total(model, Sharding()) == weight * arch.parameters + each * 40_370_176
+    two = total(model, Sharding(optimizer_ranks=2))
+    assert total(model, Sharding()) - two == (each - weight - 4) // 2 * 40_370_176
 
 
 def test_sizes_that_do_not_divide_are_an_error() -> None:
