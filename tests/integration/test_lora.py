@@ -4,7 +4,6 @@ The model has tied embeddings, grouped queries, biases and 45 tokens, so every r
 """
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def test_values_gradients_and_merged_weights_are_those_of_peft(model: Path, tmp_
 
 def follow(model: Path, layout: dict[str, int], out: Path, *runs: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
     order = {"model": str(model), "dtype": dtype, "out": str(out), "layout": layout, "lora": LORA, "runs": runs}
-    run_ranks(layout_checks.follow, math.prod(layout.values()), json.dumps(order), timeout=240)
+    run_ranks(layout_checks.follow, ParallelConfig(**layout).world_size, json.dumps(order), timeout=240)
     measured: dict[str, Any] = json.loads(out.read_text())
     return measured
 
@@ -96,6 +95,32 @@ def test_training_is_that_of_one_rank_and_resumes_on_any_layout(model: Path, tmp
         before = at[3]
 
 
+def test_adapters_of_attention_beside_experts(tmp_path: Path) -> None:
+    """Tensor ranks share the positions of a model with experts, and expert ranks all have the adapters."""
+    model, out = tiny_family_model("qwen2_moe", tmp_path / "model", num_experts=4), tmp_path / "measured.json"
+    expected = follow(model, {}, out, a_run(3, step_3=tmp_path / "one"))["runs"][0]
+    adapters = layout_checks.saved_state(model, tmp_path / "one")["weights"]
+    for number, layout in enumerate(({"tensor": 2}, {"data": 2, "expert": 2})):
+        found = follow(model, layout, out, a_run(3, step_3=tmp_path / f"at-{number}"))["runs"][0]
+        assert found == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in expected], layout
+        agree(layout_checks.saved_state(model, tmp_path / f"at-{number}")["weights"], adapters, TOLERANCE)
+
+
+def test_bfloat16_adapters_and_their_copies_pass_from_layout_to_layout_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    """Adapters alone have optimizer state, and data ranks divide it."""
+    out, before = tmp_path / "measured.json", tmp_path / "at-2"
+    whole = follow(model, {}, out, a_run(2, step_2=before), dtype="bfloat16")
+    expected = layout_checks.saved_state(model, before)
+    assert not all(torch.equal(expected["master"][name], tensor.float()) for name, tensor in expected["weights"].items())
+    assert whole["state_bytes"] == 12 * sum(tensor.numel() for tensor in expected["weights"].values())
+    for name in ("tensor", "data"):
+        found = follow(model, LAYOUTS[name], out, a_run(0, resume=before, step_0=tmp_path / name), dtype="bfloat16")
+        for kind, tensors in layout_checks.saved_state(model, tmp_path / name).items():
+            agree(tensors, expected[kind], 0.0)
+        before = tmp_path / name
+    assert found["state_bytes"] <= 0.6 * whole["state_bytes"]
+
+
 def run_of(folder: Path, model: Path, parallel: ParallelConfig, **trainer: Any) -> RunConfig:
     """A run with adapters."""
     base = run_config(folder, model=ModelConfig(path=model))
@@ -114,8 +139,8 @@ def test_a_run_on_any_ranks_with_a_reference_in_the_actors_memory(model: Path, t
     }
     given = json.dumps({name: section.model_dump(mode="json") for name, section in sections.items()})
     found: dict[str, dict[str, Any]] = {}
-    for parallel in (ParallelConfig(), ParallelConfig(tensor=2)):
-        (out := tmp_path / str(parallel.tensor)).mkdir()
+    for parallel in (ParallelConfig(), ParallelConfig(pipeline=2)):
+        (out := tmp_path / str(parallel.pipeline)).mkdir()
         config = run_of(out, model, parallel)
         run_ranks(learning.train_every_way, parallel.world_size, config.model_dump_json(), given, str(out))
         found[out.name] = {name: json.loads((out / f"{name}.json").read_text())["trained"] for name in sections}
@@ -160,14 +185,14 @@ def test_stages_train_adapters(tmp_path: Path) -> None:
     write_data(tmp_path)
     write_model(tmp_path)
     shutil.copytree(tmp_path / "model", tmp_path / "copy")
-    common = {"trainer__lora": LORA, "trainer__micro_batch_tokens": 64}
+    common = {"trainer__lora": LORA, "trainer__micro_batch_tokens": 64, "trainer__parallel": {"pipeline": 2}}
     configs = {
         "sft": stage_config(tmp_path, "sft", name="sft", **common),
         "dpo": stage_config(tmp_path, "dpo", name="dpo", **common),
         "dpo of a copy": stage_config(tmp_path, "dpo", name="copied", reference=str(tmp_path / "copy"), **common),
         "reward-model": stage_config(tmp_path, "reward-model", name="reward-model", **common),
     }
-    run_ranks(run_rank, 1, json.dumps([str(prepared(config)) for config in configs.values()]))
+    run_ranks(run_rank, 2, json.dumps([str(prepared(config)) for config in configs.values()]))
     steps = {name: steps_of(config) for name, config in configs.items()}
     assert all(losses[-1] < losses[0] for losses in steps.values())
     assert steps["dpo"] == steps["dpo of a copy"]

@@ -97,6 +97,8 @@ def compare_gradients(policy: Policy, theirs: dict[str, Any]) -> None:
         assert_close(mine, theirs[name].grad[piece.hf_index], rtol=0, atol=TOLERANCE, msg=name)
     assert not names
     assert all(param.requires_grad == (name in adapters.params) for name, param in policy.module.named_parameters())
+    assert policy.ddp is not None
+    assert sum(buffer.numel for buffer in policy.ddp.buffers) == sum(param.numel() for param in adapters.params.values())
 
 
 def warm_start_and_train(config: str, out: str) -> None:

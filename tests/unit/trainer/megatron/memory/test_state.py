@@ -90,6 +90,15 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
     assert shared == (2 + 4) * (others + experts // 4) + 12 * others // 8 + 12 * (experts // 4) // 2
 
 
+def test_beside_experts_every_rank_has_the_adapters_and_divides_their_state() -> None:
+    arch = replace(architecture("Qwen3-235B-A22B"), layers=4)
+    adapter = adapter_architecture(arch, LoraConfig(rank=16))
+    (sharding,) = shardings(arch, ParallelConfig(data=8, expert=4))
+    frozen = total(Model("actor", arch, "bfloat16", trained=False), sharding)
+    found = total(Model("actor", arch, "bfloat16", trained=True, adapter=adapter), sharding)
+    assert found == frozen + (2 + 4) * adapter.parameters + 12 * adapter.parameters // 8
+
+
 def test_sizes_that_do_not_divide_are_an_error() -> None:
     with pytest.raises(ValueError, match="heads = 28"):
         rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(tp=8)))
