@@ -166,6 +166,13 @@ class RunConfig(BaseConfig):
         return self.algorithm.recipe(differs=self.max_staleness > 0 or self.model.dtype == "bfloat16")
 
     @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and when it is renewed, the
+        reference has adapters too, so it is a model of its own."""
+        kl = self.recipe.kl
+        return self.trainer.lora is not None and not self.trainer.sft and not (kl and kl.renew_interval)
+
+    @property
     def samples_per_iteration(self) -> int:
         return self.groups_per_iteration * self.group_size
 
