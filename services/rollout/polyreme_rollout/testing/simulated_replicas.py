@@ -30,7 +30,7 @@ def simulation(
         float, typer.Option(min=0, help="Standard deviation over seeds of the mean's logarithm; 1: a long tail.")
     ] = 0.0,
     count: Annotated[
-        Path | None, typer.Option(help="File that gets a line with Unix time and sampled tokens each second.")
+        Path | None, typer.Option(help="File that gets a line with Unix time and sampled tokens ten times a second.")
     ] = None,
     port: Port = 0,
     http_port: HttpPort = 0,
@@ -72,7 +72,7 @@ async def _count(engines: Sequence[SimulatedInferenceEngine], path: Path) -> Non
     with path.open("a", buffering=1) as file:
         while True:
             file.write(f"{time.time():.3f} {sum(engine.tokens for engine in engines)}\n")
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""Whether a long run stays as it is: memory, files and Redis of every process over 10,000 iterations.
+
+    python bench/soak.py [--iterations 10000] [--every 5]
+
+Replicas and learner are simulated and take no time, everything else is real: Redis with every write on disk, gRPC, reward server,
+supervisor, orchestrator, log and recorder as processes of their own. The first fifth of the run is warm-up and does not count. For each
+quantity a line is fitted through the rest; its growth is what the line gains from its first to its last measurement.
+
+growing              quantities that grow by more than LIMITS allow (0)
+worst_growth         the largest growth of a process' resident memory, as a share of its mean
+repeated_lines       kinds of log lines, numbers masked, that come too often: warnings more than once in 100 iterations, others more
+                     than once an iteration (0)
+disk_per_iteration   bytes of the record (metrics and samples) of an iteration; the record is meant to grow
+
+Disk: the append-only file of Redis and the logs count as quantities; the run's record does not.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.table import Table
+
+from polyreme.experience.embedded_redis import EmbeddedServer
+from support.simulated_run import SimulatedRun, simulated_run
+
+TARGET = {"growing": 0, "repeated_lines": 0}
+LIMITS = {"MiB": (4.0, 0.03), "files": (2.0, 0.0), "disk MiB": (4.0, 0.1)}
+"""Allowed growth by unit: as a number, or as a share of the mean, whichever is more."""
+STALL = 300.0  # seconds without an iteration
+SLACK = 10  # lines of a short run
+_NUMBER = re.compile(r"[0-9a-f]{8,}|\d+(\.\d+)?")
+MIB = 2.0**20
+
+Series = dict[tuple[str, str], list[tuple[float, float]]]
+"""(who, unit) -> (iteration, value) of each measurement."""
+
+
+def processes(started: SimulatedRun) -> dict[str, psutil.Process]:
+    """The processes of the run by role."""
+    found = {name: psutil.Process(child.pid) for name, child in started.children.items()}
+    for child in found["train"].children():
+        found["orchestrator" if any("orchestrator" in word for word in child.cmdline()) else "learner"] = child
+    return found
+
+
+def size(folder: Path, pattern: str) -> int:
+    """Bytes of the files in a folder and below."""
+    return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
+
+
+async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, options: argparse.Namespace) -> Series:
+    """Measures every `--every` seconds up to the run's end. Raises RuntimeError when the run stands still."""
+    series: Series = defaultdict(list)
+    reached, progress, last = 0, time.monotonic(), "0"
+    while started.children["train"].poll() is None:
+        await asyncio.sleep(options.every)
+        for at, record in await started.run.records(last, 0):
+            last = at
+            if record["kind"] == "iteration" and record["iteration"] > reached:
+                reached, progress = record["iteration"], time.monotonic()
+        if time.monotonic() - progress > STALL:
+            raise RuntimeError(f"no iteration after {reached} for {STALL:.0f} s\n{started.logs()}")
+        try:
+            found = processes(started) | {"redis": psutil.Process(server.pid)}
+            values = {name: (each.memory_info().rss / MIB, each.num_fds()) for name, each in found.items()}
+        except psutil.NoSuchProcess:
+            continue  # the run is ending
+        if "learner" not in found or min(memory for memory, _ in values.values()) == 0:
+            continue  # the same
+        for name, (memory, files) in values.items():
+            series[name, "MiB"].append((reached, memory))
+            series[name, "files"].append((reached, files))
+        series["redis data", "MiB"].append((reached, (await started.run.redis.info("memory"))["used_memory"] / MIB))
+        series["redis file", "disk MiB"].append((reached, size(data_dir, "*") / MIB))
+        series["logs", "disk MiB"].append((reached, size(started.folder, "*.log") / MIB))
+        print(
+            f"iteration {reached}: " + ", ".join(f"{name} {memory:.0f} MiB" for name, (memory, _) in values.items()), flush=True
+        )
+    return series
+
+
+def growth(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """What a fitted line gains over the last four fifths of the run, and the mean there."""
+    last = points[-1][0]
+    iterations, values = np.array([point for point in points if point[0] >= 0.2 * last]).T
+    slope = np.polyfit(iterations, values, 1)[0] if len(set(iterations)) > 1 else 0.0
+    return float(slope * (iterations[-1] - iterations[0])), float(values.mean())
+
+
+def repeated(folder: Path, iterations: int) -> list[tuple[str, int]]:
+    """The kinds of log lines that come too often, with their numbers."""
+    kinds: Counter[str] = Counter()
+    for path in folder.rglob("*.log"):
+        with path.open(errors="replace") as lines:
+            kinds.update(f"{path.name}: {_NUMBER.sub('#', line.strip())}" for line in lines)
+    bounds = {kind: iterations + SLACK if " INFO " in kind else iterations / 100 + SLACK for kind in kinds}
+    return [(kind, count) for kind, count in kinds.most_common() if count > bounds[kind]]
+
+
+def report(series: Series, lines: list[tuple[str, int]], record: float) -> dict[str, float]:
+    table = Table(title="growth over the last four fifths")
+    for column in ("", "unit", "mean", "growth", "allowed"):
+        table.add_column(column, justify="right" if column in ("mean", "growth", "allowed") else "left")
+    growing, worst = 0, 0.0
+    for (name, unit), points in sorted(series.items()):
+        gained, mean = growth(points)
+        least, share = LIMITS[unit]
+        allowed = max(least, share * mean)
+        growing += gained > allowed
+        if unit == "MiB":
+            worst = max(worst, gained / mean)
+        table.add_row(name, unit, f"{mean:.1f}", f"{gained:+.2f}", f"{allowed:.1f}", style="red" if gained > allowed else "")
+    Console(width=100).print(table)
+    for kind, count in lines:
+        print(f"{count} times: {kind}")
+    return {
+        "growing": growing,
+        "worst_growth": round(worst, 4),
+        "repeated_lines": len(lines),
+        "disk_per_iteration": round(record, 1),
+    }
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    (folder / "run").mkdir()
+    with EmbeddedServer.start(folder / "redis") as server:
+        async with simulated_run(
+            server.url,
+            "bench-soak",
+            folder,
+            replicas=("--step-seconds", "0"),
+            train_seconds=0.0,
+            iterations=options.iterations,
+            groups_per_iteration=1,
+            group_size=2,
+            max_staleness=1,
+            rollout={"max_new_tokens": 16},
+            trainer={"save_interval": 100},
+        ) as started:
+            series = await follow(started, server, folder / "redis", options)
+            state, reason = await started.ended(60.0)
+            if state.value != "done":
+                raise RuntimeError(f"the run ended as {state}: {reason}\n{started.logs()}")
+            record = size(folder / "run", "*.jsonl") / options.iterations
+            return report(series, repeated(folder, options.iterations), record)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two measurements")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measured = asyncio.run(measure(options, Path(folder)))
+    met = all(measured[name] <= TARGET[name] for name in TARGET)
+    print(json.dumps({"bench": "soak", "measured": measured, "target": TARGET, "met": met}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
