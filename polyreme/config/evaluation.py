@@ -13,7 +13,7 @@ from polyreme.config.data import DataSource
 from polyreme.config.section import Section
 
 RESERVED = frozenset(
-    {"actor", "checkpoint", "critic", "eval", "importance", "prompt_length", "reference", "response_length", "reward"}
+    {"actor", "checkpoint", "critic", "device", "eval", "importance", "prompt_length", "reference", "response_length", "reward"}
     | {"reward_weighted", "rollout", "sft", "staleness", "stop", "time", "timing", "tokens", "train", "weights"}
 )
 """Names that the metrics of a training begin with."""
