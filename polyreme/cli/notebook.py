@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from polyreme.cli.progress import Progress, Record
+from polyreme.cli.reader import EVERYTHING, Range, RunReader, sample_query
 from polyreme.cli.run_records import read_summary
 from polyreme.cli.run_source import open_source
 from polyreme.cli.run_status import RunStatus
-from polyreme.cli.sample_files import EVERYTHING, Range, read_samples, sample_filter
 from polyreme.cli.tables import Library, to_table
 from polyreme.cli.terminal import TerminalConsole
 from polyreme.cli.view import view
@@ -155,7 +155,9 @@ class RunHandle:
             raise ConfigError(
                 "a run directory, which has the samples", "a Redis URL", "Create polyreme.Run from the run directory."
             )
-        found = read_samples(self.run_dir, sample_filter("eval" if evaluation else "train", iterations, reward, tokens, text))
+        reader = RunReader(self.run_dir)
+        reader.refresh()
+        found = reader.read_samples(sample_query("eval" if evaluation else "train", iterations, reward, tokens, text))
         return to_table(itertools.islice(found, limit), library)
 
     def follow(self, timeout: float | None = None) -> Iterator[Record]:

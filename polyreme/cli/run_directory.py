@@ -33,6 +33,8 @@ EMBEDDED = "embedded"
 NO_REDIS = ""
 """`redis` of run.json of a stage, which uses none."""
 
+_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast, for a page of many runs
+
 Config = TypeVar("Config", bound=BaseConfig)
 
 
@@ -262,7 +264,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / "config.yaml"
     try:
-        return dict(yaml.safe_load(path.read_text()) or {})
+        return dict(yaml.load(path.read_text(), _YAML_LOADER) or {})
     except FileNotFoundError:
         return {}
     except (yaml.YAMLError, ValueError, TypeError) as error:

@@ -11,10 +11,8 @@ from typing import Annotated
 
 import typer
 
-from polyreme.cli.reader import Sample
+from polyreme.cli.reader import EVERYTHING, Range, RunReader, Sample, parse_range, sample_query
 from polyreme.cli.report import shortened
-from polyreme.cli.run_directory import read_run_file
-from polyreme.cli.sample_files import EVERYTHING, Range, parse_range, read_samples, sample_files, sample_filter
 from polyreme.cli.terminal import TerminalConsole
 from polyreme.errors import ConfigError
 
@@ -37,13 +35,16 @@ def samples(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
 ) -> None:
     """Show samples of a run, filtered by iteration, reward, length and text."""
-    if read_run_file(run_dir) is None:
-        raise ConfigError(f"a run directory at {run_dir}", "no run.json in it", "Pass output_dir/name of a run.")
-    kind = "eval" if evaluation else "train"
-    chosen = sample_filter(
-        kind, _iterations(run_dir, kind, iteration), _range("--reward", reward), _range("--tokens", tokens), text
+    reader, kind = RunReader(run_dir), "eval" if evaluation else "train"
+    scores, lengths = _range("--reward", reward), _range("--tokens", tokens)
+    chosen = _range("--iteration", None if iteration == "newest" else iteration)
+    reader.refresh()
+    if iteration in (None, "newest"):
+        newest = reader.newest_step(kind)
+        chosen = (newest, newest)
+    found = itertools.islice(
+        reader.read_samples(sample_query(kind, chosen, scores, lengths, text)), limit or (None if as_json else _SHOWN)
     )
-    found = itertools.islice(read_samples(run_dir, chosen), limit or (None if as_json else _SHOWN))
     console, some = TerminalConsole(sys.stdout), False
     for sample in found:
         some = True
@@ -62,14 +63,6 @@ def sample_text(sample: Sample) -> list[str]:
     head = f"{place}: reward {score}, {sample['tokens']} tokens, {sample['finish_reason']}"
     texts = {name: shortened(str(sample[name]), 1000) for name in ("prompt", "response", "label")}
     return [head, *(f"  {name:8} {text}" for name, text in texts.items())]
-
-
-def _iterations(run_dir: Path, kind: str, text: str | None) -> Range:
-    """The chosen iterations; of a run that has no samples yet: all of none."""
-    if text in (None, "newest"):
-        files = sample_files(run_dir, kind)
-        return (files[-1][0], files[-1][0]) if files else EVERYTHING
-    return _range("--iteration", text)
 
 
 def _range(option: str, text: str | None) -> Range:

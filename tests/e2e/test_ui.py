@@ -32,9 +32,12 @@ PICTURES = {"curves": "light", "samples": "light", "life": "dark", "timeline": "
 WIDE, NARROW = {"width": 1600, "height": 950}, {"width": 375, "height": 800}
 expect.set_options(timeout=SECONDS * 1000)
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium: apt-get install chromium, or set POLYREME_CHROMIUM; .ci/run installs it"
-)
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium: apt-get install chromium, or set POLYREME_CHROMIUM; .ci/run installs it"
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +161,41 @@ def test_curves_of_several_runs_are_smoothed_searched_and_enlarged(address: str,
     expect(page.locator("section.chart")).to_have_count(1)
     page.get_by_label("Larger: grad_norm").click()
     expect(page.locator("section.chart.large")).to_be_visible()
+
+
+STORE = """async () => {
+  const module = document.querySelector('link[rel=modulepreload][href$="curve_store.js"]').href;
+  const {curveStore} = await import(module);
+  const asked = [], values = {a: [1, 2, 3], b: [1, 2]};
+  const store = curveStore(async (wanted) => {
+    asked.push(JSON.parse(JSON.stringify(wanted)));
+    return Object.fromEntries(Object.entries(wanted).map(([run, metrics]) => [run, Object.fromEntries(Object.entries(metrics).map(([metric, after]) => {
+      const steps = values[run].filter((step) => step > after);
+      return [metric, {steps, mean: steps.map((step) => 10 * step)}];
+    }).filter(([, curve]) => curve.steps.length))]));
+  });
+  const first = (await store.curves(["a", "b"], ["x"])).x;
+  const second = (await store.curves(["a", "b"], ["x"])).x;
+  values.a.push(4);
+  const [third, same] = await Promise.all([store.curves(["a", "b"], ["x"]), store.curves(["a"], ["x"])]);
+  store.forget("a");
+  const fourth = (await store.curves(["a"], ["x"])).x;
+  return {asked, first, kept: first === second, third: third.x, same: same.x, fourth};
+}"""
+
+
+def test_the_page_asks_only_for_points_that_it_lacks(address: str, open_page: Any) -> None:
+    found = open_page(address).evaluate(STORE)
+    assert found["asked"] == [
+        {"a": {"x": -1}, "b": {"x": -1}},
+        {"a": {"x": 3}, "b": {"x": 2}},
+        {"a": {"x": 3}, "b": {"x": 2}},
+        {"a": {"x": -1}},
+    ]
+    assert found["kept"], "curves without new points are not drawn again"
+    longer = {"steps": [1, 2, 3, 4], "mean": [10, 20, 30, 40]}
+    assert found["first"]["a"]["steps"] == [1, 2, 3]
+    assert found["third"] == {"a": longer, "b": found["first"]["b"]} and found["same"] == found["fourth"] == {"a": longer}
 
 
 def test_the_keyboard_walks_through_samples(address: str, open_page: Any, runs: Path) -> None:

@@ -26,6 +26,7 @@ SECONDS = 8.0
 """Wall time of an iteration."""
 REPLICAS = ("rollout-a", "rollout-b")
 VOCABULARY = ["<pad>", "<eos>", *"0123456789", " ", "+", "=", "so", "the", "sum", "is", "\n"]
+_RECORDS_AT_ONCE = 100
 Made = Iterator[tuple[dict[str, Any], list[GroupRecord], TrainedSamples | None]]
 
 
@@ -165,15 +166,18 @@ def record_run(run_dir: Path, iterations: int, seed: int, groups: int = GROUPS, 
 
     async def record() -> None:
         with closing(Recorder(config, f"{run_dir.name}-{seed}", groups_of)) as recorder:
-            started = time.time() - SECONDS * iterations - 10
+            started, lines = time.time() - SECONDS * iterations - 10, list[tuple[str, dict[str, Any]]]()
             for number, (line, made, trained) in enumerate(made_run(iterations, seed, started, groups)):
                 if line["kind"] == "iteration":
                     by_iteration[line["iteration"]] = (
                         [encode_group(group) for group in made],
                         trained.encode() if trained else None,
                     )
-                stream_id = f"{round(line['time'] * 1000)}-{number}"
-                await recorder.take([(stream_id, line)], (RunState.RUNNING, ""))
+                lines.append((f"{round(line['time'] * 1000)}-{number}", line))
+                if len(lines) == _RECORDS_AT_ONCE:
+                    await recorder.take(lines, (RunState.RUNNING, ""))
+                    lines.clear()
+            await recorder.take(lines, (RunState.RUNNING, ""))
             await recorder.take([], (state, ""))
         write_answers(run_dir, iterations, seed)
 

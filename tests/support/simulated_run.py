@@ -1,7 +1,6 @@
 """A whole run as processes, without a model: real Redis, reward server, supervisor and orchestrator; simulated learner and replicas."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
 from polyreme.process.lifecycle import Child
+from support.commands import spawn
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
 
@@ -27,8 +27,8 @@ class SimulatedRun:
 
     def start(self, name: str) -> None:
         environment = {"POLYREME_REDIS": self.redis_url, "POLYREME_RUN": self.run.run_id, "OMP_NUM_THREADS": "1"}
-        command = (sys.executable, "-m", *self.commands[name])
-        self.children[name] = Child.spawn(name, command, environment, self.folder / f"{name}.log")
+        module, *options = self.commands[name]
+        self.children[name] = spawn(name, module, options, environment, self.folder / f"{name}.log")
 
     async def ended(self, seconds: float) -> tuple[RunState, str]:
         """The run's last state and its reason, once the trainer has ended. Fails with what the logs say when it does not."""
@@ -59,6 +59,7 @@ async def simulated_run(
     replicas: tuple[str, ...] = ("--step-seconds", "0.002"),
     train_seconds: float = 0.05,
     first_group: int = 0,
+    http_port: int | None = None,
     **sections: Any,
 ) -> AsyncIterator[SimulatedRun]:
     """All of it, started; ended and removed behind the block.
@@ -66,6 +67,7 @@ async def simulated_run(
     Args:
         replica_processes: each with `replicas` as its options.
         first_group: of a fork.
+        http_port: of the trainer's metrics and page.
         sections: of the configuration: see `config_tree`.
     """
     redis = await connect(redis_url)
@@ -78,6 +80,7 @@ async def simulated_run(
         commands["reward"] = ("polyreme", "reward")
     commands["train"] = (
         "polyreme_trainer.testing.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
+        *(() if http_port is None else ("--http-port", str(http_port))),
     )  # fmt: skip
     started = SimulatedRun(redis_url, run, folder, commands)
     try:

@@ -4,6 +4,6 @@ Invariant: a reader changes no file of the run. What it derives is in `index.sql
 """
 
 from polyreme.cli.reader.run import RunReader, run_directories
-from polyreme.cli.reader.samples import Sample, SampleQuery
+from polyreme.cli.reader.samples import EVERYTHING, Range, Sample, SampleQuery, parse_range, sample_query
 
-__all__ = ["RunReader", "Sample", "SampleQuery", "run_directories"]
+__all__ = ["EVERYTHING", "Range", "RunReader", "Sample", "SampleQuery", "parse_range", "run_directories", "sample_query"]

@@ -1,38 +1,37 @@
 """The index of one run directory: an SQLite file with its metrics, events and samples, built incrementally from the run's own files.
 
 Invariant: the index holds what the files held when it was last updated, for one run id. An update is one transaction, so processes that
-share an index see whole updates only, and a file or line is added once. The index can always be rebuilt from the files.
+share an index see whole updates only, and a line is added once. A sample file is added with the record that announces it; the run writes
+the file first. The index can always be rebuilt from the files.
 """
 
 import json
-import os
-import re
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from polyreme.cli.reader.index_rows import SampleRow, event_of, points_of, sample_row
+from polyreme.cli.reader.index_rows import SampleRow, event_of, points_of, sample_files_of, sample_row, step_of
 from polyreme.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 """Changes with the tables; an index of another number is rebuilt."""
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE metric (id INTEGER PRIMARY KEY, name TEXT UNIQUE);
 CREATE TABLE point (metric INTEGER, step INTEGER, value REAL, PRIMARY KEY (metric, step)) WITHOUT ROWID;
-CREATE TABLE event (id INTEGER PRIMARY KEY, time REAL, kind TEXT, data TEXT);
-CREATE INDEX event_kind ON event (kind, time);
-CREATE TABLE file (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE event (id INTEGER PRIMARY KEY, time REAL, kind TEXT, replica TEXT, data TEXT);
+CREATE INDEX event_kind ON event (kind, replica, time);
 CREATE TABLE prompt (id INTEGER PRIMARY KEY, prompt TEXT, label TEXT, UNIQUE (prompt, label));
 CREATE TABLE sample (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE, kind TEXT, step INTEGER, "group" INTEGER, position INTEGER, prompt INTEGER,
     score REAL, tokens INTEGER, finish TEXT, oldest INTEGER, newest INTEGER, replica TEXT, advantage REAL, logprob REAL,
     file TEXT, start INTEGER, size INTEGER, response TEXT
 );
-CREATE INDEX sample_step ON sample (kind, step);
+CREATE INDEX sample_kind ON sample (kind, step);
+CREATE INDEX sample_step ON sample (step);
 CREATE INDEX sample_prompt ON sample (prompt);
 CREATE TABLE span (step INTEGER, "group" INTEGER, began REAL, generate REAL, score REAL, replicas TEXT, PRIMARY KEY (step, "group"))
     WITHOUT ROWID;
@@ -42,9 +41,7 @@ _SAMPLE = (
     " logprob, file, start, size, response) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 _BUSY_SECONDS = 60.0
-_LINES_AT_ONCE = 2000
-_FILES_AT_ONCE = 200
-_FILE = re.compile(r"(?:iteration|evaluation)_(\d+)\.jsonl")
+_LINES_AT_ONCE = 500
 
 
 class Index:
@@ -52,6 +49,7 @@ class Index:
 
     def __init__(self, run_dir: Path, path: Path) -> None:
         self._run_dir, self._path = run_dir, path
+        self._updated: tuple[str, int, int] | None = None
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -66,27 +64,35 @@ class Index:
         Args:
             run_id: of the directory's run. An index of another run is rebuilt.
         """
+        files = self._files(run_id)
+        if files == self._updated:
+            return False
         added = False
         while self._is_behind(run_id):
             with self._connect() as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 self._create(connection, run_id)
-                more = self._add_records(connection, run_id) + self._add_sample_files(connection)
+                more = self._add_records(connection, run_id)
                 connection.execute("COMMIT")
             if not more:
                 break
             added = True
+        self._updated = files
         return added
+
+    def _files(self, run_id: str) -> tuple[str, int, int]:
+        """What tells whether an update may find anything: the run, the index file and the size of metrics.jsonl. Costs two calls of stat, so
+        a page may look often."""
+        metrics, index = self._run_dir / "metrics.jsonl", self._path
+        return run_id, metrics.stat().st_size if metrics.exists() else 0, index.stat().st_ino if index.exists() else 0
 
     def _is_behind(self, run_id: str) -> bool:
         """Whether an update may find anything. Takes no write lock, so idle pollers do not disturb each other."""
         with self._connect() as connection:
             meta = read_meta(connection)
-            if meta.get("run") != run_id or meta.get("schema") != str(SCHEMA):
-                return True
-            metrics = self._run_dir / "metrics.jsonl"
-            behind = metrics.exists() and metrics.stat().st_size > int(meta["offset"])
-            return behind or bool(self._new_files(connection))
+        if meta.get("run") != run_id or meta.get("schema") != str(SCHEMA):
+            return True
+        return self._files(run_id)[1] > int(meta["offset"])
 
     def _create(self, connection: sqlite3.Connection, run_id: str) -> None:
         """Empties an index of another run or another schema."""
@@ -97,7 +103,7 @@ class Index:
             connection.execute(f'DROP TABLE "{name}"')
         for statement in filter(str.strip, _TABLES.split(";")):
             connection.execute(statement)
-        values = {"run": run_id, "schema": str(SCHEMA), "offset": "0", "iteration": "0"}
+        values = {"run": run_id, "schema": str(SCHEMA), "offset": "0", "iteration": "0", "samples": "0"}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
 
     def _add_records(self, connection: sqlite3.Connection, run_id: str) -> bool:
@@ -107,48 +113,42 @@ class Index:
         if end == offset:
             return False
         metrics: dict[str, int] = dict(connection.execute("SELECT name, id FROM metric").fetchall())
-        points, events = [], []
+        points, events, files = [], [], list[str]()
         for _, line in lines:
             record = json.loads(line)
             if record.get("run") != run_id:
                 continue
-            if record["kind"] == "iteration":
-                iteration = max(iteration, record["iteration"])
+            iteration = max(iteration, step_of(record))
+            files += sample_files_of(record)
             for name, value, step in points_of(record):
                 if name not in metrics:
                     metrics[name] = len(metrics) + 1
                     connection.execute("INSERT INTO metric VALUES (?, ?)", (metrics[name], name))
                 points.append((metrics[name], step, value))
             if event := event_of(record):
-                events.append((record["time"], record["kind"], json.dumps(event)))
+                events.append((record["time"], record["kind"], record.get("replica"), json.dumps(event)))
         points.sort()
         connection.executemany("INSERT OR IGNORE INTO point VALUES (?, ?, ?)", points)
-        connection.executemany("INSERT INTO event (time, kind, data) VALUES (?, ?, ?)", events)
-        _write_meta(connection, {"offset": str(end), "iteration": str(iteration)})
+        connection.executemany("INSERT INTO event (time, kind, replica, data) VALUES (?, ?, ?, ?)", events)
+        values = {"offset": str(end), "iteration": str(iteration)}
+        if files:
+            self._add_sample_files(connection, files)
+            values["samples"] = str(connection.execute("SELECT count(*) FROM sample").fetchone()[0])
+        _write_meta(connection, values)
         return True
 
-    def _new_files(self, connection: sqlite3.Connection) -> list[str]:
-        """The run's sample files that are not in the index, in order of their names."""
-        newest = int(read_meta(connection)["iteration"])
-        known = {name for (name,) in connection.execute("SELECT name FROM file")}
-        folder = self._run_dir / "samples"
-        names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
-        return sorted(name for name in names if name not in known and _number(name) <= newest)
-
-    def _add_sample_files(self, connection: sqlite3.Connection) -> bool:
-        names = self._new_files(connection)[:_FILES_AT_ONCE]
+    def _add_sample_files(self, connection: sqlite3.Connection, names: Iterable[str]) -> None:
         prompts: dict[tuple[str, str], int] = {}
         for name in names:
             self._add_sample_file(connection, name, prompts)
-        return bool(names)
 
     def _add_sample_file(self, connection: sqlite3.Connection, name: str, prompts: dict[tuple[str, str], int]) -> None:
         """Adds one file. `prompts` maps the prompts that this transaction has seen to their rows."""
         rows: list[tuple[Any, ...]] = []
         spans: dict[tuple[int, int], tuple[Any, ...]] = {}
         lines, _ = read_lines(self._run_dir / "samples" / name, 0)
-        for start, line in lines:
-            row = sample_row(json.loads(line))
+        for number, (start, line) in enumerate(lines, start=1):
+            row = _sample_row(line, f"line {number} of {self._run_dir / 'samples' / name}")
             text = row.prompt, row.label
             if text not in prompts:
                 prompts[text] = _prompt_id(connection, *text)
@@ -158,7 +158,6 @@ class Index:
                 spans[row.step, row.group] = (row.step, row.group, row.began, row.generate_seconds, row.score_seconds, replicas)
         connection.executemany(_SAMPLE, rows)
         connection.executemany("INSERT OR REPLACE INTO span VALUES (?, ?, ?, ?, ?, ?)", spans.values())
-        connection.execute("INSERT INTO file VALUES (?)", (name,))
 
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
@@ -178,10 +177,11 @@ def read_meta(connection: sqlite3.Connection) -> dict[str, str]:
     return {str(key): str(value) for key, value in connection.execute("SELECT key, value FROM meta")}
 
 
-def _number(name: str) -> float:
-    """The iteration or version of a sample file; infinity for other files."""
-    found = _FILE.fullmatch(name)
-    return int(found[1]) if found else float("inf")
+def _sample_row(line: bytes, where: str) -> SampleRow:
+    try:
+        return sample_row(json.loads(line))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"a sample in {where}", repr(error), "Restore or remove the file.") from None
 
 
 def _write_meta(connection: sqlite3.Connection, values: Mapping[str, str]) -> None:

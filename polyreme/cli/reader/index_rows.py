@@ -94,6 +94,24 @@ def points_of(record: Record) -> Iterator[tuple[str, float, int]]:
         yield WALL_TIME, record["time"], record["step"]
 
 
+def step_of(record: Record) -> int:
+    """How far the run or stage is with this record, in iterations or steps; 0 for a record of another kind."""
+    match record:
+        case {"kind": "iteration", "iteration": number} | {"kind": "step", "step": number}:
+            return int(number)
+    return 0
+
+
+def sample_files_of(record: Record) -> list[str]:
+    """The names of the sample files that are complete when this record is written. A file may be missing: its iteration's groups were gone."""
+    match record:
+        case {"kind": "iteration", "iteration": number}:
+            return [f"iteration_{number:04d}.jsonl"]
+        case {"kind": "eval", "version": number}:
+            return [f"evaluation_{number:04d}.jsonl"]
+    return []
+
+
 def event_of(record: Record) -> dict[str, Any] | None:
     """What the index keeps of a record that is not a row of numbers; None for those that are."""
     if record["kind"] in _WITHOUT_EVENT:

@@ -4,10 +4,13 @@ Invariant: every answer comes from the run's own files or from their index. `ref
 refreshes agree.
 """
 
+import itertools
 import json
 import os
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,21 @@ INDEX = "index.sqlite"
 VOCABULARY = "vocabulary.json"
 LAST_STEP = 2**62
 _ENDED = ("done", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What an index holds.
+
+    Attributes:
+        iterations: the newest recorded iteration, or step of a stage; 0 before the first.
+        samples: the number of samples and of answers in evaluations.
+        metrics: the names of the metrics, sorted.
+    """
+
+    iterations: int
+    samples: int
+    metrics: tuple[str, ...]
 
 
 class RunReader:
@@ -84,19 +102,14 @@ class RunReader:
                     fields |= {"state": "interrupted", "reason": "the process that trained it is gone; --resume continues it"}
         return fields
 
-    def iterations(self) -> int:
-        """The newest recorded iteration; 0 before the first."""
+    def contents(self) -> Contents:
+        """What the index holds."""
         with self._index.read() as connection:
-            return int(read_meta(connection).get("iteration", 0))
+            meta = read_meta(connection)
+            names = connection.execute("SELECT name FROM metric ORDER BY name").fetchall() if meta else []
+        return Contents(int(meta.get("iteration", 0)), int(meta.get("samples", 0)), tuple(row["name"] for row in names))
 
     # -- metrics
-
-    def metrics(self) -> list[str]:
-        """The names of the metrics, sorted."""
-        with self._index.read() as connection:
-            if not read_meta(connection):
-                return []
-            return [row["name"] for row in connection.execute("SELECT name FROM metric ORDER BY name")]
 
     def series(self, name: str, first: int = 0, last: int = LAST_STEP) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """A metric's steps from `first` to `last`, int64 [n], ascending, and its values, float64 [n]. Empty for a metric that the run lacks."""
@@ -109,27 +122,36 @@ class RunReader:
         table = np.array(points, dtype=np.float64).reshape(-1, 2)
         return table[:, 0].astype(np.int64), table[:, 1]
 
-    def curve(self, name: str, points: int) -> Series:
-        """A metric in at most `points` points."""
-        return downsample(*self.series(name), points)
+    def curve(self, name: str, points: int, first: int = 0) -> Series:
+        """A metric from the step `first` on, in at most `points` points."""
+        return downsample(*self.series(name, first), points)
 
-    def table(self, names: Sequence[str] | None = None) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Several metrics, or all of them, by name; see `series`."""
-        return {name: self.series(name) for name in (self.metrics() if names is None else names)}
-
-    def events(self, kinds: Sequence[str] = (), since: float = 0.0, until: float = float("inf")) -> list[dict[str, Any]]:
+    def events(
+        self, kinds: Sequence[str] = (), since: float = 0.0, until: float = float("inf"), newest: int | None = None
+    ) -> list[dict[str, Any]]:
         """The records that are not rows of numbers (see docs/reference/records.md), in order, with `kind` and `time`.
 
         Args:
             kinds: of the records; none: all.
             since, until: bounds of their Unix time, inclusive.
+            newest: at most that many, the last ones.
         """
         places = ", ".join("?" * len(kinds))
         condition = f" AND kind IN ({places})" if kinds else ""
-        query = f"SELECT kind, time, data FROM event WHERE time >= ? AND time <= ?{condition} ORDER BY id"
+        query = f"SELECT kind, time, data FROM event WHERE time >= ? AND time <= ?{condition} ORDER BY id DESC LIMIT ?"
         with self._index.read() as connection:
-            found = connection.execute(query, [since, until, *kinds]).fetchall() if read_meta(connection) else []
-        return [{"kind": row["kind"], "time": row["time"], **json.loads(row["data"])} for row in found]
+            values = [since, until, *kinds, -1 if newest is None else newest]
+            found = connection.execute(query, values).fetchall() if read_meta(connection) else []
+        return [_event(row) for row in reversed(found)]
+
+    def commits(self, newest: int) -> dict[str, tuple[int, list[dict[str, Any]]]]:
+        """For each replica, the number of its `commit` records, and at most `newest` of them, the last ones, in order."""
+        counted = "SELECT replica, count(*) FROM event WHERE kind = 'commit' GROUP BY replica"
+        query = "SELECT kind, time, data FROM event WHERE kind = 'commit' AND replica = ? ORDER BY time DESC, id DESC LIMIT ?"
+        with self._index.read() as connection:
+            counts = connection.execute(counted).fetchall() if read_meta(connection) else []
+            found = {name: (count, connection.execute(query, [name, newest]).fetchall()) for name, count in counts}
+        return {name: (count, [_event(row) for row in reversed(rows)]) for name, (count, rows) in found.items()}
 
     def group_spans(self, first: int, last: int) -> list[dict[str, Any]]:
         """When the groups of iterations `first` to `last` were generated and scored: `step`, `group`, `began` (Unix seconds),
@@ -141,15 +163,25 @@ class RunReader:
 
     # -- samples
 
-    def sample_count(self) -> int:
-        """The number of samples and of answers in evaluations."""
-        with self._index.read() as connection:
-            return int(connection.execute("SELECT count(*) FROM sample").fetchone()[0]) if read_meta(connection) else 0
-
     def find_samples(self, wanted: SampleQuery, offset: int = 0, limit: int = 50) -> tuple[int, list[Sample]]:
         """The number of matching samples, and `limit` of them from `offset` on."""
         with self._index.read() as connection:
             return samples.find(connection, wanted, offset, limit) if read_meta(connection) else (0, [])
+
+    def newest_step(self, kind: str) -> int | None:
+        """The newest iteration ("eval": version) that has samples of a kind; None without any."""
+        with self._index.read() as connection:
+            return samples.newest_step(connection, kind) if read_meta(connection) else None
+
+    def read_samples(self, wanted: SampleQuery) -> Iterator[Sample]:
+        """Yields the lines of the matching samples, in order. Memory does not grow with their number."""
+        with self._index.read() as connection:
+            found = samples.places(connection, wanted) if read_meta(connection) else iter(())
+            for name, in_file in itertools.groupby(found, key=lambda place: place[0]):
+                with open(self.run_dir / "samples" / name, "rb") as file:
+                    for _, start, size in in_file:
+                        file.seek(start)
+                        yield json.loads(file.read(size))
 
     def sample(self, sample_id: str) -> Sample | None:
         """Everything that the run recorded about a sample: the columns of the index and the fields of its line. None: no such sample.
@@ -179,6 +211,10 @@ class RunReader:
         except FileNotFoundError:
             return []
         return found
+
+
+def _event(row: sqlite3.Row) -> dict[str, Any]:
+    return {"kind": row["kind"], "time": row["time"], **json.loads(row["data"])}
 
 
 def run_directories(path: Path) -> list[Path]:

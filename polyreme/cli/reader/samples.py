@@ -4,7 +4,7 @@ Invariant: a query changes nothing. A text is found wherever it occurs in a prom
 """
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,12 +82,58 @@ class SampleQuery:
         return " AND ".join(terms), values
 
 
+Range = tuple[float | None, float | None]
+"""Both ends are included; None: no bound."""
+EVERYTHING: Range = (None, None)
+
+
+def parse_range(text: str) -> Range:
+    """A range from "5", "3:10", "3:" or ":10". Raises ValueError."""
+    low, colon, high = text.partition(":")
+    if not colon:
+        return float(low), float(low)
+    return (float(low) if low else None), (float(high) if high else None)
+
+
+def sample_query(kind: str, iterations: Range, score: Range, tokens: Range, text: str) -> SampleQuery:
+    """The query for samples in these ranges, the oldest first."""
+
+    def whole(bound: float | None) -> int | None:
+        return None if bound is None else int(bound)
+
+    return SampleQuery(
+        kind=kind,
+        first=whole(iterations[0]),
+        last=whole(iterations[1]),
+        score_min=score[0],
+        score_max=score[1],
+        tokens_min=whole(tokens[0]),
+        tokens_max=whole(tokens[1]),
+        text=text,
+        order="oldest",
+    )
+
+
 def find(connection: sqlite3.Connection, wanted: SampleQuery, offset: int, limit: int) -> tuple[int, list[Sample]]:
     """The number of matching samples, and `limit` of them from `offset` on."""
     where, values = wanted.where()
     order = ORDERS.get(wanted.order, ORDERS["newest"])
-    numbers = [row[0] for row in connection.execute(f"SELECT number FROM sample WHERE {where} ORDER BY {order}", values)]
-    return len(numbers), rows(connection, numbers[offset : offset + limit])
+    (total,) = connection.execute(f"SELECT count(*) FROM sample WHERE {where}", values).fetchone()
+    query = f"SELECT number FROM sample WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?"
+    return total, rows(connection, [number for (number,) in connection.execute(query, [*values, limit, offset])])
+
+
+def places(connection: sqlite3.Connection, wanted: SampleQuery) -> Iterator[tuple[str, int, int]]:
+    """File, byte offset and size of the line of each matching sample, in order."""
+    where, values = wanted.where()
+    query = f"SELECT file, start, size FROM sample WHERE {where} ORDER BY {ORDERS[wanted.order]}"
+    yield from map(tuple, connection.execute(query, values))
+
+
+def newest_step(connection: sqlite3.Connection, kind: str) -> int | None:
+    """The newest iteration, of answers in evaluations the newest version, that has samples; None without any."""
+    (found,) = connection.execute("SELECT max(step) FROM sample WHERE kind = ?", [kind]).fetchone()
+    return None if found is None else int(found)
 
 
 def rows(connection: sqlite3.Connection, numbers: Sequence[int]) -> list[Sample]:

@@ -3,10 +3,11 @@
 Invariant: functions of a reader that change nothing. The offline report embeds the same values as the server sends.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from polyreme.cli.reader import RunReader, Sample, SampleQuery
+from polyreme.cli.reader.downsample import Series
 from polyreme.cli.reader.index_rows import WALL_TIME
 
 Answer = dict[str, Any]
@@ -14,6 +15,8 @@ Answer = dict[str, Any]
 POINTS = 800
 """Largest number of points of a curve."""
 _EVENTS = 500
+_SWAPS = 20
+"""How many of a replica's swaps have their times shown."""
 _TIMES = {
     "time/learner_wait": "learner_wait",
     "time/train": "train",
@@ -26,36 +29,35 @@ _TIMES = {
 
 def overview(name: str, reader: RunReader, indexed: bool) -> Answer:
     """A run in the list of runs: its state, how far it is, and which metrics it has."""
-    summary, config = reader.summary(), reader.config()
+    summary, config, contents = reader.summary(), reader.config(), reader.contents()
     is_stage = "stage" in config
-    steps = len(reader.series("train/loss")[0]) if is_stage else reader.iterations()
     return {
         "name": name,
         "run": reader.run_id,
         "state": summary.get("state", ""),
         "reason": summary.get("reason", ""),
-        "iteration": steps,
+        "iteration": contents.iterations,
         "iterations": config.get("iterations") or (config.get("trainer") or {}).get("steps"),
-        "metrics": reader.metrics(),
+        "metrics": contents.metrics,
         "indexed": indexed,
         "is_stage": is_stage,
-        "samples": reader.sample_count(),
+        "samples": contents.samples,
     }
 
 
-def curves(readers: Mapping[str, RunReader], metrics: Iterable[str], points: int = POINTS) -> Answer:
-    """Metric -> run -> its curve. `at` has the Unix times of the steps where the run recorded them."""
-    found: Answer = {}
-    for metric in metrics:
-        found[metric] = {}
-        for name, reader in readers.items():
-            curve = reader.curve(metric, points)
-            if len(curve.steps):
-                short = {"steps": curve.steps.tolist(), "mean": _rounded(curve.mean)}
-                if curve.low is not curve.mean:
-                    short |= {"low": _rounded(curve.low), "high": _rounded(curve.high)}
-                found[metric][name] = short
-    return found
+def curves(reader: RunReader, wanted: Mapping[str, int], points: int = POINTS) -> Answer:
+    """The curves of a run by metric, of those that have points.
+
+    Args:
+        wanted: for each metric, the last step that the asker has: the points after it are the answer.
+    """
+    found = ((metric, reader.curve(metric, points, after + 1)) for metric, after in wanted.items())
+    return {metric: _curve(series) for metric, series in found if len(series.steps)}
+
+
+def _curve(series: Series) -> Answer:
+    short = {"steps": series.steps.tolist(), "mean": _rounded(series.mean)}
+    return short if series.low is series.mean else {**short, "low": _rounded(series.low), "high": _rounded(series.high)}
 
 
 def sample_list(reader: RunReader, wanted: SampleQuery, offset: int, limit: int) -> Answer:
@@ -122,19 +124,20 @@ def servers(reader: RunReader) -> list[Answer]:
     def of(name: str) -> Answer:
         return known.setdefault(name, {"name": name, "address": "", "version": None, "swaps": 0, "stall_seconds": [], "path": ""})
 
-    for event in reader.events(["start", "replicas", "commit"]):
-        match event["kind"]:
-            case "start":
-                registered = {}
-            case "replicas":
-                registered = event["replicas"]
-                for name, address in registered.items():
-                    of(name)["address"] = address
-            case "commit":
-                replica = of(event["replica"])
-                replica |= {"version": event["version"], "path": event.get("path", ""), "at": event["time"]}
-                replica["swaps"] += 1
-                replica["stall_seconds"] = [*replica["stall_seconds"][-19:], event["stall_seconds"]]
+    for event in reader.events(["start", "replicas"]):
+        registered = event.get("replicas", {})  # a start forgets the replicas of the one before
+        for name, address in registered.items():
+            of(name)["address"] = address
+    for name, (count, commits) in reader.commits(_SWAPS).items():
+        last = commits[-1]
+        stalls = [commit["stall_seconds"] for commit in commits]
+        known[name] = of(name) | {
+            "version": last["version"],
+            "path": last.get("path", ""),
+            "at": last["time"],
+            "swaps": count,
+            "stall_seconds": stalls,
+        }
     for replica in known.values():
         replica["registered"] = replica["name"] in registered
     return sorted(known.values(), key=lambda replica: (not replica["registered"], replica["name"]))
@@ -156,13 +159,13 @@ def events(reader: RunReader) -> list[Answer]:
         "done_learning",
         "done",
     ]
-    return reader.events(kinds)[-_EVENTS:][::-1]
+    return reader.events(kinds, newest=_EVENTS)[::-1]
 
 
 def holding_alarms(reader: RunReader) -> list[str]:
     """The alarms of the newest iteration."""
-    found = reader.events(["iteration"])
-    return list(found[-1]["alarms"]) if found and found[-1]["iteration"] == reader.iterations() else []
+    found = reader.events(["iteration"], newest=1)
+    return list(found[-1]["alarms"]) if found and found[-1]["iteration"] == reader.contents().iterations else []
 
 
 def details(reader: RunReader) -> Answer:

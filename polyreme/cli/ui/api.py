@@ -1,12 +1,11 @@
 """The page's HTTP interface: everything below /ui.
 
 Invariant: /ui and its static files hold nothing of a run and are served without the token; everything below /ui/api needs it where the
-service has one (see `net.http_server`). Every answer is read from the runs' directories in a thread.
+service has one (see `net.http_server`). Every answer is read from the runs' directories in the page's own threads.
 """
 
-import asyncio
+import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,15 +13,15 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 
 from polyreme.cli.reader import SampleQuery
 from polyreme.cli.ui import PATH, answers
+from polyreme.cli.ui.assets import asset_route, index_page
 from polyreme.cli.ui.runs import Runs
 from polyreme.cli.ui.server_status import ServerStatus
+from polyreme.cli.ui.threads import TooBusyError
 
-STATIC = Path(__file__).parent / "static"
 _LARGEST_PAGE = 500
 _HEADERS = {
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'",
@@ -40,15 +39,21 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
 
     def get(path: str, answer: Callable[[Request], Any]) -> Route:
         async def endpoint(request: Request) -> Response:
-            try:
-                found = await asyncio.to_thread(answer, request)
-            except ValueError as error:
-                return JSONResponse({"detail": str(error)}, 400, _HEADERS)
-            return (
-                JSONResponse({"detail": "not found"}, 404, _HEADERS) if found is None else JSONResponse(found, headers=_HEADERS)
-            )
+            return await answered(answer, request)
 
         return Route(f"{PATH}/api/{path}", endpoint)
+
+    async def answered(answer: Callable[..., Any], *values: Any) -> Response:
+        try:
+            found = await runs.threads.run(answer, *values)
+        except ValueError as error:
+            return JSONResponse({"detail": str(error)}, 400, _HEADERS)
+        except TooBusyError:
+            return JSONResponse({"detail": "too many requests wait; try again"}, 503, {**_HEADERS, "retry-after": "2"})
+        return JSONResponse({"detail": "not found"}, 404, _HEADERS) if found is None else JSONResponse(found, headers=_HEADERS)
+
+    async def curves(request: Request) -> Response:
+        return await answered(_curves, runs, await request.body())
 
     def of_run(answer: Callable[..., Any]) -> Callable[[Request], Any]:
         def found(request: Request) -> Any:
@@ -63,20 +68,20 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
         return JSONResponse(found, headers=_HEADERS)
 
     async def page(_: Request) -> Response:
-        return Response((STATIC / "index.html").read_text(), media_type="text/html", headers=_HEADERS)
+        return Response(index_page(), media_type="text/html", headers=_HEADERS)
 
     async def to_page(_: Request) -> Response:
         return RedirectResponse(f"{PATH}/")
 
     routes = [
         get("runs", lambda _: [answers.overview(name, each, name in runs.indexed) for name, each in runs.readers.items()]),
-        get("curves", lambda request: _curves(runs, request)),
+        Route(f"{PATH}/api/curves", curves, methods=["POST"]),
         get("runs/{run}/samples", of_run(_samples)),
         get("runs/{run}/samples/{sample}", of_run(lambda reader, request: answers.life(reader, request.path_params["sample"]))),
         get("runs/{run}/timeline", of_run(_timeline)),
         get("runs/{run}", of_run(lambda reader, _: answers.details(reader))),
         Route(f"{PATH}/api/runs/{{run}}/servers", live_servers),
-        Mount(f"{PATH}/static", StaticFiles(directory=STATIC)),
+        asset_route(_HEADERS),
         Route(f"{PATH}/", page),
         Route(PATH, to_page),
         Route("/", to_page),
@@ -89,10 +94,14 @@ def is_open(path: str) -> bool:
     return path in ("/", PATH) or (path.startswith(f"{PATH}/") and not path.startswith(f"{PATH}/api/"))
 
 
-def _curves(runs: Runs, request: Request) -> Any:
-    wanted = request.query_params.getlist("run")
-    readers = {name: reader for name, reader in runs.readers.items() if name in wanted}
-    return answers.curves(readers, request.query_params.getlist("metric"))
+def _curves(runs: Runs, body: bytes) -> Any:
+    """The answer to run -> metric -> the last step that the asker has. Raises ValueError for another body."""
+    try:
+        wanted = {name: {str(key): int(after) for key, after in metrics.items()} for name, metrics in json.loads(body).items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"expected run -> metric -> step; found {error}") from None
+    readers = runs.readers
+    return {name: answers.curves(readers[name], metrics) for name, metrics in wanted.items() if name in readers}
 
 
 def _samples(reader: Any, request: Request) -> Any:

@@ -17,12 +17,14 @@ from rich.console import Console
 from polyreme.cli.reader import RunReader, SampleQuery
 from polyreme.cli.run_records import write_atomically
 from polyreme.cli.ui import answers
-from polyreme.cli.ui.api import STATIC
+from polyreme.cli.ui.assets import STATIC
 from polyreme.cli.ui.runs import Runs
 from polyreme.errors import ConfigError
 
 CURVE_POINTS = 300
 TIMELINE_ITERATIONS = 12
+CLASSIC = ("vendor/uplot.js", "vendor/diff.js")
+"""The scripts that are no modules."""
 _SCRIPT = re.compile(r'<script src="static/([^"]+)"[^>]*></script>\n')
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
 _IMPORT = re.compile(r'from "\./([^"]+)"')
@@ -44,10 +46,12 @@ def report(
 
 def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
     """The data of the page: what the server would answer."""
-    metrics = sorted({name for reader in readers.values() for name in reader.metrics()})
     return {
         "runs": [answers.overview(name, reader, True) for name, reader in readers.items()],
-        "curves": answers.curves(readers, metrics, CURVE_POINTS),
+        "curves": {
+            name: answers.curves(reader, dict.fromkeys(reader.contents().metrics, -1), CURVE_POINTS)
+            for name, reader in readers.items()
+        },
         "details": {name: answers.details(reader) for name, reader in readers.items()},
         "samples": {name: chosen_samples(reader, samples) for name, reader in readers.items()},
         "timelines": {name: newest_timeline(reader) for name, reader in readers.items()},
@@ -56,7 +60,7 @@ def embedded(readers: Mapping[str, RunReader], samples: int) -> dict[str, Any]:
 
 def newest_timeline(reader: RunReader) -> dict[str, Any]:
     """The timeline of the newest iterations."""
-    newest = reader.iterations()
+    newest = reader.contents().iterations
     return answers.timeline(reader, newest - TIMELINE_ITERATIONS + 1, newest)
 
 
@@ -64,7 +68,7 @@ def chosen_samples(reader: RunReader, count: int) -> list[dict[str, Any]]:
     """At most `count` samples with their lives: half of the newest answers of evaluations and samples, half of iterations spread evenly."""
     newest = reader.find_samples(SampleQuery(order="newest"), limit=count // 2)[1]
     chosen = {sample["id"] for sample in newest}
-    steps, left = spread(reader.iterations(), 10), count - len(chosen)
+    steps, left = spread(reader.contents().iterations, 10), count - len(chosen)
     for step in steps:
         found = reader.find_samples(SampleQuery(kind="train", first=step, last=step, order="oldest"), limit=left // len(steps))[1]
         chosen |= {sample["id"] for sample in found}
@@ -82,16 +86,13 @@ def spread(last: int, count: int) -> list[int]:
 def page(data: Mapping[str, Any]) -> str:
     """The HTML file with `data` in it."""
     text = (STATIC / "index.html").read_text()
-    scripts = _SCRIPT.findall(text)
-    classic = [name for name in scripts if name.startswith("vendor/")]
-    modules = sorted(
-        path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js") if path.relative_to(STATIC).as_posix() not in classic
-    )
+    scripts = {path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.js")}
+    modules = sorted(scripts - set(CLASSIC))
     text = _STYLE.sub(lambda found: f"<style>{(STATIC / found[1]).read_text()}</style>", _SCRIPT.sub("", text))
     values = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     parts = [
         f'<script type="application/json" id="embedded">{values}</script>',
-        *(f"<script>{_inline(name)}</script>" for name in classic),
+        *(f"<script>{_inline(name)}</script>" for name in CLASSIC),
         f'<script type="importmap">{json.dumps({"imports": module_urls(modules)})}</script>',
         '<script type="module">import "page/app.js";</script>',
     ]

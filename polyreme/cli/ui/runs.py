@@ -1,6 +1,6 @@
 """The runs that a page shows, kept up to date while somebody looks.
 
-Invariant: files are read only while requests arrive, in one thread at a time, so a page that nobody looks at costs a trainer nothing.
+Invariant: files are read only while requests arrive, in the page's own threads, so a page that nobody looks at costs a trainer nothing.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from polyreme.cli.reader import RunReader, run_directories
+from polyreme.cli.ui.threads import PageThreads, TooBusyError
 from polyreme.errors import ConfigError, PolyremeError
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,11 @@ class Runs:
 
     Attributes:
         indexed: names of the runs whose files were read completely at least once.
+        threads: in which the runs are read.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths, self.indexed = paths, set[str]()
+    def __init__(self, paths: Sequence[Path], threads: PageThreads | None = None) -> None:
+        self._paths, self.indexed, self.threads = paths, set[str](), threads or PageThreads()
         self._readers: dict[str, RunReader] = {}
         self._find()
         self._asked = time.monotonic()
@@ -46,10 +48,14 @@ class Runs:
 
     async def follow(self) -> None:
         """Keeps the readers up to date. Never returns."""
-        while True:
-            if time.monotonic() - self._asked < _WATCHED_SECONDS:
-                await asyncio.to_thread(self.refresh)
-            await asyncio.sleep(REFRESH_SECONDS)
+        try:
+            while True:
+                if time.monotonic() - self._asked < _WATCHED_SECONDS:
+                    with suppress(TooBusyError):
+                        await self.threads.run(self.refresh)
+                await asyncio.sleep(REFRESH_SECONDS)
+        finally:
+            self.threads.close()
 
     def refresh(self) -> None:
         """Reads what was added to the runs, and finds new runs."""

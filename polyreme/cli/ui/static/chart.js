@@ -80,27 +80,49 @@ function tooltip(runs) {
   };
 }
 
+// Draws curves in an element. Returns a function that removes them.
+function draw(place, runs, curves, options, height) {
+  const {data, series, bands} = plotted(runs, curves, options);
+  const style = getComputedStyle(document.documentElement);
+  const axis = {stroke: style.getPropertyValue("--soft"), grid: {stroke: style.getPropertyValue("--grid"), width: 1}, ticks: {show: false}, font: "11px system-ui, sans-serif"};
+  const plot = new uPlot({
+    width: place.clientWidth, height, series: series.map((each) => ({...each, _stroke: each.stroke})), bands,
+    legend: {show: false},
+    cursor: {points: {size: 6}, drag: {x: true, y: false}},
+    scales: {x: {time: false}, y: {distr: options.log ? 3 : 1, range: options.log ? undefined : padded}},
+    axes: [{...axis, size: 26, gap: 4, values: (_, values) => values.map((value) => (options.times ? `${number(value, 3)} min` : number(value)))},
+      {...axis, size: 54, gap: 4, values: (_, values) => values.map((value) => (value === null ? "" : number(value, 3)))}],
+    plugins: [tooltip(runs)],
+  }, data, place);
+  const resize = new ResizeObserver(() => plot.setSize({width: place.clientWidth, height}));
+  resize.observe(place);
+  return () => { resize.disconnect(); plot.destroy(); };
+}
+
+// Draws one chart per frame, so that the first is seen before the last is drawn. Returns a function that cancels.
+const waiting = [];
+function drawLater(draw) {
+  waiting.push(draw);
+  if (waiting.length === 1) requestAnimationFrame(drawNext);
+  return () => { if (waiting.includes(draw)) waiting.splice(waiting.indexOf(draw), 1, () => {}); };
+}
+
+function drawNext() {
+  waiting[0]();
+  waiting.shift();
+  if (waiting.length) requestAnimationFrame(drawNext);
+}
+
 export function Chart({title, runs, curves, options, height = 180}) {
   const place = useRef(null);
   const drawn = runs.filter(({name}) => curves[name]);
   const last = drawn.map(({name}) => `${name} ${number(curves[name].mean.at(-1))}`).join(", ");
-  useEffect(() => {
-    const {data, series, bands} = plotted(drawn, curves, options);
-    const style = getComputedStyle(document.documentElement);
-    const axis = {stroke: style.getPropertyValue("--soft"), grid: {stroke: style.getPropertyValue("--grid"), width: 1}, ticks: {show: false}, font: "11px system-ui, sans-serif"};
-    const plot = new uPlot({
-      width: place.current.clientWidth, height, series: series.map((each) => ({...each, _stroke: each.stroke})), bands,
-      legend: {show: false},
-      cursor: {points: {size: 6}, drag: {x: true, y: false}},
-      scales: {x: {time: false}, y: {distr: options.log ? 3 : 1, range: options.log ? undefined : padded}},
-      axes: [{...axis, size: 26, gap: 4, values: (_, values) => values.map((value) => (options.times ? `${number(value, 3)} min` : number(value)))},
-        {...axis, size: 54, gap: 4, values: (_, values) => values.map((value) => (value === null ? "" : number(value, 3)))}],
-      plugins: [tooltip(drawn)],
-    }, data, place.current);
-    const resize = new ResizeObserver(() => plot.setSize({width: place.current.clientWidth, height}));
-    resize.observe(place.current);
-    return () => { resize.disconnect(); plot.destroy(); };
-  }, [title, drawn.map(({name, place}) => name + place).join(), curves, options.smoothing, options.log, options.times, options.theme, height]);
+  const remove = useRef(() => {});
+  useEffect(() => drawLater(() => { // the old curves stay until the new ones are drawn
+    remove.current();
+    remove.current = draw(place.current, drawn, curves, options, height);
+  }), [title, drawn.map(({name, place}) => name + place).join(), curves, options.smoothing, options.log, options.times, options.theme, height]);
+  useEffect(() => () => remove.current(), []);
   return html`<div class="plot" ref=${place} role="img" aria-label=${`${title}; newest values: ${last}`}></div>`;
 }
 

@@ -4,6 +4,18 @@ import {html} from "./vendor/preact.js";
 import {Empty, Failure, number, useAnswer} from "./parts.js";
 import {source} from "./source.js";
 
+// The library that finds differences. A report has it in its file; the page loads it when it first compares.
+function differ() {
+  if (globalThis.Diff) return Promise.resolve(globalThis.Diff);
+  return new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    script.src = new URL("./vendor/diff.js", import.meta.url);
+    script.onload = () => resolve(globalThis.Diff);
+    script.onerror = () => reject(new Error("the server does not answer"));
+    document.head.append(script);
+  });
+}
+
 function Side({run, sample, changes, keep}) {
   return html`<section class="card"><header><h3><a href=${`#/life/${encodeURIComponent(run.name)}/${encodeURIComponent(sample.id)}`}>Sample ${sample.id}</a></h3>
       <span class="soft">${sample.kind === "eval" ? "version" : "iteration"} ${sample.step}</span><span class="last">${number(sample.score)}</span></header>
@@ -14,12 +26,12 @@ function Side({run, sample, changes, keep}) {
 
 export function Compare({run, at}) {
   const [, first, second] = at.words;
-  const {value, error} = useAnswer(() => Promise.all([source.sample(run.name, first), source.sample(run.name, second)]), [run.name, first, second]);
+  const {value, error} = useAnswer(() => Promise.all([source.sample(run.name, first), source.sample(run.name, second), differ()]), [run.name, first, second]);
   if (error) return html`<${Failure} error=${error} />`;
   if (!value) return null;
-  const [a, b] = value;
+  const [a, b, diff] = value;
   if (!a || !b) return html`<${Empty} title="No such sample">One of ${first} and ${second} is not in this run.<//>`;
-  const changes = Diff.diffWordsWithSpace(a.response, b.response);
+  const changes = diff.diffWordsWithSpace(a.response, b.response);
   return html`<article><header class="life-head"><h2>Compare</h2></header>
     ${a.prompt === b.prompt ? html`<pre class="prompt-same" tabindex="0">${a.prompt}</pre>` : html`<p class="notice">The prompts differ.</p>`}
     <div class="sides"><${Side} run=${run} sample=${a} changes=${changes} keep="removed" /><${Side} run=${run} sample=${b} changes=${changes} keep="added" /></div></article>`;

@@ -1,5 +1,7 @@
 // Where the page's data comes from: the server, or the values that an offline report embeds. Both answer the same questions.
 
+import {curveStore} from "./curve_store.js";
+
 const embedded = document.getElementById("embedded");
 
 export const offline = embedded !== null;
@@ -9,10 +11,10 @@ export class Unauthorized extends Error {}
 const TOKEN = "polyreme-token";
 export const setToken = (token) => sessionStorage.setItem(TOKEN, token);
 
-async function get(path, parameters = []) {
+async function get(path, parameters = [], options = {}) {
   const query = new URLSearchParams(parameters.filter(([, value]) => value !== "" && value !== undefined && value !== null));
   const token = sessionStorage.getItem(TOKEN);
-  const answer = await fetch(`api/${path}${query.size ? "?" + query : ""}`, token ? {headers: {authorization: `Bearer ${token}`}} : {});
+  const answer = await fetch(`api/${path}${query.size ? "?" + query : ""}`, {...options, headers: token ? {authorization: `Bearer ${token}`} : {}});
   if (answer.status === 401) throw new Unauthorized();
   if (answer.status === 404) return null;
   if (!answer.ok) throw new Error((await answer.json()).detail ?? `the server answered ${answer.status}`);
@@ -21,9 +23,22 @@ async function get(path, parameters = []) {
 
 const run = encodeURIComponent;
 
+const store = curveStore((wanted) => get("curves", [], {method: "POST", body: JSON.stringify(wanted)}));
+const ids = new Map();
+
+// The list of runs. A directory may hold another run than before: its curves begin anew.
+async function listed() {
+  const runs = await get("runs");
+  for (const each of runs) {
+    if (ids.has(each.name) && ids.get(each.name) !== each.run) store.forget(each.name);
+    ids.set(each.name, each.run);
+  }
+  return runs;
+}
+
 const server = {
-  runs: () => get("runs"),
-  curves: (runs, metrics) => get("curves", [...runs.map((name) => ["run", name]), ...metrics.map((name) => ["metric", name])]),
+  runs: listed,
+  curves: store.curves,
   details: (name) => get(`runs/${run(name)}`),
   samples: (name, filter) => get(`runs/${run(name)}/samples`, Object.entries(filter)),
   sample: (name, id) => get(`runs/${run(name)}/samples/${run(id)}`),
@@ -32,10 +47,10 @@ const server = {
 };
 
 function report(data) {
-  const pick = (table, names) => Object.fromEntries(names.filter((name) => name in table).map((name) => [name, table[name]]));
+  const pick = (names, metric) => Object.fromEntries(names.filter((name) => metric in data.curves[name]).map((name) => [name, data.curves[name][metric]]));
   return {
     runs: async () => data.runs,
-    curves: async (runs, metrics) => Object.fromEntries(metrics.map((metric) => [metric, pick(data.curves[metric] ?? {}, runs)])),
+    curves: async (runs, metrics) => Object.fromEntries(metrics.map((metric) => [metric, pick(runs, metric)])),
     details: async (name) => data.details[name] ?? null,
     samples: async (name, filter) => filtered(data.samples[name] ?? [], filter),
     sample: async (name, id) => (data.samples[name] ?? []).find((each) => each.id === id) ?? null,

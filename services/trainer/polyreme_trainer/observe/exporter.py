@@ -20,6 +20,7 @@ from polyreme.cli.ui import PATH
 from polyreme.cli.ui.api import application, is_open
 from polyreme.cli.ui.runs import Runs
 from polyreme.cli.ui.server_status import ServerStatus
+from polyreme.cli.ui.threads import PageThreads
 from polyreme.config.run import RunConfig
 from polyreme.errors import PolyremeError
 from polyreme.experience.run import Run, RunState
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_MS = 1000
 _RETRY_SECONDS = 2.0
+_PAGE_NICENESS = 10
 _NOT_SHOWN = ("kind", "iteration", "time")
 
 
@@ -117,7 +119,7 @@ async def export(run: Run, config: RunConfig, host: str, port: int | None) -> As
     if port is None:
         yield None
         return
-    exporter, runs = Exporter(run, config), Runs([config.run_dir])
+    exporter, runs = Exporter(run, config), Runs([config.run_dir], PageThreads(_PAGE_NICENESS))
     following = [asyncio.create_task(exporter.follow()), asyncio.create_task(runs.follow())]
     page = application(runs, ServerStatus(run))
     try:

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import httpx
 import pytest
 
 from polyreme.cli.progress import Progress
+from polyreme.cli.ui.threads import WAITING
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import ConfigError
 from polyreme.experience.run import Run, RunState
@@ -102,8 +104,10 @@ async def test_the_run_page_is_there_and_its_data_need_the_token(
     config = (await run.config()).model_copy(update=changes)
     async with export(run, config, "127.0.0.1", 0) as port, httpx.AsyncClient(trust_env=False) as client:
         url = f"http://127.0.0.1:{port}/ui"
-        for page in ("/", "/static/app.js"):
-            assert (await client.get(url + page)).status_code == 200
+        page = await client.get(f"{url}/")
+        assert page.status_code == 200
+        for asset in re.findall(r'src="(static/[^"]+)"', page.text):
+            assert (await client.get(f"{url}/{asset}")).status_code == 200
         assert (await client.get(f"{url}/api/runs")).status_code == 401
 
         async def shown() -> bool:
@@ -116,3 +120,20 @@ async def test_the_run_page_is_there_and_its_data_need_the_token(
 async def test_no_port_no_server(run: Run, tmp_path: Path) -> None:
     async with export(run, await run.config(), "127.0.0.1", None) as port:
         assert port is None
+
+
+async def test_clients_that_do_not_read_hold_neither_probes_nor_metrics(run: Run) -> None:
+    config = await run.config()
+    await asyncio.to_thread(record_run, config.run_dir, 40, 1)
+    async with export(run, config, "127.0.0.1", 0) as port, httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        question = f"GET /ui/api/runs/{config.run_dir.name}/samples?limit=500 HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+        slow = [await asyncio.open_connection("127.0.0.1", port, limit=1) for _ in range(2 * WAITING)]
+        try:
+            for _, writer in slow:
+                writer.write(3 * question)
+                await writer.drain()
+            assert (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+            assert "polyreme_train_state" in (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        finally:
+            for _, writer in slow:
+                writer.transport.abort()

@@ -63,8 +63,8 @@ def reader(run_dir: Path) -> RunReader:
 
 
 def test_metrics_are_series_over_their_steps(reader: RunReader) -> None:
-    assert reader.iterations() == 3
-    assert {"reward/mean", "accuracy", "time"} <= set(reader.metrics())
+    assert reader.contents().iterations == 3 and reader.contents().samples == 13
+    assert {"reward/mean", "accuracy", "time"} <= set(reader.contents().metrics)
     steps, values = reader.series("reward/mean")
     assert steps.tolist() == [1, 2, 3] and values.tolist() == [0.25, 0.5, 0.75]
     assert len(reader.series("no such metric")[0]) == 0
@@ -116,17 +116,17 @@ def test_what_a_run_writes_later_is_added_once(run_dir: Path, reader: RunReader)
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write('{"kind": "iteration", "iterat')  # still being written
     assert reader.refresh() and not reader.refresh()
-    assert reader.iterations() == 4 and reader.sample("8.0") is not None
+    assert reader.contents().iterations == 4 and reader.sample("8.0") is not None
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(f'ion": 5, "run": "{RUN}", "time": 1.0}}\n')
-    assert reader.refresh() and reader.iterations() == 5
+    assert reader.refresh() and reader.contents().iterations == 5
 
 
 def test_another_run_in_the_directory_replaces_the_index(run_dir: Path, reader: RunReader) -> None:
     (run_dir / "metrics.jsonl").unlink()
     write(run_dir, [{"kind": "iteration", "iteration": 1, "reward/mean": 0.0}], run="sorting-2")
     reader.refresh()
-    assert reader.run_id == "sorting-2" and reader.iterations() == 1
+    assert reader.run_id == "sorting-2" and reader.contents().iterations == 1
     assert reader.find_samples(SampleQuery(first=2))[0] == 0
 
 

@@ -1,5 +1,6 @@
 """The page's HTTP interface over a run directory, without a socket."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def get(client: TestClient, path: str) -> Any:
     return answer.json()
 
 
+def curves(client: TestClient, wanted: Any) -> Any:
+    answer = client.post("/ui/api/curves", json=wanted)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
 def test_the_runs_are_listed(client: TestClient) -> None:
     runs = {run["name"]: run for run in get(client, "runs")}
     assert runs.keys() == {"first", "second"}
@@ -35,9 +42,21 @@ def test_the_runs_are_listed(client: TestClient) -> None:
 
 
 def test_curves_of_several_runs_and_metrics(client: TestClient) -> None:
-    found = get(client, "curves?run=first&run=second&metric=reward/mean&metric=none")
-    assert {name: curve["steps"] for name, curve in found["reward/mean"].items()} == {"first": [1, 2, 3, 4], "second": [1, 2]}
-    assert found["none"] == {}
+    found = curves(
+        client, {"first": {"reward/mean": -1, "none": -1}, "second": {"reward/mean": -1}, "third": {"reward/mean": -1}}
+    )
+    assert {name: each["reward/mean"]["steps"] for name, each in found.items()} == {"first": [1, 2, 3, 4], "second": [1, 2]}
+    assert found["first"].keys() == {"reward/mean"}
+
+
+def test_a_page_gets_only_the_points_that_it_lacks(client: TestClient) -> None:
+    found = curves(client, {"first": {"reward/mean": 2, "entropy": 4}})
+    assert found["first"]["reward/mean"]["steps"] == [3, 4] and "entropy" not in found["first"]
+
+
+@pytest.mark.parametrize("body", ["", "[1]", '{"first": []}', '{"first": {"entropy": "last"}}'])
+def test_a_question_for_curves_that_is_none_is_refused(client: TestClient, body: str) -> None:
+    assert client.post("/ui/api/curves", content=body).status_code == 400
 
 
 def test_samples_by_filter_and_by_id(client: TestClient) -> None:
@@ -73,8 +92,18 @@ def test_the_page_loads_nothing_from_another_host(client: TestClient) -> None:
     page = client.get("/ui/")
     assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
     assert "http:" not in page.text.replace("http://www.w3.org/2000/svg", "") and "https:" not in page.text
-    for name in ("app.js", "style.css", "vendor/uplot.js", "vendor/preact.js", "vendor/diff.js"):
-        assert client.get(f"/ui/static/{name}").status_code == 200
+    names = re.findall(r'(?:src|href)="(static/[^"]+)"', page.text)
+    assert {"app.js", "style.css", "uplot.js", "preact.js"} <= {name.rpartition("/")[2] for name in names}
+    for name in names:
+        asset = client.get(f"/ui/{name}")
+        assert (
+            asset.status_code == 200
+            and asset.headers["content-encoding"] == "gzip"
+            and "immutable" in asset.headers["cache-control"]
+        )
+    lazy = names[0].split("/")[1]
+    assert client.get(f"/ui/static/{lazy}/vendor/diff.js", headers={"accept-encoding": "identity"}).text.startswith("((global")
+    assert client.get(f"/ui/static/{lazy}/../api.py").status_code == 404 == client.get(f"/ui/static/{lazy}/none.js").status_code
 
 
 def test_only_the_page_itself_is_open_without_the_token() -> None:

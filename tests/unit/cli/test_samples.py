@@ -1,14 +1,15 @@
 """Which samples a filter selects."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from polyreme.cli.main import build_app
-from polyreme.cli.reader import RunReader, SampleQuery
-from polyreme.cli.sample_files import parse_range, read_samples, sample_files
+from polyreme.cli.reader import RunReader, SampleQuery, parse_range
 from polyreme.cli.samples import sample_text
 from polyreme.errors import ConfigError
 from support.recorded_run import record_run
@@ -33,27 +34,20 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_filter_selects(run_dir: Path, chosen: SampleQuery, count: int) -> None:
-    found = list(read_samples(run_dir, chosen))
-    assert len(found) == count
-    assert [sample["iteration"] for sample in found] == sorted(sample["iteration"] for sample in found)
     reader = RunReader(run_dir)
     reader.refresh()
-    assert reader.find_samples(chosen)[0] == count  # the index has the same meaning of each bound
+    found = list(reader.read_samples(replace(chosen, order="oldest")))
+    assert len(found) == count == reader.find_samples(chosen)[0]
+    assert [sample["iteration"] for sample in found] == sorted(sample["iteration"] for sample in found)
 
 
-def test_files_are_in_the_order_of_their_number(tmp_path: Path) -> None:
-    (tmp_path / "samples").mkdir()
-    for name in ("iteration_10000", "iteration_0002", "evaluation_0001", "iteration_0003.jsonl"):
-        (tmp_path / "samples" / f"{name}.jsonl").touch()
-    assert [number for number, _ in sample_files(tmp_path)] == [2, 10000]
-
-
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "iteration_0001.jsonl").write_text("{}\n")
+def test_a_damaged_line_is_named(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path / "damaged", ignore=shutil.ignore_patterns("index.sqlite*"))
+    path = tmp_path / "damaged" / "samples" / "iteration_0002.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:1]) + "{}\n")
     with pytest.raises(ConfigError) as error:
-        list(read_samples(tmp_path, SampleQuery("train")))
-    assert "line 1" in error.value.expected
+        RunReader(tmp_path / "damaged").refresh()
+    assert f"line 2 of {path}" in error.value.expected
 
 
 @pytest.mark.parametrize(("text", "wanted"), [("5", (5, 5)), ("3:10", (3, 10)), ("3:", (3, None)), (":0.5", (None, 0.5))])
