@@ -14,12 +14,15 @@ PROTOS := $(wildcard proto/polyreme/api/v1/*.proto)
 PACKAGES := . services/rollout services/reward services/trainer
 PROJECTS := $(patsubst %,%/pyproject.toml,$(PACKAGES))
 
+# Hundreds of processes of the tests import the same files: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What fails for one fails for all: `make test SEED=default` shuffles the tests anew.
 SEED ?= 1
 PYTEST = $(BIN)/pytest --randomly-seed=$(SEED)
 
 .DEFAULT_GOAL := help
-.PHONY: help secrets certs wheels demo test test-light test-real test-slow bench lint types proto docs reference env
+.PHONY: help secrets certs wheels demo test test-light .test-light-unit .test-light-rest test-real test-slow bench lint types proto docs reference env
 
 ## help: this list
 help:
@@ -34,13 +37,22 @@ demo: env
 ## test: the whole suite except slow tests
 test: test-light test-real
 
-# Most of these tests wait rather than compute, so there are more of them at a time than cores.
-## test-light: tests without vLLM and learner ranks (about eight minutes on two cores)
+# Every process that runs tests imports all the files of its run. So the unit tests, which compute, have one process, and the others,
+# which mostly wait, have two beside it. With paths in ARGS it is one run of those.
+LIGHT = $(PYTEST) -m "not slow and not real"
+## test-light: tests without vLLM, learner ranks and browser (about eight minutes on two cores)
 test-light: $(VENV)/.dev
-	$(PYTEST) -m "not slow and not real" -n 4 --dist worksteal $(ARGS)
+	$(if $(filter tests/%,$(ARGS)),$(LIGHT) -n 2 --dist worksteal $(ARGS),\
+	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync .test-light-unit .test-light-rest)
+
+.test-light-unit:
+	$(LIGHT) $(ARGS) tests/unit
+
+.test-light-rest:
+	$(LIGHT) $(ARGS) -n 2 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
 
 # Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
-## test-real: tests that start vLLM, learner ranks or a tracker's package
+## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package
 test-real: $(VENV)/.dev
 	$(PYTEST) -m "not slow and real" -n 2 --dist loadfile $(ARGS)
 

@@ -7,6 +7,8 @@ cd "$(dirname "$0")/.."
 runs=${RUNS:-3} busy=${BUSY:-4} pytest=${PYTEST:-.venv/bin/pytest}
 (($#)) || set -- -m "not slow and not real" -n 4 --dist worksteal
 
+unset PYTHONDONTWRITEBYTECODE # as the Makefile does
+
 loops=()
 quiet() {
     ((${#loops[@]} == 0)) || kill "${loops[@]}"

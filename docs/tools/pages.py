@@ -1,11 +1,14 @@
-"""A hook of mkdocs: pages of the repository's top level are pages of the site too.
+"""A hook of mkdocs: pages outside docs/ are pages of the site too, and blocks show the name of their file.
 
-Invariant: a page has one source. Links into docs/ stay within the site.
+Invariant: a page has one source. Links into docs/ stay within the site. Every fence of a page becomes a block of code.
 """
 
+import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,14 +17,31 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+    "examples/own_algorithm/README.md": "example-own-algorithm.md",
+    "examples/recipes/README.md": "recipes.md",
+    "examples/running_total/README.md": "example-running-total.md",
+    "examples/three_steps/README.md": "example-three-steps.md",
 }
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages, with their links as the site needs them."""
     for source, page in PAGES.items():
-        text = (ROOT / source).read_text().replace("](docs/", "](")
-        for other, address in PAGES.items():
-            text = text.replace(f"]({other})", f"]({address})")
+        text = re.sub(r"\]\((\.\./\.\./)?docs/", "](", (ROOT / source).read_text())
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to the pages from outside docs/. Translates what the tests read after a fence's language: `file=NAME` becomes the title."""
+    for source, page in PAGES.items():
+        markdown = re.sub(rf"\]\((\.\./)*{re.escape(source)}(#[\w-]+)?\)", rf"]({page}\2)", markdown)
+    titled = re.sub(r"^```(\w+) file=(\S+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
+    return re.sub(r"^```(\w+) \w+$", r"```\1", titled, flags=re.MULTILINE)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Refuses a page with a fence that is not a block."""
+    if "```" in html:
+        raise PluginError(f"{page.file.src_uri}: a fence is shown as text: {html[html.index('```') :][:60]!r}")
+    return html

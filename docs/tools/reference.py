@@ -14,6 +14,7 @@ from typer.cli import get_docs_for_click
 
 from polyreme.cli.main import build_app, commands
 from polyreme.errors import PolyremeError
+from polyreme.gateway.metrics import GatewayMetrics
 from polyreme.import_config.rules import Rule, System
 from polyreme.import_config.systems import SYSTEMS
 from polyreme_reward.metrics import RewardMetrics
@@ -73,6 +74,9 @@ Every service shows its metrics at `/metrics` on its HTTP port, for Prometheus.
 ### Reward
 
 {_table(RewardMetrics().registry)}
+### Gateway
+
+{_table(GatewayMetrics().registry)}
 ### Trainer
 
 Every number of the newest `iteration` and `rollout` record is a gauge `polyreme_train_NAME`, its name with `_` in place of other signs than

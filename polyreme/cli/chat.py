@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from polyreme.cli.chat_target import ChatTarget, find_target, served
 from polyreme.cli.v1_client import Chat, Piece, V1Client
+from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError, PolyremeError
 
 _NEW, _QUIT = "/new", "/quit"
@@ -51,20 +53,27 @@ def chat(
     target: Annotated[str, typer.Argument(help="A run directory, a Hugging Face directory, or the URL of a /v1.")],
     message: Annotated[list[str] | None, typer.Option("--message", "-m", help="Ask this, then end. Repeatable.")] = None,
     compare: Annotated[
-        int | None, typer.Option(min=0, help="Ask the run's export of this version too. Its answer is second.")
+        int | None,
+        typer.Option(min=0, help="Ask this version too: the run's export, or of a gateway. Its answer is second."),
+    ] = None,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the token of a URL.")] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="PEM file with the CA certificates of a URL. Default: the system's.", show_default=False)
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum length of an answer. Default: the run's.")] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0: the most likely answer.")] = 0.0,
 ) -> None:
     """Talk to the policy of a run, live or exported, or to a model directory."""
-    targets = [find_target(target)] + ([] if compare is None else [find_target(target, compare)])
+    access = EndpointSecurity(ca=ca, token_env=token_env) if ca or token_env else None
+    targets = [find_target(target, None, access)] + ([] if compare is None else [find_target(target, compare, access)])
     with ExitStack() as servers:
         conversations = []
         for each in targets:
             if each.model_dir is not None:
                 print(f"loading {each.model_dir} ...", file=sys.stderr)
             client = V1Client(servers.enter_context(served(each)), each.security)
-            conversations.append(Dialogue(each, client, client.model()))
+            name = client.model() if each.version is None else f"{client.model()}@{each.version}"
+            conversations.append(Dialogue(each, client, name))
         if not message and sys.stdin.isatty():
             print(f"{_NEW} starts a new conversation, {_QUIT} ends it", file=sys.stderr)
         for question in message or _questions():

@@ -17,7 +17,7 @@ from pathlib import Path
 from polyreme.cli.run_directory import read_run_file, read_settings
 from polyreme.cli.run_status import directory_status
 from polyreme.config.load import load_config
-from polyreme.config.security import SecurityConfig
+from polyreme.config.security import EndpointSecurity, SecurityConfig
 from polyreme.errors import ConfigError, UnavailableError
 from polyreme.net.ports import free_port
 from polyreme.process.lifecycle import Child
@@ -37,6 +37,7 @@ class ChatTarget:
         url: its /v1; '' for a directory that is not served yet.
         model_dir: that directory, or None.
         security: of the server.
+        version: to ask a gateway at `url` for; None: whatever the server's model is.
         system: system message, or None.
         is_chat: whether the model has a chat template; else it continues a text.
         max_tokens: of an answer.
@@ -45,24 +46,26 @@ class ChatTarget:
     title: str
     url: str = ""
     model_dir: Path | None = None
-    security: SecurityConfig | None = None
+    security: SecurityConfig | EndpointSecurity | None = None
+    version: int | None = None
     system: str | None = None
     is_chat: bool = True
     max_tokens: int = 512
 
 
-def find_target(place: str, version: int | None = None) -> ChatTarget:
+def find_target(place: str, version: int | None = None, access: EndpointSecurity | None = None) -> ChatTarget:
     """The target of a run directory, a Hugging Face directory, or a URL of a /v1.
 
     Args:
         place: the directory or URL.
-        version: of a run directory: the export of this version instead of the live policy.
+        version: of a run directory: the export of this version instead of the live policy. Of a URL: this version of a gateway.
+        access: to a URL. A run's is in its configuration.
 
     Raises:
         ConfigError: there is no such model.
     """
     if place.startswith(("http://", "https://")):
-        return ChatTarget(place, url=place)
+        return ChatTarget(place if version is None else f"version {version}", url=place, security=access, version=version)
     path = Path(place)
     if read_run_file(path) is not None:
         return _of_run(path, version)
@@ -121,7 +124,7 @@ def _of_run(run_dir: Path, version: int | None) -> ChatTarget:
         config = load_config(run_dir / "config.yaml")
         url = next(iter(found.replicas.values()))
         chat = config.data.template == "chat"
-        return ChatTarget("policy", url, None, config.security, config.data.system, chat, config.rollout.max_new_tokens)
+        return ChatTarget("policy", url, None, config.security, None, config.data.system, chat, config.rollout.max_new_tokens)
     exports = sorted(path for path in run_dir.glob("hf/*") if (path / "config.json").is_file())
     if not exports:
         raise ConfigError(f"a live replica or an export of {run_dir}", "neither", "Wait until the run serves its first version.")
@@ -136,4 +139,6 @@ def _export(run_dir: Path, model_dir: Path) -> ChatTarget:
         return ChatTarget(model_dir.name, model_dir=model_dir)
     config = load_config(run_dir / "config.yaml")
     chat = config.data.template == "chat"
-    return ChatTarget(model_dir.name, "", model_dir, config.security, config.data.system, chat, config.rollout.max_new_tokens)
+    return ChatTarget(
+        model_dir.name, "", model_dir, config.security, None, config.data.system, chat, config.rollout.max_new_tokens
+    )

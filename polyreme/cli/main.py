@@ -81,6 +81,11 @@ def commands() -> list[Command]:
             "Talk to the policy of a run, live or exported, or to a model directory.",
             lambda: _attribute("polyreme.cli.chat", "chat"),
         ),
+        Command(
+            "gateway",
+            "Serve one OpenAI-compatible /v1 for all replicas of a run.",
+            lambda: _attribute("polyreme.cli.gateway", "gateway"),
+        ),
         Command("logs", "Print the log lines of a run's processes, by time.", lambda: _attribute("polyreme.cli.logs", "logs")),
         Command(
             "samples",

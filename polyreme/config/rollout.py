@@ -3,6 +3,8 @@
 Invariant: options of one engine are in a section of that engine; all other keys apply to every engine.
 """
 
+from typing import Literal
+
 from pydantic import Field
 
 from polyreme.config.section import Operational, Section
@@ -16,6 +18,10 @@ class VllmConfig(Section):
     )
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1, description="Fraction of an accelerator's memory that vLLM may use.")
     threads: int = Field(1, ge=1, description="OpenMP threads per engine worker on CPU.")
+    sleep_level: Operational[Literal[1, 2]] = Field(
+        1,
+        description="What becomes of the weights on an accelerator while a colocated learner trains. 1: they wait in the host's memory. 2: they are dropped and loaded again.",
+    )
 
 
 class RolloutConfig(Section):

@@ -4,7 +4,7 @@ Invariant: some part of the system reads every key, and an unknown key is an err
 """
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,6 +31,10 @@ class RunConfig(BaseConfig):
     )
     groups_per_iteration: int = Field(ge=1, description="Prompts per iteration.")
     group_size: int = Field(ge=1, description="Samples per prompt.")
+    placement: Operational[Literal["separate", "colocated"]] = Field(
+        "separate",
+        description="separate: learner and replicas have devices of their own. colocated: they share the same devices and use them in turn.",
+    )
     max_staleness: int = Field(0, ge=0, description="Maximum staleness of a sample, in iterations. 0: on-policy.")
     max_attempts: int = Field(3, ge=1, description="Attempts at a group before it counts as failed.")
     max_failed_fraction: float = Field(
@@ -115,6 +119,10 @@ class RunConfig(BaseConfig):
         kinds = [tracker.kind for tracker in self.trackers]
         if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
             raise ValueError(f"trackers has {', '.join(sorted(twice))} twice; a run has one tracker of each kind")
+        if self.placement == "colocated" and self.max_staleness:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness} needs placement: separate; on shared devices generation never overlaps training, so older samples gain nothing: use 0"
+            )
         if self.trainer.optimizer.min_lr > self.trainer.optimizer.lr:
             raise ValueError("trainer.optimizer.min_lr must not exceed trainer.optimizer.lr")
         return self

@@ -21,6 +21,9 @@ class ParallelConfig(Section):
     pipeline: Operational[int] = Field(
         1, ge=1, description="Pipeline-parallel size: stages that share the layers evenly, one after the other."
     )
+    expert: Operational[int] = Field(
+        1, ge=1, description="Expert-parallel size: data ranks that share the experts of each layer, for models with experts."
+    )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
     )
@@ -31,6 +34,10 @@ class ParallelConfig(Section):
         if self.data % self.nodes:
             raise ValueError(
                 f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
+            )
+        if self.data // self.nodes % self.expert:
+            raise ValueError(
+                f"`expert` = {self.expert} must divide the {self.data // self.nodes} data ranks of each machine: they share the experts among themselves"
             )
         if self.pipeline > 1 and self.nodes > 1:
             raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
@@ -44,7 +51,8 @@ class ParallelConfig(Section):
     def layout(self) -> str:
         """The ranks in words."""
         stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
-        return f"tensor {self.tensor} x {stages}data {self.data}"
+        experts = f" (expert {self.expert})" if self.expert > 1 else ""
+        return f"tensor {self.tensor} x {stages}data {self.data}{experts}"
 
     @property
     def ranks_per_node(self) -> int:

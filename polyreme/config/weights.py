@@ -19,3 +19,8 @@ class WeightsConfig(Section):
         gt=0,
         description="Largest mean difference, in nats, between a replica's and the learner's log-probabilities of the canary, above which the replica serves nothing. null: 0.001 in float32, 0.1 in bfloat16.",
     )
+    relay_roots: Operational[int] = Field(
+        1,
+        ge=1,
+        description="Number of replicas without the trainer's shared memory that receive the same version from the trainer. The others fetch it from a replica that has verified it, and from the trainer where that fails.",
+    )

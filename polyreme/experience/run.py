@@ -276,8 +276,8 @@ class Run:
     async def watch(self, after_id: str, block_ms: int) -> tuple[str, list[tuple[str, str]]]:
         """Waits up to `block_ms` milliseconds for events after `after_id` ("$": from now). Returns the new id and (kind, value) pairs.
 
-        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, record. Events may be lost, so the caller
-        must also poll the keys.
+        Kinds: append, fail, drop, expire, plan, version, evaluated, commit, state, lease, term, device, record. Events may be lost, so the
+        caller must also poll the keys.
         """
         entries = await self._read("events", after_id, block_ms, 1000)
         signals = [(fields[b"kind"].decode(), fields[b"value"].decode()) for _, fields in entries]

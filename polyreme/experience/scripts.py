@@ -27,6 +27,10 @@ class StaleAttemptError(PolyremeError, RuntimeError):
     """The group has another current attempt, or another state. Discard the work on this attempt."""
 
 
+class StaleGrantError(PolyremeError, RuntimeError):
+    """The grant of the run's devices has ended. Its holder must stop using them."""
+
+
 class TransitionError(PolyremeError, RuntimeError):
     """A transition that the table does not allow: a bug in the caller."""
 
@@ -75,6 +79,8 @@ class Scripts:
             )
         if code == "STALEATTEMPT":
             return StaleAttemptError(f"`{name}` for the current attempt", f"`{detail}`", "Discard the work on the old attempt.")
+        if code == "STALEGRANT":
+            return StaleGrantError("a grant of the devices that has not ended", detail, "Stop using the devices, then ask again.")
         if code == "ORDER":
             return TransitionError(f"a legal transition for `{name}`", detail, "See the transition table in docs/log.md.")
         if code == "RUNEXISTS":

@@ -54,7 +54,7 @@ def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
         "algorithm.aggregation": ("token-mean", "token_level_loss"),
         "trainer.parallel.data": (
             ratio(devices, ranks),
-            f"num_npus {devices} / (tensor x pipeline x context ranks = {ranks}); without pipeline ranks more memory is needed per rank",
+            f"num_npus {devices} / (tensor x pipeline x context ranks = {ranks})",
         ),
         "rollout.replicas": (
             ratio(devices, values[f"{GENERATE}.infer_tensor_parallel_size"]),
@@ -110,7 +110,7 @@ RULES = (
     Rule(f"{TRAIN}.*", "", "an option of Megatron that the learner sets itself or does not have"),
     *_optimizer(ACTOR, "trainer.optimizer"),
     Rule(f"{ACTOR}.tensor_model_parallel_size", "trainer.parallel.tensor"),
-    Rule(f"{ACTOR}.pipeline_model_parallel_size", "", "there is no pipeline parallelism: use more tensor ranks"),
+    Rule(f"{ACTOR}.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
     Rule(f"{ACTOR}.micro_batch_size", "trainer.micro_batch_tokens", "x (max_prompt_length + max_tokens)",
          lambda value, values: value * (values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
     Rule(f"{ACTOR}.load", "", "a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path"),

@@ -30,6 +30,14 @@ def client_context(config: EndpointSecurity) -> ssl.SSLContext:
     return _context(ssl.Purpose.SERVER_AUTH, config.ca, (config.certificate, config.key))
 
 
+def peer_context(config: SecurityConfig) -> ssl.SSLContext | None:
+    """TLS of an HTTP client of servers with this configuration; None: they have no certificate. Raises ConfigError."""
+    if config.certificate is None:
+        return None
+    shown = (config.certificate, config.key) if config.mutual else (None, None)
+    return _context(ssl.Purpose.SERVER_AUTH, config.ca, shown)
+
+
 def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
     """TLS of a gRPC server; None: the configuration has no certificate. Raises ConfigError."""
     if config.certificate is None or config.key is None:

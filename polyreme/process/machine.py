@@ -20,3 +20,9 @@ def memory_limit() -> int:
 def limit_of(total: int, cgroup_limits: list[str]) -> int:
     """The smallest of the machine's memory and the limits of its control group, of which "max" is none."""
     return min([total, *(int(text) for text in cgroup_limits if text.isdigit())])
+
+
+def device_count(kind: str, folder: Path = Path("/dev")) -> int:
+    """Accelerators of a kind ("cuda" or "npu") whose device files are in `folder`."""
+    name = {"cuda": "nvidia", "npu": "davinci"}[kind]
+    return sum(path.name.removeprefix(name).isdigit() for path in folder.glob(f"{name}*"))

@@ -1,6 +1,6 @@
 """Resource metrics of a service: its process tree, and NVIDIA devices where their library is installed.
 
-Invariant: nothing is measured between two scrapes. Other devices have their own exporters (docs/deploy.md).
+Invariant: nothing is measured between two scrapes. Other devices have their own exporters (docs/ascend.md).
 """
 
 from collections.abc import Iterator

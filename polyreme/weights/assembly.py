@@ -1,8 +1,11 @@
-"""Assembles a part of a version from bytes that arrive in order. Each tensor is hashed on arrival and verified at its last byte.
+"""Assembles a part of a version, or a delta's payload, from bytes that arrive in order. Each range is hashed on arrival and verified at its
+last byte.
 
-Invariant: the bytes before `position` are in the buffer, and every tensor that ends before it matches its digest. No byte is written beyond
-the part.
+Invariant: the bytes before `position` are in the buffer, those before `verified` match their digests. No byte is written beyond the end.
 """
+
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -15,8 +18,85 @@ class RangeError(ValueError):
     """The bytes are not the next bytes of the part."""
 
 
-class Assembly:
-    """One part, from its first byte to its last. `broken`: a digest did not match, and no further bytes are accepted.
+class DigestedRange(Protocol):
+    """A range of the bytes with its xxh3_64: a tensor, or a frame of a delta."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def digest(self) -> int | None: ...
+
+
+class RangeAssembly:
+    """Ranges with digests, from the first byte to the last. `broken`: a digest did not match, and no further bytes are accepted.
+
+    Args:
+        ranges: they do not overlap.
+        nbytes: where the last one ends.
+        buffer: writable destination of at least so many bytes.
+        title: what they belong to, for messages.
+    """
+
+    def __init__(self, ranges: Iterable[DigestedRange], nbytes: int, buffer: memoryview, title: str) -> None:
+        self.nbytes, self.position, self.broken = nbytes, 0, False
+        self._title, self._target = title, np.frombuffer(buffer, np.uint8)
+        self._pending = sorted(ranges, key=lambda part: (part.offset, part.nbytes), reverse=True)
+        self._hash = xxhash.xxh3_64()
+        self._check_empty()
+
+    @property
+    def verified(self) -> int:
+        """The end of the bytes that match their digests."""
+        return min(self.position, self._pending[-1].offset) if self._pending else self.position
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte has arrived and every digest matches."""
+        return self.position == self.nbytes and not self._pending and not self.broken
+
+    def add(self, offset: int, data: memoryview) -> None:
+        """Adds the next bytes. Another thread may call it, one call at a time; it releases the GIL for most of the work.
+
+        Raises:
+            RangeError: they are not the next bytes, or exceed the end. Nothing has changed.
+            DigestError: a range does not match its digest.
+        """
+        end = offset + len(data)
+        if self.broken or offset != self.position or end > self.nbytes:
+            raise RangeError(f"expected bytes from {self.position} on, up to {self.nbytes}; found {len(data)} from {offset} on")
+        np.copyto(self._target[offset:end], np.frombuffer(data, np.uint8))
+        self.position = end
+        while self._pending and self._pending[-1].offset < end:
+            part = self._pending[-1]
+            stop = part.offset + part.nbytes
+            self._hash.update(data[max(part.offset - offset, 0) : min(stop, end) - offset])
+            if stop > end:
+                return
+            self._check()
+        self._check_empty()
+
+    def _check_empty(self) -> None:
+        while self._pending and self._pending[-1].nbytes == 0 and self._pending[-1].offset <= self.position:
+            self._check()
+
+    def _check(self) -> None:
+        part = self._pending[-1]
+        if self._hash.intdigest() != part.digest:
+            self.broken = True
+            raise DigestError(f"{self._title}: {part.name} differs")
+        self._pending.pop()
+        self._hash.reset()
+
+
+class Assembly(RangeAssembly):
+    """One part.
 
     Args:
         manifest: sealed.
@@ -31,59 +111,14 @@ class Assembly:
             raise ManifestError("expected a sealed manifest; found one without digests")
         if manifest.nbytes > buffer.nbytes:
             raise ManifestError(f"expected a slot of {manifest.nbytes} bytes; found {buffer.nbytes}")
-        self.manifest, self.position = manifest, 0
-        self._target = np.frombuffer(buffer, np.uint8)
-        self._pending = sorted(
-            (tensor for tensor in manifest.tensors if not tensor.alias_of), key=lambda tensor: (tensor.offset, tensor.nbytes)
-        )
-        self._pending.reverse()
-        self._hash = xxhash.xxh3_64()
-        self.broken = False
-        self._check_empty()
+        self.manifest = manifest
+        own = [tensor for tensor in manifest.tensors if not tensor.alias_of]
+        super().__init__(own, manifest.nbytes, buffer, f"version {manifest.version}")
 
     @classmethod
-    def verified(cls, manifest: Manifest, buffer: memoryview) -> "Assembly":
+    def verified_part(cls, manifest: Manifest, buffer: memoryview) -> "Assembly":
         """A complete part that is in the buffer already. Reads it once. Raises DigestError, and as the constructor."""
         verify(manifest, buffer)
         assembly = cls(manifest, buffer)
         assembly.position, assembly._pending = manifest.nbytes, []
         return assembly
-
-    @property
-    def complete(self) -> bool:
-        """Whether every byte has arrived and every digest matches."""
-        return self.position == self.manifest.nbytes and not self._pending and not self.broken
-
-    def add(self, offset: int, data: memoryview) -> None:
-        """Adds the next bytes. Another thread may call it, one call at a time; it releases the GIL for most of the work.
-
-        Raises:
-            RangeError: they are not the next bytes, or exceed the part. Nothing has changed.
-            DigestError: a tensor does not match its digest.
-        """
-        end = offset + len(data)
-        if self.broken or offset != self.position or end > self.manifest.nbytes:
-            raise RangeError(
-                f"expected bytes from {self.position} on, up to {self.manifest.nbytes}; found {len(data)} from {offset} on"
-            )
-        np.copyto(self._target[offset:end], np.frombuffer(data, np.uint8))
-        self.position = end
-        while self._pending and self._pending[-1].offset < end:
-            tensor = self._pending[-1]
-            stop = tensor.offset + tensor.nbytes
-            self._hash.update(data[max(tensor.offset - offset, 0) : min(stop, end) - offset])
-            if stop > end:
-                return
-            self._check()
-        self._check_empty()
-
-    def _check_empty(self) -> None:
-        while self._pending and self._pending[-1].nbytes == 0 and self._pending[-1].offset <= self.position:
-            self._check()
-
-    def _check(self) -> None:
-        tensor = self._pending.pop()
-        if self._hash.intdigest() != tensor.digest:
-            self.broken = True
-            raise DigestError(f"version {self.manifest.version}: {tensor.name} differs")
-        self._hash.reset()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import xxhash
+
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.weights import sparse
 from polyreme.weights.manifest import NUMPY_DTYPES, Manifest, ManifestError, Tensor
@@ -26,12 +28,26 @@ class DeltaError(ValueError):
 
 @dataclass(frozen=True)
 class TensorDelta:
-    """The changes of one tensor: `nbytes` bytes of the payload. `before`: digest in the base. See `sparse.Frame` for the others."""
+    """The changes of one tensor: `nbytes` bytes of the payload. `before`: digest in the base. See `sparse.Frame` for the others.
+
+    `digest`: xxh3_64 of these bytes; 0 without any.
+    """
 
     changed: int
     words: int
     nbytes: int
     before: int
+    digest: int = 0
+
+
+@dataclass(frozen=True)
+class FramePlace:
+    """A tensor's frame in the payload: `nbytes` bytes from `offset` on, and their xxh3_64."""
+
+    name: str
+    offset: int
+    nbytes: int
+    digest: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,16 @@ class DeltaManifest:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
+    def frames(self) -> list[FramePlace]:
+        """The frames in the payload, in order."""
+        places, start = [], 0
+        for tensor, change in zip(_own(self.manifest), self.tensors, strict=True):
+            if change.nbytes:
+                places.append(FramePlace(f"the delta of {tensor.name}", start, change.nbytes, change.digest))
+            start += change.nbytes
+        return places
+
+    @property
     def density(self) -> float:
         """Fraction of the elements that the payload holds."""
         elements = sum(_size(tensor) for tensor in _own(self.manifest))
@@ -80,7 +106,8 @@ class DeltaManifest:
     def to_proto(self) -> pb.DeltaManifest:
         run_id = self.manifest.run_id
         tensors = [
-            pb.TensorDelta(changed=t.changed, words=t.words, nbytes=t.nbytes, digest_before=t.before) for t in self.tensors
+            pb.TensorDelta(changed=t.changed, words=t.words, nbytes=t.nbytes, digest_before=t.before, digest=t.digest)
+            for t in self.tensors
         ]
         base = pb.VersionId(run_id=run_id, term=self.base_term, version=self.base_version)
         return pb.DeltaManifest(manifest=self.manifest.to_proto(), base=base, tensors=tensors)
@@ -88,7 +115,7 @@ class DeltaManifest:
     @classmethod
     def from_proto(cls, message: pb.DeltaManifest) -> "DeltaManifest":
         """Raises ManifestError when the message is inconsistent."""
-        tensors = tuple(TensorDelta(t.changed, t.words, t.nbytes, t.digest_before) for t in message.tensors)
+        tensors = tuple(TensorDelta(t.changed, t.words, t.nbytes, t.digest_before, t.digest) for t in message.tensors)
         return cls(Manifest.from_proto(message.manifest), message.base.term, message.base.version, tensors)
 
 
@@ -165,7 +192,7 @@ def compact(older: WeightDelta, newer: WeightDelta) -> WeightDelta | None:
 
 def _assembled(before: Manifest, after: Manifest, frames: list[Frame | None]) -> WeightDelta | None:
     tensors = tuple(
-        TensorDelta(frame.changed, frame.words, len(frame.data), was.digest or 0)
+        TensorDelta(frame.changed, frame.words, len(frame.data), was.digest or 0, xxhash.xxh3_64_intdigest(frame.data))
         if frame
         else TensorDelta(0, 0, 0, was.digest or 0)
         for was, frame in zip(_own(before), frames, strict=True)

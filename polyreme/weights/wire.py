@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from polyreme.api.v1 import weights_pb2 as pb
 
 STAGE_STREAM = "/polyreme.api.v1.WeightsService/StageStream"
+FETCH = "/polyreme.api.v1.WeightsService/Fetch"
 CHUNK_BYTES = 1 << 20  # larger chunks leave the processor's cache before they are hashed
 LONGEST_CHUNK_BYTES = 8 << 20
 

@@ -71,6 +71,10 @@ async def test_nothing_but_probes_is_answered_without_the_token(
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
                 await stub.Commit(weights_pb2.CommitRequest(), timeout=300)
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+                await stub.StageRelay(weights_pb2.StageRelayRequest(), timeout=300)
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+                await stub.Fetch(weights_pb2.FetchRequest(), timeout=300).read()
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
                 async for _ in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(rollout_pb2.GenerateRequest(), timeout=300):
                     pass
             health = health_pb2_grpc.HealthStub(channel)

@@ -1,4 +1,4 @@
-"""A replica on another machine with its own address, loopback and /dev/shm, started by the command in docs/deploy.md."""
+"""A replica on another machine with its own address, loopback and /dev/shm, started by the command in docs/machines.md."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ PORT = 16379
 def documented(address: str) -> tuple[dict[str, str], list[str]]:
     """The remote command of the guide, for our address and secrets: its environment and words."""
     [line] = [
-        line for line in (ROOT / "docs" / "deploy.md").read_text().splitlines() if line.startswith("POLYREME_REDIS_PASSWORD=")
+        line for line in (ROOT / "docs" / "machines.md").read_text().splitlines() if line.startswith("POLYREME_REDIS_PASSWORD=")
     ]
     words = shlex.split(line)
     command = words[words.index("polyreme") :]

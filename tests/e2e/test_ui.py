@@ -32,9 +32,12 @@ PICTURES = {"curves": "light", "samples": "light", "life": "dark", "timeline": "
 WIDE, NARROW = {"width": 1600, "height": 950}, {"width": 375, "height": 800}
 expect.set_options(timeout=SECONDS * 1000)
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium: apt-get install chromium, or set POLYREME_CHROMIUM; .ci/run installs it"
-)
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium: apt-get install chromium, or set POLYREME_CHROMIUM; .ci/run installs it"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

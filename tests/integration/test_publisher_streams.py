@@ -2,16 +2,28 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
+from redis.asyncio import Redis
 
+from polyreme.process.backoff import Backoff
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.weight_sync import replica_client, replica_sync
+from polyreme_trainer.weight_sync import replica_client, replica_sync, streams
 from support.proxy import bad_network
-from support.publishing import World, same
+from support.publishing import World, publishing, same
 from support.receiver import lease, serving
 from support.waiting import until
+
+
+@pytest.fixture
+async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """A learner that streams to every replica itself."""
+    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
+    async with publishing(redis, redis_url, run_id, weights={"relay_roots": 100}) as world:
+        yield world
 
 
 async def test_a_replica_that_cannot_map_gets_every_version_by_stream(world: World) -> None:
@@ -151,7 +163,7 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
         nonlocal running, most
         running += 1
         most = max(most, running)
-        if running == replica_sync.MAX_STREAMS:
+        if running == streams.MAX_STREAMS:
             full.set()
         await until(full.is_set)
         await asyncio.sleep(0.01)
@@ -162,8 +174,8 @@ async def test_no_more_streams_at_once_than_agreed(world: World, monkeypatch: py
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", counted)
     world.arena.unlink()
     async with AsyncExitStack() as stack:
-        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(replica_sync.MAX_STREAMS + 4)]
+        receivers = [await stack.enter_async_context(world.replica(f"far{i}")) for i in range(streams.MAX_STREAMS + 4)]
         weights = await world.step()
         await world.publisher.wait_committed(0, len(receivers), 300)
         assert all(same(receiver.weights, weights) for receiver in receivers)
-    assert most == replica_sync.MAX_STREAMS
+    assert most == streams.MAX_STREAMS

@@ -1,9 +1,6 @@
 """A run works with a password in the Redis URL, and only the environments of its processes contain the password."""
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from redis import Redis
 from polyreme.cli.run_directory import RunFile, read_run_file
 from polyreme.config.run import RunConfig
 from polyreme.experience.embedded_redis import EmbeddedServer
+from support.commands import polyreme, start
 from support.processes import command_line, runs
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
@@ -44,14 +42,14 @@ def config(tmp_path: Path) -> RunConfig:
 def test_it_is_in_no_record_no_argument_and_no_output(guarded: EmbeddedServer, config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     url = guarded.url.replace("//", f"//:{SECRET}@")
-    command = [sys.executable, "-m", "polyreme", "up", str(tmp_path / "run.yaml"), "--redis", url]
+    up = start("up", str(tmp_path / "run.yaml"), "--redis", url, together=True)
     output = tmp_path / "up.log"
-    with output.open("wb") as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as up:
-        try:
-            children = started(psutil.Process(up.pid), ("reward", "rollout", "train"), output)
-            words = [word for child in children for word in child.cmdline()]
-        finally:
-            up.send_signal(signal.SIGKILL)
+    output.symlink_to(up.out)
+    try:
+        children = started(psutil.Process(up.pid), ("reward", "rollout", "train"), output)
+        words = [word for child in children for word in child.cmdline()]
+    finally:
+        up.process.kill()
     assert not psutil.wait_procs(children, timeout=300)[1]
     assert guarded.url in words
     assert not [word for word in words if SECRET in word]
@@ -84,7 +82,6 @@ def test_a_record_of_an_earlier_release_that_has_it_is_used_and_it_is_not_shown(
     config.run_dir.mkdir(parents=True)
     record = RunFile("gone", guarded.url.replace("//", f"//:{SECRET}@"))
     (config.run_dir / "run.json").write_text(json.dumps(vars(record)))
-    command = [sys.executable, "-m", "polyreme", "audit", str(config.run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = polyreme("audit", str(config.run_dir))
     assert "expected run gone in Redis; found none" in done.stderr
     assert SECRET not in done.stdout + done.stderr

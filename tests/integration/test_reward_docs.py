@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from polyreme_reward.rules import BUILTINS
+from support import guide
 from support.certificates import issue
 from support.models import tiny_reward_model
 
-GUIDE = Path(__file__).parents[2] / "docs" / "rewards.md"
-BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+GUIDE = guide.ROOT / "docs" / "rewards.md"
 
 
 @pytest.fixture
@@ -23,15 +23,15 @@ def folder(tmp_path: Path) -> Path:
     """The guide's files, with a free port instead of the documented one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    for _, info, text in BLOCK.findall(GUIDE.read_text()):
-        if info.startswith("file="):
-            (tmp_path / info.removeprefix("file=")).write_text(text.replace("8731", port))
+    for block in guide.blocks(GUIDE):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text.replace("8731", port))
     (tmp_path / "port").write_text(port)
     return tmp_path
 
 
 def commands() -> list[str]:
-    return [text for language, info, text in BLOCK.findall(GUIDE.read_text()) if (language, info) == ("sh", "run")]
+    return guide.commands("rewards.md")
 
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -1,11 +1,11 @@
 """`polyreme reward` as a process: its lease, its end, its errors."""
 
 import asyncio
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ from polyreme.experience.run import Run
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme_reward.server import serve
+from support.commands import Fork, piped
 from support.configs import run_config
 from support.processes import runs
 from support.rewards import reward_config
@@ -32,17 +33,9 @@ def reward(response):
 """
 
 
-@asynccontextmanager
-async def command(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`polyreme reward ARGUMENTS`, ended hard if it does not end by itself."""
-    argv = [sys.executable, "-m", "polyreme", "reward", *arguments]
-    process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE, start_new_session=True)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+def command(*arguments: str) -> AbstractContextManager[Fork]:
+    """`polyreme reward ARGUMENTS`, killed if it does not end by itself."""
+    return piped("polyreme", ["reward", *arguments], os.environ)
 
 
 @pytest.fixture
@@ -64,7 +57,7 @@ def request(response: str) -> reward_pb2.ScoreRequest:
 
 
 async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, reward_run: Run, tmp_path: Path) -> None:
-    async with command("--redis", redis_url, "--run", reward_run.run_id) as process:
+    with command("--redis", redis_url, "--run", reward_run.run_id) as process:
         found = await lease(reward_run)
         assert (found.kind, found.api) == ("reward", 1)
         assert [r["name"] for r in found.facts["rewards"]] == ["numeric", "slow"]
@@ -76,7 +69,7 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
             await until((tmp_path / "asked").exists)
             process.terminate()
             assert (await call).results[0].score == 2.0, "what was under way is answered"
-        assert await asyncio.wait_for(process.wait(), 300) == 0
+        assert await asyncio.to_thread(process.wait) == 0
         assert await Registry(reward_run).leases("reward") == []
         assert not [child for child in children if runs(child)]
 
@@ -94,7 +87,7 @@ async def test_the_advertised_address(host: str, advertise: str | None, told: st
 
 
 async def test_a_killed_server_leaves_no_process_behind(redis_url: str, reward_run: Run) -> None:
-    async with command("--redis", redis_url, "--run", reward_run.run_id) as process:
+    with command("--redis", redis_url, "--run", reward_run.run_id) as process:
         await lease(reward_run)
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -103,10 +96,10 @@ async def test_a_killed_server_leaves_no_process_behind(redis_url: str, reward_r
 
 
 async def error_of(*arguments: str) -> tuple[int, str]:
-    async with command(*arguments) as process:
-        _, text = await asyncio.wait_for(process.communicate(), 300)
-        assert process.returncode is not None
-        return process.returncode, text.decode()
+    with command(*arguments) as process:
+        assert process.stdout is not None
+        text = await asyncio.to_thread(process.stdout.read)
+        return process.wait(), text
 
 
 @pytest.mark.parametrize("option", ["--port", "--http-port"])

@@ -1,33 +1,83 @@
-"""`polyreme` commands as processes that start in milliseconds: one process has imported what they import, and each command is its fork.
+"""Python processes that start in milliseconds: one process has imported what they import, and each of them is its fork.
 
-Invariant: a command has its own session, environment, directory and outputs, as one that a shell starts. What a command imports at start
+Invariant: a fork has its own session, environment, directory and outputs, as a process that a shell starts. What a module imports at start
 is not tested with it.
 """
 
 import atexit
 import functools
-import importlib
 import json
 import os
-import runpy
+import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import traceback
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO, cast
+
+from polyreme.process.lifecycle import Child
+from support import fork_server
 
 MODULES = (
-    "polyreme.cli.up",
+    "polyreme.cli.audit",
     "polyreme.cli.config",
-    "polyreme_trainer.checks",
+    "polyreme.cli.up",
+    "polyreme_reward.command",
     "polyreme_reward.server",
+    "polyreme_rollout.testing.simulated_replicas",
+    "polyreme_trainer.checks",
+    "polyreme_trainer.orchestrator.main",
+    "polyreme_trainer.testing.simulated_learner",
+    "polyreme_trainer.testing.simulation",
     "transformers.tokenization_utils_base",
 )
+FORKED = ("polyreme_trainer.orchestrator", "polyreme_trainer.testing.simulated_learner")
+"""Modules whose processes are forks when the child of a `spawn` starts them by its interpreter's path."""
+_DEADLINE = 300.0  # seconds
+
+
+class Fork:
+    """A process that the parent has forked. It has what `Child` and tests use of a `subprocess.Popen`."""
+
+    def __init__(self, args: Sequence[str], pid: int) -> None:
+        self.args, self.pid = args, pid
+        self.returncode: int | None = None
+        self.stdout: TextIO | None = None
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._ended(0.0)
+
+    def wait(self, timeout: float = _DEADLINE) -> int:
+        """Waits for its end. Raises TimeoutExpired after `timeout` seconds."""
+        status = self._ended(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, seconds: float) -> int | None:
+        if self.returncode is None and select.select([self._pidfd], [], [], seconds)[0]:
+            os.close(self._pidfd)
+            self.returncode = _parent().ask({"reap": self.pid})
+        return self.returncode
 
 
 @dataclass(frozen=True)
@@ -40,13 +90,20 @@ class Started:
     """
 
     argv: tuple[str, ...]
-    pid: int
+    process: Fork
     out: Path
     err: Path
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
     def wait(self) -> "subprocess.CompletedProcess[str]":
-        """Waits for its end. Raises AssertionError when it has not ended after 300 s; it is killed then."""
-        status = _parent().ended(self.pid)
+        """Waits for its end. Kills it when it has not ended after 300 s, and raises TimeoutExpired."""
+        try:
+            status = self.process.wait()
+        finally:
+            self.process.kill()
         return subprocess.CompletedProcess(self.argv, status, self.out.read_text(), self.err.read_text())
 
 
@@ -58,99 +115,123 @@ def polyreme(*argv: str, cwd: Path | None = None, **environment: str) -> "subpro
 def start(*argv: str, cwd: Path | None = None, together: bool = False, **environment: str) -> Started:
     """Starts `polyreme argv`. `together`: both outputs go to one file, in the order of writing. The variables of Polyreme are unset."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
-    return _parent().fork(argv, Path.cwd() if cwd is None else cwd, {**clean, "COLUMNS": "120", **environment}, together)
+    folder = Path(tempfile.mkdtemp(prefix="command-", dir=_parent().folder))
+    out, err = folder / "out", folder / ("out" if together else "err")
+    with open(out, "ab") as stdout, open(err, "ab") as stderr:
+        outputs = stdout.fileno(), stderr.fileno()
+        process = fork("polyreme", argv, {**clean, "COLUMNS": "120", **environment}, outputs, cwd)
+    return Started(argv, process, out, err)
+
+
+def spawn(name: str, module: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+    """As `Child.spawn`: starts `python -m module argv`. `environment` is added to this process's; what it writes is appended to `log`.
+
+    What it starts itself of FORKED is a fork of the parent too.
+    """
+    with open(log, "ab") as file:
+        outputs = file.fileno(), file.fileno()
+        process = fork(module, argv, {**os.environ, **environment}, outputs, executable=str(_parent().launcher))
+    return Child(name, cast("subprocess.Popen[bytes]", process), log)
+
+
+def fork(
+    module: str,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    outputs: tuple[int, int],
+    cwd: Path | None = None,
+    executable: str = sys.executable,
+    terminal: bool = False,
+) -> Fork:
+    """Starts `python -m module argv` with nothing but `environment`.
+
+    Args:
+        outputs: file descriptors for its stdout and stderr.
+        cwd: its working directory; this process's by default.
+        executable: the interpreter that it finds as its own.
+        terminal: whether its stdout becomes its controlling terminal.
+    """
+    order = {
+        "module": module,
+        "argv": list(argv),
+        "cwd": str(cwd or Path.cwd()),
+        "environment": dict(environment),
+        "executable": executable,
+        "terminal": terminal,
+    }
+    return Fork([executable, "-m", module, *argv], _parent().ask(order, outputs))
+
+
+@contextmanager
+def piped(module: str, argv: Sequence[str], environment: Mapping[str, str], executable: str = sys.executable) -> Iterator[Fork]:
+    """A fork whose outputs are both in its `stdout`. Kills it at the end of the block."""
+    read_end, write_end = os.pipe()
+    with open(read_end) as stdout:
+        try:
+            process = fork(module, argv, environment, (write_end, write_end), executable=executable)
+        finally:
+            os.close(write_end)
+        process.stdout = stdout
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+_LAUNCHER = """#!{python} -IS
+import json, os, signal, socket, sys
+if sys.argv[1] != "-m" or sys.argv[2] not in {forked}:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+parent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+parent.connect({address!r})
+order = {{"module": sys.argv[2], "argv": sys.argv[3:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
+order |= {{"executable": {python!r}, "terminal": False}}
+socket.send_fds(parent, [json.dumps(order).encode()], [1, 2])
+pid = int(parent.recv(64))
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+status = int(parent.recv(64))
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+"""An interpreter's stand-in: its process lasts as long as the fork that it asks for, with the same end, and the fork ends with it."""
 
 
 class _Parent:
-    """This process's side of the parent of all commands. It ends with this process, and its commands end with it."""
+    """This process's side of the parent of all forks. It ends with this process, and the forks end with it."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="polyreme-commands-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="polyreme-commands-"))
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command, pipe = [sys.executable, __file__, *MODULES], subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, text=True, env=os.environ | one_thread, start_new_session=True
-        )
-        self._statuses: dict[int, int] = {}
-        self._count = 0
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        address = self.folder / "socket"
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(address))
+            listener.listen()
+            listener.set_inheritable(True)
+            command = [sys.executable, fork_server.__file__, str(listener.fileno()), *MODULES]
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), env=os.environ | one_thread, start_new_session=True, pass_fds=[listener.fileno()]
+            )
+        self.launcher = self.folder / "python"
+        self.launcher.write_text(_LAUNCHER.format(python=sys.executable, address=str(address), forked=FORKED))
+        self.launcher.chmod(0o700)
         atexit.register(self._close)
 
-    def fork(self, argv: Sequence[str], cwd: Path, environment: Mapping[str, str], together: bool) -> Started:
-        self._count += 1
-        out = self._folder / f"{self._count}.out"
-        err = out if together else self._folder / f"{self._count}.err"
-        order = {"argv": list(argv), "cwd": str(cwd), "environment": dict(environment), "out": str(out), "err": str(err)}
-        return Started(tuple(argv), self._ask(order), out, err)
-
-    def ended(self, pid: int) -> int:
-        return self._ask({"wait": pid})
-
-    def _ask(self, order: Mapping[str, object]) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+    def ask(self, order: Mapping[str, object], files: Sequence[int] = ()) -> int:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(order).encode()], files)
+            return int(self._socket.recv(64))
 
     def _close(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+        self._socket.close()
+        shutil.rmtree(self.folder)
 
 
 _parent = functools.cache(_Parent)
-
-
-def _child(order: dict[str, object]) -> int:
-    """What the fork does. Returns its exit status."""
-    os.setsid()
-    for name, target in (("out", 1), ("err", 2)):
-        os.dup2(os.open(str(order[name]), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), target)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.chdir(str(order["cwd"]))
-    environment, argv = order["environment"], order["argv"]
-    assert isinstance(environment, dict) and isinstance(argv, list)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["polyreme", *argv]
-    warnings.simplefilter("ignore", RuntimeWarning)  # runpy: the module is imported already
-    try:
-        runpy.run_module("polyreme", run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def _wait(pid: int) -> int:
-    """The exit status of a fork. It is killed after 300 s."""
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(pid, signal.SIGKILL))
-    signal.alarm(300)
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    finally:
-        signal.alarm(0)
-
-
-def _main() -> None:
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"a fork takes one thread along, this process has {threads}"
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            print(_wait(order["wait"]), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            with suppress(BrokenPipeError):
-                status = _child(order)
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        print(pid, flush=True)
-
-
-if __name__ == "__main__":
-    _main()

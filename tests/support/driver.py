@@ -34,6 +34,8 @@ from support.proxy import Proxy, bad_network
 
 STALL = 300.0
 """Seconds without a new sample after which the run counts as stuck."""
+DEFERRALS = 100
+"""Faults that may find their victim down, one after the other or not."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Storm:
         self._append = re.compile(re.escape(script_digest("append")))
         self.appends = 0
         self.last_append = time.monotonic()
-        self._redis_is_away = False
+        self._redis_is_away = self._stopped = False
         self._began = time.monotonic()
         self.later(self.watch())
 
@@ -235,7 +237,7 @@ class Storm:
 
     async def rage(self, faults: Sequence[Fault]) -> int:
         """Lets the faults happen, one after the other, until they are all done or the run is. Returns how many there were."""
-        left, number = deque(faults), 0
+        left, number, deferred = deque(faults), 0, Counter[str]()
         while left:
             fault = left.popleft()
             await asyncio.sleep(fault.gap)
@@ -243,6 +245,10 @@ class Storm:
                 if self._run_is_over():
                     return number
                 self._note(f"{fault.victim} is down: its {fault.action} comes later")
+                deferred[fault.victim] += 1
+                if deferred[fault.victim] > DEFERRALS:
+                    self.problems.append(f"{fault.victim} does not come up")
+                    return number
                 left.append(fault)
                 continue
             number += 1
@@ -281,12 +287,13 @@ class Storm:
         while time.monotonic() < deadline:
             if victim == "redis" and not self._redis_is_away:
                 return True
-            if victim != "redis" and self._pid(victim) is not None:
+            if victim != "redis" and self.pid(victim) is not None:
                 return True
             await asyncio.sleep(0.02)
         return False
 
-    def _pid(self, victim: str) -> int | None:
+    def pid(self, victim: str) -> int | None:
+        """Of a process that runs; None while it is down."""
         if victim in self.parts:
             born = self.parts[victim].born
             return born.pid if born is not None and born.status is None else None
@@ -295,7 +302,9 @@ class Storm:
             return None
         with suppress(psutil.Error):
             running = [child for child in psutil.Process(supervisor.pid).children() if runs(child)]
-            ours = [child.pid for child in running if any(f".{victim}" in word for word in child.cmdline())]
+            ours = [
+                child.pid for child in running if any(word.endswith((f".{victim}", f"_{victim}")) for word in child.cmdline())
+            ]
             return self._rng.choice(ours) if ours else None  # a learner has several ranks
         return None
 
@@ -312,7 +321,7 @@ class Storm:
             os.kill(self._server.pid, signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
             self._mend(self._bring_redis_back(fault))
             return
-        pid, part = self._pid(fault.victim), self.parts.get(fault.victim) or self.parts["supervisor"]
+        pid, part = self.pid(fault.victim), self.parts.get(fault.victim) or self.parts["supervisor"]
         if pid is None:
             self._note(f"{fault.victim} has just ended by itself")
             return
@@ -395,9 +404,16 @@ class Storm:
         state, reason = await self.run.state()
         if not done:
             self.problems.append(f"the run is {state} after {seconds:.0f} s of calm")
-        if reason:
+        if reason and not (self._stopped and state is RunState.STOPPED):
             self.problems.append(f"the run is {state}: {reason}")
         return state
+
+    def stop(self) -> None:
+        """Asks the supervisor to end the run early: it saves and drains."""
+        born = self.parts["supervisor"].born
+        assert born is not None
+        self._stopped = True
+        born.signal(signal.SIGTERM)
 
     async def close(self) -> None:
         for task in (*self._background, *self._keepers.values()):

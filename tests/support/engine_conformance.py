@@ -6,6 +6,7 @@ python -m support.engine_conformance ENGINE MODEL_FILES [WEIGHTS]     (a Hugging
 import asyncio
 import json
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
@@ -141,6 +143,57 @@ async def nothing_is_sampled_while_paused(subject: Subject) -> None:
     raise AssertionError("every request had ended before the pause")
 
 
+async def sleep_keeps_running_requests(subject: Subject) -> None:
+    """With the old weights, and with new ones that are loaded before sampling continues."""
+    request = subject.request(100)
+    undisturbed = await subject.answer(subject.request(100))
+    for factor in (None, 2.0):
+        stream = subject.engine.generate(request)
+        first = await anext(stream)
+        await subject.engine.pause()
+        await subject.engine.sleep()
+        await subject.engine.wake()
+        if factor is not None:
+            await subject.engine.load([subject.write(factor)])
+            subject.loads += 1
+        await subject.engine.resume()
+        ids = [*first.token_ids, *[id async for delta in stream for id in delta.token_ids]]
+        assert len(ids) == 100
+        assert factor is not None or ids == undisturbed.ids
+        request = subject.request(100)
+    await subject.swap(1.0)
+
+
+async def a_sleeping_engine_computes_nothing(subject: Subject) -> None:
+    """Its processes come to rest, with requests that run and requests that wait."""
+    tasks = [asyncio.create_task(subject.answer(subject.request(100))) for _ in range(2 * MAX_NUM_SEQS)]
+    await asyncio.sleep(0)
+    await subject.engine.pause()
+    await subject.engine.sleep()
+    async with asyncio.timeout(DEADLINE):
+        while await busy_fraction(0.5) > 0.2:  # vLLM's workers look for messages for up to a second after the last one
+            pass
+    await subject.engine.wake()
+    await subject.engine.resume()
+    assert all(len(answer.ids) == 100 for answer in await asyncio.gather(*tasks))
+
+
+async def busy_fraction(seconds: float) -> float:
+    """Processor time of this process and its descendants, per second."""
+
+    def spent() -> float:
+        total = 0.0
+        for process in (me, *me.children(recursive=True)):
+            times = process.cpu_times()
+            total += times.user + times.system
+        return total
+
+    me = psutil.Process()
+    before, began = spent(), time.monotonic()
+    await asyncio.sleep(seconds)
+    return (spent() - before) / (time.monotonic() - began)
+
+
 async def a_version_decides_the_answers(subject: Subject) -> None:
     answers, digests = [], []
     for factor in (1.0, 1.5, 1.0):
@@ -212,6 +265,8 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         a_seed_repeats_a_sample_and_seeds_differ,
         closing_the_iterator_frees_its_place,
         nothing_is_sampled_while_paused,
+        sleep_keeps_running_requests,
+        a_sleeping_engine_computes_nothing,
         a_version_decides_the_answers,
         given_tokens_have_the_log_probabilities_of_the_version,
         a_failed_load_is_an_error_and_the_next_one_works,

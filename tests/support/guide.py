@@ -1,26 +1,69 @@
-"""The fenced blocks of a guide: its files are written, its commands are run."""
+"""The fenced blocks of a page: its files are written, its commands are run.
+
+Invariant: a block is what the page shows, character for character. A comment `<!-- not executed: REASON -->` above a block says why no test
+executes it.
+"""
 
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-_BLOCK = re.compile(r"^```(\w+) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+_DOCS = ROOT / "docs"
+_BLOCK = re.compile(
+    r"(?:^<!-- not executed: (?P<reason>[^>]+?) -->\n+)?^```(?P<language>\w*) ?(?P<info>[^\n]*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    """The page's path, relative to the repository."""
+    line: int
+    language: str
+    info: str
+    """What follows the language: `file=NAME`, `run`, `check` or nothing."""
+    text: str
+    reason: str
+    """Why it is not executed, or nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def file(self) -> str:
+        """The name of the file that the block is, or nothing."""
+        return self.info.removeprefix("file=") if self.info.startswith("file=") else ""
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page, in order."""
+    text = page.read_text()
+    found = []
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("language")) + 1
+        name = str(page.relative_to(ROOT))
+        found.append(Block(name, line, match["language"], match["info"], match["text"], match["reason"] or ""))
+    return found
 
 
 def write_files(name: str, folder: Path) -> None:
     """Writes each block of docs/`name` that has `file=...` into the folder."""
-    for _, info, text in _BLOCK.findall((_DOCS / name).read_text()):
-        if info.startswith("file="):
-            (folder / info.removeprefix("file=")).write_text(text)
+    for block in blocks(_DOCS / name):
+        if block.file:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text)
 
 
 def commands(name: str, info: str = "run") -> list[str]:
     """The `sh` blocks of docs/`name`, in order: those to run, or with `info` "" those that are for another moment."""
-    blocks = _BLOCK.findall((_DOCS / name).read_text())
-    return [text for language, found, text in blocks if (language, found) == ("sh", info)]
+    return [block.text for block in blocks(_DOCS / name) if (block.language, block.info) == ("sh", info)]
 
 
 def run(script: str, folder: Path, timeout: float = 300.0) -> str:

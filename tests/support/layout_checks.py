@@ -97,7 +97,7 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
     found = checkpoint.read(path)
     assert found is not None and found.intact()
     arch, here = load_architecture(model), Rank()
-    layout = RankMesh(*(found.layout[name] for name in ("tensor", "pipeline", "data")))
+    layout = RankMesh(*(found.layout[name] for name in ("tensor", "pipeline", "data", "expert")))
     shards = [
         SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
         for rank, numbers in layout.files(here)
@@ -116,13 +116,13 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def push_and_export(model: str, folder: str, layout: str) -> None:
-    """A trained version in the arena, written by every stage and tensor rank, is the exported model bit for bit."""
+    """A trained version in the arena, written by every stage, tensor rank and expert rank, is the exported model bit for bit."""
     device = Device("cpu")
     init_parallel(ParallelConfig(**json.loads(layout)), device)
     role, number = make_role(model, "float32", device), torch.distributed.get_rank()
     step(role)
     ranks = Ranks(number, BroadcastChannel(device.torch))
-    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.shard.rank == 0)
+    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.shard.rank < role.model.rank.ep)
     try:
         written = writer.write(0, version=1, term=1)
         full = role.model.full_tensors()

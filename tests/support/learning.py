@@ -173,9 +173,22 @@ def save_and_continue(config_json: str, out: str) -> None:
 def resume_and_continue(config_json: str, out: str) -> None:
     rank = Rank(*start(config_json))
     assert rank.engine.load() == 3
-    metrics = [rank.iterate(iteration) for iteration in (4, 5)]
+    metrics = []
+    for iteration in (4, 5):
+        metrics.append(rank.iterate(iteration))
+        leave_and_return(rank.engine)
     rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json(), "metrics": metrics})
     rank.engine.close()
+
+
+def leave_and_return(engine: MegatronEngine) -> None:
+    """As an accelerator's learner between two turns; on CPU it would stay where it is."""
+    engine.offload_roles(pin=False)
+    assert engine.offload is not None
+    assert engine.offload.nbytes > 4 * engine.policy.arch.parameters // engine.config.trainer.parallel.world_size
+    left = [tensor for role in engine.saved for tensor in role.tensors()]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in left) == 0
+    engine.return_to_device()
 
 
 def rank_0_waits_then_fails(seconds: str) -> None:

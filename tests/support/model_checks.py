@@ -267,7 +267,7 @@ def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -
     forked = role_of(model, device, replace(ADAM, beta1=0.7, beta2=0.8, eps=1e-6, weight_decay=0.3))
     checkpoint.load(found, [forked])
     assert forked.optimizer is not None
-    settings = [(group["betas"], group["eps"], group["weight_decay"]) for group in forked.optimizer._inner.param_groups]
+    settings = [(group["betas"], group["eps"], group["weight_decay"]) for group in forked.optimizer._groups]
     assert {(betas, eps) for betas, eps, _ in settings} == {((0.7, 0.8), 1e-6)}
     assert {decay for _, _, decay in settings} == {0.0, 0.3}, "what a fork is configured with, not what it was saved with"
 

@@ -12,7 +12,7 @@ class Proxy:
 
     Attributes:
         lose: while above 0, the next answers never arrive and their connections break.
-        listener: awaited with what a client has sent, before that goes on.
+        listener: awaited with what a client has sent, before that goes on; answer_listener: with what the server has.
         port: where it listens.
     """
 
@@ -20,6 +20,7 @@ class Proxy:
         self._target = (host, port)
         self.lose = 0
         self.listener: Callable[[bytes], Awaitable[None]] | None = None
+        self.answer_listener: Callable[[bytes], Awaitable[None]] | None = None
         self.port = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._flows = asyncio.Event()
@@ -95,6 +96,8 @@ class Proxy:
             if self.lose:  # the server has done it, and nobody will hear of it
                 self.lose -= 1
                 return
+            if self.answer_listener is not None:
+                await self.answer_listener(data)
             await self._flows.wait()
             writer.write(data)
             await writer.drain()

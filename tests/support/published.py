@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from support.tiny_tokenizer import model_files
+
 _QWEN = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
@@ -81,3 +83,16 @@ def published_config(name: str, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIGS[name]))
     return directory
+
+
+def published_model(name: str, directory: Path) -> Path:
+    """A directory like the published model's, with a small tokenizer. The weights are a hole in a file: no disk, no memory."""
+    directory.mkdir(parents=True)
+    for file, content in model_files().items():
+        (directory / file).write_bytes(content)
+    size = 2 * PARAMETERS[name]
+    header = json.dumps({"weights": {"dtype": "BF16", "shape": [PARAMETERS[name]], "data_offsets": [0, size]}}).encode()
+    with open(directory / "model.safetensors", "wb") as weights:
+        weights.write(len(header).to_bytes(8, "little") + header)
+        weights.truncate(8 + len(header) + size)
+    return published_config(name, directory)

@@ -11,11 +11,12 @@ import numpy as np
 import xxhash
 
 from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.config.security import SecurityConfig
 from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
-from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadError, LoadResult, NewTokens, TensorDigest
+from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
@@ -63,6 +64,13 @@ class MemoryEngine:
     async def pause(self) -> None:
         self.paused = True
 
+    async def sleep(self) -> Slept:
+        assert self.paused
+        return Slept(0, weights=True, cache=True)
+
+    async def wake(self) -> None:
+        assert self.paused
+
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         assert self.paused
         await self.may_load.wait()
@@ -99,9 +107,12 @@ class MemoryEngine:
 
 
 class Receiver(WeightsService):
-    """The service; `versions` lists all that it has served, `calls` every call it got, `term` is the learner's as it knows it."""
+    """The service; `versions` lists all that it has served, `calls` every call it got, `term` is the learner's as it knows it.
 
-    def __init__(self, run_id: str, weight_names: Sequence[str]) -> None:
+    `maps`: whether it is on the trainer's host; `reaches_replicas`: whether other replicas' addresses work here.
+    """
+
+    def __init__(self, run_id: str, weight_names: Sequence[str], security: SecurityConfig | None = None) -> None:
         self.engine = MemoryEngine(weight_names)
         self.versions: list[int] = []
         self.calls: deque[str] = deque(maxlen=1000)
@@ -109,7 +120,9 @@ class Receiver(WeightsService):
         swapper = WeightSwapper(
             run_id, self.engine, lambda: self.term, lambda version, _sampled: self.versions.append(version), lambda: None
         )
-        super().__init__(swapper, ReplicaMetrics(), self._committed)
+        self.metrics = ReplicaMetrics()
+        self.maps = self.reaches_replicas = True
+        super().__init__(swapper, self.metrics, self._committed, security)
 
     async def _committed(self) -> None:
         pass
@@ -120,6 +133,8 @@ class Receiver(WeightsService):
 
     async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
         self.calls.append("Probe")
+        if not self.maps:
+            return pb.ProbeResponse(can_map=False, reason="another host")
         return await super().Probe(request, context)
 
     async def StageArena(self, request: pb.StageArenaRequest, context: Any) -> pb.StageResponse:
@@ -130,19 +145,29 @@ class Receiver(WeightsService):
         self.calls.append("StageStream")
         await super().StageStream(messages, context)
 
+    async def StageRelay(self, request: pb.StageRelayRequest, context: Any) -> pb.StageRelayResponse:
+        self.calls.append("StageRelay")
+        if not self.reaches_replicas:
+            request.source = "127.0.0.1:1"
+        return await super().StageRelay(request, context)
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
+        self.calls.append("Fetch")
+        await super().Fetch(request, context)
+
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         self.calls.append("Commit")
         return await super().Commit(request, context)
 
 
 @asynccontextmanager
-async def serving(receiver: Receiver, port: int = 0) -> AsyncIterator[int]:
+async def serving(receiver: Receiver, port: int = 0, security: SecurityConfig | None = None) -> AsyncIterator[int]:
     """The receiver behind a gRPC server; gives its port."""
 
     def add(server: grpc.aio.Server) -> None:
         receiver.add_to(server)
 
-    async with rpc.serve("127.0.0.1", port, add, [SERVICE], grace=0.1) as server:
+    async with rpc.serve("127.0.0.1", port, add, [SERVICE], grace=0.1, security=security) as server:
         yield server.port
     receiver.engine.may_load.set()  # a swap goes on to its end when the call is gone
 

@@ -74,6 +74,8 @@ class Replica:
     id: str
     engine: SimulatedInferenceEngine
     service: RolloutService
+    swapper: WeightSwapper
+    metrics: ReplicaMetrics
     lease: Lease
     calls: list[Any] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,7 +105,9 @@ async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engin
     swapper = WeightSwapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
     async with AsyncExitStack() as life, AsyncExitStack() as lease_life:
-        replica = Replica(name, engine, service, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life)
+        replica = Replica(
+            name, engine, service, swapper, metrics, Lease("rollout", name, "", "", api), _life=life, _lease=lease_life
+        )
 
         class Recorder(rollout_pb2_grpc.RolloutServiceServicer):
             Describe = service.Describe

@@ -1,7 +1,6 @@
 """A whole run as processes, without a model: real Redis, reward server, supervisor and orchestrator; simulated learner and replicas."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.store import connect
 from polyreme.process.lifecycle import Child
+from support.commands import spawn
 from support.simulated import ROWS, config_tree
 from support.tiny_tokenizer import model_files
 
@@ -27,8 +27,8 @@ class SimulatedRun:
 
     def start(self, name: str) -> None:
         environment = {"POLYREME_REDIS": self.redis_url, "POLYREME_RUN": self.run.run_id, "OMP_NUM_THREADS": "1"}
-        command = (sys.executable, "-m", *self.commands[name])
-        self.children[name] = Child.spawn(name, command, environment, self.folder / f"{name}.log")
+        module, *options = self.commands[name]
+        self.children[name] = spawn(name, module, options, environment, self.folder / f"{name}.log")
 
     async def ended(self, seconds: float) -> tuple[RunState, str]:
         """The run's last state and its reason, once the trainer has ended. Fails with what the logs say when it does not."""

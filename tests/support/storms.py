@@ -105,11 +105,13 @@ async def simulated_storm(
     step_seconds: float = 0.003,
     train_seconds: float = 0.03,
     rare: int = 200,
+    replica: tuple[str, ...] = (),
     **sections: Any,
 ) -> AsyncIterator[Storm]:
     """A running run with three simulated replicas.
 
     Args:
+        replica: further options of each replica. They may contain "{name}".
         supervised: whether a supervisor keeps orchestrator and learner, or the driver itself.
         rare: one answer of so many takes the reward two seconds.
         sections: of the configuration: see `config_tree`.
@@ -125,7 +127,8 @@ async def simulated_storm(
         for place in range(3):
             name = f"rollout-{place}"
             reached = await _linked(storm, name)
-            await storm.start(name, "polyreme_rollout.testing.simulated_replicas", "--step-seconds", str(step_seconds), *reached)
+            options = ("--step-seconds", str(step_seconds), *(word.format(name=name) for word in replica))
+            await storm.start(name, "polyreme_rollout.testing.simulated_replicas", *options, *reached)
         await storm.start("reward", "polyreme", "reward", *await _linked(storm, "reward"))
         if supervised:
             await start_supervisor(storm, train_seconds)

@@ -266,6 +266,37 @@ def test_the_learner_spreads_over_pods_that_meet_by_name(overlay: str, card: str
         assert found["PersistentVolumeClaim", claim]["accessModes"] == ["ReadWriteMany"]
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed: overlays are built with its kustomize")
+@pytest.mark.parametrize("overlay", ["cpu", "cuda", "npu"])
+def test_learner_and_replica_share_a_pod(overlay: str, tmp_path: Path) -> None:
+    import kubernetes_validate
+
+    shutil.copytree(KUBERNETES, tmp_path / "kubernetes")
+    path = tmp_path / "kubernetes" / "overlays" / overlay / "kustomization.yaml"
+    path.write_text(path.read_text() + "components: [../../components/colocated]\n")
+    built = subprocess.run(["kubectl", "kustomize", path.parent], capture_output=True, text=True, check=True, timeout=300).stdout
+    found = {(document["kind"], document["metadata"]["name"]): document for document in yaml.safe_load_all(built)}
+    for document in found.values():
+        kubernetes_validate.validate(document, "1.33", strict=True)
+    assert not [kind for kind, name in found if name == "rollout"]
+    pod = found["Job", "trainer"]["spec"]["template"]["spec"]
+    _, replica = pod["initContainers"]
+    (trainer,) = pod["containers"]
+    assert replica["restartPolicy"] == "Always" and replica["image"] == f"polyreme/rollout:{overlay}"
+    assert "placement=colocated" in trainer["args"] and "startupProbe" not in replica  # the replica waits for the trainer's run
+    ports = [port["containerPort"] for container in (trainer, replica) for port in container["ports"]]
+    assert len(set(ports)) == len(ports) and f"--http-port={ports[-1]}" in replica["args"]
+    assert {mount["name"] for mount in replica["volumeMounts"]} <= {mount["name"] for mount in trainer["volumeMounts"]}
+
+
+def test_a_variable_puts_the_replica_on_the_trainers_card() -> None:
+    cards = {
+        name: SERVICES[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name in ("trainer-cuda", "rollout-cuda-1")
+    }
+    assert cards == {"trainer-cuda": ["0"], "rollout-cuda-1": ["${POLYREME_ROLLOUT_CARD:-1}"]}
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     from prometheus_client import generate_latest
 

@@ -175,7 +175,8 @@ def test_nothing_is_pickled() -> None:
 
 
 CORE_ARROWS = {
-    "cli": {"experience", "import_config", "dataset", "net", "config", "weights", "process", "errors"},
+    "cli": {"gateway", "experience", "import_config", "dataset", "net", "config", "weights", "process", "errors"},
+    "gateway": {"experience", "net", "config", "process", "errors"},
     "experience": {"net", "config", "process", "errors", "api"},
     "net": {"config", "process", "errors"},
     "weights": {"errors", "api"},

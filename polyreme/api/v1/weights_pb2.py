@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpolyreme/api/v1/weights.proto\x12\x0fpolyreme.api.v1\":\n\tVersionId\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\"{\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x10\n\x08\x61lias_of\x18\x07 \x01(\t\"\x8e\x01\n\x08Manifest\x12&\n\x02id\x18\x01 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\x12-\n\x07tensors\x18\x04 \x03(\x0b\x32\x1c.polyreme.api.v1.TensorEntry\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\"T\n\x0bTensorDelta\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x04\x12\r\n\x05words\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x15\n\rdigest_before\x18\x04 \x01(\x06\"\x95\x01\n\rDeltaManifest\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.polyreme.api.v1.Manifest\x12(\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12-\n\x07tensors\x18\x03 \x03(\x0b\x32\x1c.polyreme.api.v1.TensorDelta\"O\n\x0cProbeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x12\n\narena_path\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"0\n\rProbeResponse\x12\x0f\n\x07\x63\x61n_map\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"v\n\x11StageArenaRequest\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.polyreme.api.v1.Manifest\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\x9e\x01\n\x12StageStreamRequest\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.polyreme.api.v1.Manifest\x12\x13\n\x06offset\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12-\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x1e.polyreme.api.v1.DeltaManifestB\t\n\x07_offset\"f\n\x13StageStreamResponse\x12\x12\n\x08\x62\x65gin_at\x18\x01 \x01(\x04H\x00\x12\x30\n\x06staged\x18\x02 \x01(\x0b\x32\x1e.polyreme.api.v1.StageResponseH\x00\x42\t\n\x07\x63ontent\">\n\rStageResponse\x12\x16\n\x0everify_seconds\x18\x01 \x01(\x01\x12\x15\n\rapply_seconds\x18\x02 \x01(\x01\"6\n\x06\x43\x61nary\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05limit\x18\x03 \x01(\x01\"`\n\rCommitRequest\x12&\n\x02id\x18\x01 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12\'\n\x06\x63\x61nary\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.Canary\"\x86\x01\n\x0e\x43ommitResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x15\n\rstall_seconds\x18\x02 \x01(\x01\x12\x16\n\x0ereload_seconds\x18\x03 \x01(\x01\x12\x1e\n\x11\x63\x61nary_difference\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x14\n\x12_canary_difference2\xd3\x02\n\x0eWeightsService\x12\x46\n\x05Probe\x12\x1d.polyreme.api.v1.ProbeRequest\x1a\x1e.polyreme.api.v1.ProbeResponse\x12P\n\nStageArena\x12\".polyreme.api.v1.StageArenaRequest\x1a\x1e.polyreme.api.v1.StageResponse\x12\\\n\x0bStageStream\x12#.polyreme.api.v1.StageStreamRequest\x1a$.polyreme.api.v1.StageStreamResponse(\x01\x30\x01\x12I\n\x06\x43ommit\x12\x1e.polyreme.api.v1.CommitRequest\x1a\x1f.polyreme.api.v1.CommitResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpolyreme/api/v1/weights.proto\x12\x0fpolyreme.api.v1\":\n\tVersionId\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\"{\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x10\n\x08\x61lias_of\x18\x07 \x01(\t\"\x8e\x01\n\x08Manifest\x12&\n\x02id\x18\x01 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\x12-\n\x07tensors\x18\x04 \x03(\x0b\x32\x1c.polyreme.api.v1.TensorEntry\x12\x0e\n\x06nbytes\x18\x05 \x01(\x04\"d\n\x0bTensorDelta\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x04\x12\r\n\x05words\x18\x02 \x01(\x04\x12\x0e\n\x06nbytes\x18\x03 \x01(\x04\x12\x15\n\rdigest_before\x18\x04 \x01(\x06\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\"\x95\x01\n\rDeltaManifest\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.polyreme.api.v1.Manifest\x12(\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12-\n\x07tensors\x18\x03 \x03(\x0b\x32\x1c.polyreme.api.v1.TensorDelta\"O\n\x0cProbeRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x12\n\narena_path\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0c\"0\n\rProbeResponse\x12\x0f\n\x07\x63\x61n_map\x18\x01 \x01(\x08\x12\x0e\n\x06reason\x18\x02 \x01(\t\"v\n\x11StageArenaRequest\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.polyreme.api.v1.Manifest\x12\x12\n\narena_path\x18\x02 \x01(\t\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"\x9e\x01\n\x12StageStreamRequest\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.polyreme.api.v1.Manifest\x12\x13\n\x06offset\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12-\n\x05\x64\x65lta\x18\x04 \x01(\x0b\x32\x1e.polyreme.api.v1.DeltaManifestB\t\n\x07_offset\"f\n\x13StageStreamResponse\x12\x12\n\x08\x62\x65gin_at\x18\x01 \x01(\x04H\x00\x12\x30\n\x06staged\x18\x02 \x01(\x0b\x32\x1e.polyreme.api.v1.StageResponseH\x00\x42\t\n\x07\x63ontent\"\x9f\x01\n\x11StageRelayRequest\x12-\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.polyreme.api.v1.ManifestH\x00\x12/\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1e.polyreme.api.v1.DeltaManifestH\x00\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0f\n\x07timeout\x18\x04 \x01(\x01\x42\t\n\x07\x63ontent\"\x86\x01\n\x12StageRelayResponse\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\x12\x30\n\x06staged\x18\x02 \x01(\x0b\x32\x1e.polyreme.api.v1.StageResponseH\x00\x12\x11\n\x07missing\x18\x03 \x01(\tH\x00\x12\x10\n\x06\x66\x61iled\x18\x04 \x01(\tH\x00\x42\t\n\x07outcome\"~\n\x0c\x46\x65tchRequest\x12&\n\x02id\x18\x01 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12\x0c\n\x04part\x18\x02 \x01(\r\x12(\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12\x0e\n\x06offset\x18\x04 \x01(\x04\">\n\rStageResponse\x12\x16\n\x0everify_seconds\x18\x01 \x01(\x01\x12\x15\n\rapply_seconds\x18\x02 \x01(\x01\"6\n\x06\x43\x61nary\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\r\n\x05limit\x18\x03 \x01(\x01\"`\n\rCommitRequest\x12&\n\x02id\x18\x01 \x01(\x0b\x32\x1a.polyreme.api.v1.VersionId\x12\'\n\x06\x63\x61nary\x18\x02 \x01(\x0b\x32\x17.polyreme.api.v1.Canary\"\x86\x01\n\x0e\x43ommitResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x15\n\rstall_seconds\x18\x02 \x01(\x01\x12\x16\n\x0ereload_seconds\x18\x03 \x01(\x01\x12\x1e\n\x11\x63\x61nary_difference\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x14\n\x12_canary_difference2\xf9\x03\n\x0eWeightsService\x12\x46\n\x05Probe\x12\x1d.polyreme.api.v1.ProbeRequest\x1a\x1e.polyreme.api.v1.ProbeResponse\x12P\n\nStageArena\x12\".polyreme.api.v1.StageArenaRequest\x1a\x1e.polyreme.api.v1.StageResponse\x12\\\n\x0bStageStream\x12#.polyreme.api.v1.StageStreamRequest\x1a$.polyreme.api.v1.StageStreamResponse(\x01\x30\x01\x12U\n\nStageRelay\x12\".polyreme.api.v1.StageRelayRequest\x1a#.polyreme.api.v1.StageRelayResponse\x12M\n\x05\x46\x65tch\x12\x1d.polyreme.api.v1.FetchRequest\x1a#.polyreme.api.v1.StageStreamRequest0\x01\x12I\n\x06\x43ommit\x12\x1e.polyreme.api.v1.CommitRequest\x1a\x1f.polyreme.api.v1.CommitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,27 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MANIFEST']._serialized_start=236
   _globals['_MANIFEST']._serialized_end=378
   _globals['_TENSORDELTA']._serialized_start=380
-  _globals['_TENSORDELTA']._serialized_end=464
-  _globals['_DELTAMANIFEST']._serialized_start=467
-  _globals['_DELTAMANIFEST']._serialized_end=616
-  _globals['_PROBEREQUEST']._serialized_start=618
-  _globals['_PROBEREQUEST']._serialized_end=697
-  _globals['_PROBERESPONSE']._serialized_start=699
-  _globals['_PROBERESPONSE']._serialized_end=747
-  _globals['_STAGEARENAREQUEST']._serialized_start=749
-  _globals['_STAGEARENAREQUEST']._serialized_end=867
-  _globals['_STAGESTREAMREQUEST']._serialized_start=870
-  _globals['_STAGESTREAMREQUEST']._serialized_end=1028
-  _globals['_STAGESTREAMRESPONSE']._serialized_start=1030
-  _globals['_STAGESTREAMRESPONSE']._serialized_end=1132
-  _globals['_STAGERESPONSE']._serialized_start=1134
-  _globals['_STAGERESPONSE']._serialized_end=1196
-  _globals['_CANARY']._serialized_start=1198
-  _globals['_CANARY']._serialized_end=1252
-  _globals['_COMMITREQUEST']._serialized_start=1254
-  _globals['_COMMITREQUEST']._serialized_end=1350
-  _globals['_COMMITRESPONSE']._serialized_start=1353
-  _globals['_COMMITRESPONSE']._serialized_end=1487
-  _globals['_WEIGHTSSERVICE']._serialized_start=1490
-  _globals['_WEIGHTSSERVICE']._serialized_end=1829
+  _globals['_TENSORDELTA']._serialized_end=480
+  _globals['_DELTAMANIFEST']._serialized_start=483
+  _globals['_DELTAMANIFEST']._serialized_end=632
+  _globals['_PROBEREQUEST']._serialized_start=634
+  _globals['_PROBEREQUEST']._serialized_end=713
+  _globals['_PROBERESPONSE']._serialized_start=715
+  _globals['_PROBERESPONSE']._serialized_end=763
+  _globals['_STAGEARENAREQUEST']._serialized_start=765
+  _globals['_STAGEARENAREQUEST']._serialized_end=883
+  _globals['_STAGESTREAMREQUEST']._serialized_start=886
+  _globals['_STAGESTREAMREQUEST']._serialized_end=1044
+  _globals['_STAGESTREAMRESPONSE']._serialized_start=1046
+  _globals['_STAGESTREAMRESPONSE']._serialized_end=1148
+  _globals['_STAGERELAYREQUEST']._serialized_start=1151
+  _globals['_STAGERELAYREQUEST']._serialized_end=1310
+  _globals['_STAGERELAYRESPONSE']._serialized_start=1313
+  _globals['_STAGERELAYRESPONSE']._serialized_end=1447
+  _globals['_FETCHREQUEST']._serialized_start=1449
+  _globals['_FETCHREQUEST']._serialized_end=1575
+  _globals['_STAGERESPONSE']._serialized_start=1577
+  _globals['_STAGERESPONSE']._serialized_end=1639
+  _globals['_CANARY']._serialized_start=1641
+  _globals['_CANARY']._serialized_end=1695
+  _globals['_COMMITREQUEST']._serialized_start=1697
+  _globals['_COMMITREQUEST']._serialized_end=1793
+  _globals['_COMMITRESPONSE']._serialized_start=1796
+  _globals['_COMMITRESPONSE']._serialized_end=1930
+  _globals['_WEIGHTSSERVICE']._serialized_start=1933
+  _globals['_WEIGHTSSERVICE']._serialized_end=2438
 # @@protoc_insertion_point(module_scope)

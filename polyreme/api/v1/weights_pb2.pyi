@@ -49,16 +49,18 @@ class Manifest(_message.Message):
     def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ..., part: _Optional[int] = ..., parts: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorEntry, _Mapping]]] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class TensorDelta(_message.Message):
-    __slots__ = ("changed", "words", "nbytes", "digest_before")
+    __slots__ = ("changed", "words", "nbytes", "digest_before", "digest")
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     WORDS_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     DIGEST_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     changed: int
     words: int
     nbytes: int
     digest_before: int
-    def __init__(self, changed: _Optional[int] = ..., words: _Optional[int] = ..., nbytes: _Optional[int] = ..., digest_before: _Optional[int] = ...) -> None: ...
+    digest: int
+    def __init__(self, changed: _Optional[int] = ..., words: _Optional[int] = ..., nbytes: _Optional[int] = ..., digest_before: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class DeltaManifest(_message.Message):
     __slots__ = ("manifest", "base", "tensors")
@@ -121,6 +123,42 @@ class StageStreamResponse(_message.Message):
     begin_at: int
     staged: StageResponse
     def __init__(self, begin_at: _Optional[int] = ..., staged: _Optional[_Union[StageResponse, _Mapping]] = ...) -> None: ...
+
+class StageRelayRequest(_message.Message):
+    __slots__ = ("manifest", "delta", "source", "timeout")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    delta: DeltaManifest
+    source: str
+    timeout: float
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., delta: _Optional[_Union[DeltaManifest, _Mapping]] = ..., source: _Optional[str] = ..., timeout: _Optional[float] = ...) -> None: ...
+
+class StageRelayResponse(_message.Message):
+    __slots__ = ("nbytes", "staged", "missing", "failed")
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    nbytes: int
+    staged: StageResponse
+    missing: str
+    failed: str
+    def __init__(self, nbytes: _Optional[int] = ..., staged: _Optional[_Union[StageResponse, _Mapping]] = ..., missing: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("id", "part", "base", "offset")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    id: VersionId
+    part: int
+    base: VersionId
+    offset: int
+    def __init__(self, id: _Optional[_Union[VersionId, _Mapping]] = ..., part: _Optional[int] = ..., base: _Optional[_Union[VersionId, _Mapping]] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class StageResponse(_message.Message):
     __slots__ = ("verify_seconds", "apply_seconds")

@@ -51,6 +51,16 @@ class WeightsServiceStub(object):
                 request_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.SerializeToString,
                 response_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamResponse.FromString,
                 _registered_method=True)
+        self.StageRelay = channel.unary_unary(
+                '/polyreme.api.v1.WeightsService/StageRelay',
+                request_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageRelayRequest.SerializeToString,
+                response_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageRelayResponse.FromString,
+                _registered_method=True)
+        self.Fetch = channel.unary_stream(
+                '/polyreme.api.v1.WeightsService/Fetch',
+                request_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.FetchRequest.SerializeToString,
+                response_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.FromString,
+                _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/polyreme.api.v1.WeightsService/Commit',
                 request_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.CommitRequest.SerializeToString,
@@ -93,6 +103,24 @@ class WeightsServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StageRelay(self, request, context):
+        """The same from another replica, by its Fetch. The replica verifies the bytes against the manifest in the request, as those of a
+        stream. A source that fails is a response, not a status: the replica itself is in order, and keeps the verified bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """Sends the verified bytes of a part, or of a delta's payload, to another replica, also while the part still arrives here: StageStream's
+        messages of bytes, in order from `offset` on.
+        NOT_FOUND: the part is not here, or other bytes have replaced it. RESOURCE_EXHAUSTED: enough replicas fetch from this one already.
+        UNAVAILABLE: the part's own stream has ended and did not go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Commit(self, request, context):
         """Swaps the staged version in. When it fails, the previous version is restored before the answer.
         FAILED_PRECONDITION: not all parts are staged, or the names do not cover the model. INTERNAL: the swap failed; the
@@ -120,6 +148,16 @@ def add_WeightsServiceServicer_to_server(servicer, server):
                     servicer.StageStream,
                     request_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.FromString,
                     response_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamResponse.SerializeToString,
+            ),
+            'StageRelay': grpc.unary_unary_rpc_method_handler(
+                    servicer.StageRelay,
+                    request_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageRelayRequest.FromString,
+                    response_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageRelayResponse.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=polyreme_dot_api_dot_v1_dot_weights__pb2.FetchRequest.FromString,
+                    response_serializer=polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -210,6 +248,60 @@ class WeightsService(object):
             '/polyreme.api.v1.WeightsService/StageStream',
             polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.SerializeToString,
             polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageRelay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/polyreme.api.v1.WeightsService/StageRelay',
+            polyreme_dot_api_dot_v1_dot_weights__pb2.StageRelayRequest.SerializeToString,
+            polyreme_dot_api_dot_v1_dot_weights__pb2.StageRelayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/polyreme.api.v1.WeightsService/Fetch',
+            polyreme_dot_api_dot_v1_dot_weights__pb2.FetchRequest.SerializeToString,
+            polyreme_dot_api_dot_v1_dot_weights__pb2.StageStreamRequest.FromString,
             options,
             channel_credentials,
             insecure,

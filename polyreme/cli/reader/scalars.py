@@ -9,7 +9,16 @@ from typing import Any
 
 from polyreme.cli.progress import Record, evaluation_of
 
-COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds"}
+COMMIT_METRICS = {
+    "stall_seconds",
+    "reload_seconds",
+    "bytes",
+    "relayed_bytes",
+    "hops",
+    "density",
+    "encode_seconds",
+    "apply_seconds",
+}
 _NO_METRICS = ("step", "steps", "time", "rows", "seconds")
 
 

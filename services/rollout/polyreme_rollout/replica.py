@@ -14,6 +14,7 @@ from pathlib import Path
 from polyreme.config.run import RunConfig
 from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
+from polyreme_rollout.device_start import Held, devices_while_starting
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.model_config import config_for_model
@@ -38,9 +39,10 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
         (model_dir := directory / "model").mkdir()
         for name, data in spec.model_files.items():
             (model_dir / Path(name).name).write_bytes(data)
-        engine = start_engine(spec.config, model_dir)
+        with devices_while_starting(spec, redis_url) as held:
+            engine = start_engine(spec.config, model_dir)
         try:
-            asyncio.run(_serve(engine, spec, redis_url, endpoint))
+            asyncio.run(_serve(engine, spec, redis_url, endpoint, held))
         finally:
             engine.close()
 
@@ -75,14 +77,14 @@ async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: End
     await serve_v1(engine, config, endpoint, stop)
 
 
-async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint) -> None:
+async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: Held | None) -> None:
     from polyreme.process import lifecycle
     from polyreme_rollout.serving import serve
 
     stop = lifecycle.stop_event()
     await engine.open()
     lifecycle.settle()
-    await serve(engine, spec, redis_url, endpoint, stop)
+    await serve(engine, spec, redis_url, endpoint, stop, held)
 
 
 def _check_ports(endpoint: Endpoint) -> None:

@@ -14,12 +14,15 @@ from typing import Any
 from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
 from polyreme.errors import PolyremeError
+from polyreme.experience.device_lease import DeviceLease
 from polyreme.experience.leases import Lease, LeaseKeeper, Registry
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme.net.http_server import serve_http
+from polyreme_rollout.device_start import Held
+from polyreme_rollout.device_turns import ReplicaTurns
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.http_app import make_app
 from polyreme_rollout.metrics import ReplicaMetrics
@@ -41,8 +44,18 @@ _SERVICES = [
 logger = logging.getLogger(__name__)
 
 
-async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, stop: asyncio.Event) -> None:
+async def serve(
+    engine: InferenceEngine,
+    spec: RunSpec,
+    redis_url: str,
+    endpoint: Endpoint,
+    stop: asyncio.Event,
+    held: Held | None = None,
+) -> None:
     """Serves an open engine until `stop`, then drains.
+
+    Args:
+        held: the grant of the devices under which the engine has started. A colocated replica without one waits for them first.
 
     Raises:
         StoreError, ConfigError: see their messages. PolyremeError: the engine has died; a restart of this process helps.
@@ -63,7 +76,7 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint
 
     def add(grpc_server: Any) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
-        WeightsService(swapper, metrics, publish_state).add_to(grpc_server)
+        WeightsService(swapper, metrics, publish_state, spec.config.security).add_to(grpc_server)
 
     try:
         async with AsyncExitStack() as servers:
@@ -91,11 +104,17 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint
             run = Run(redis, spec.run_id)
             if spec.follows_newest:
                 await servers.enter_async_context(run.set_when_over(stop))
+            turns: asyncio.Task[None] | None = None
+            if spec.config.placement == "colocated":
+                device = DeviceLease(run, "generate", held.holder if held else replica_id, counter=held.counter if held else 0)
+                await device.acquire()
+                turns = asyncio.create_task(ReplicaTurns(device, engine, swapper, service, metrics).follow(), name="device turns")
+                servers.callback(turns.cancel)  # after the drain; the grant ends after the engine
             async with await Registry(run).register(lease) as keeper:
                 logger.info(
                     "%s: gRPC at %s, HTTP at %s, %s", replica_id, lease.address, lease.http_address or "no port", engine.name
                 )
-                await _wait_for_stop(stop, engine)
+                await _wait_for_stop(stop, engine, turns)
             service.draining = True
             logger.info("draining: %d running sequences have %.0f s to end", service.running, DRAIN_TIMEOUT)
             await publish_state()
@@ -106,9 +125,11 @@ async def serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint
         await redis.aclose()
 
 
-async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine) -> None:
+async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine, turns: "asyncio.Task[None] | None") -> None:
     """Raises PolyremeError with a restartable exit code when the engine has died."""
     while not stop.is_set():
+        if turns is not None and turns.done() and not engine.dead:
+            turns.result()  # raises its error
         if engine.dead:
             raise PolyremeError("the engine to run", "its processes have exited", "See the log above; restart the replica.")
         with suppress(TimeoutError):

@@ -18,6 +18,7 @@ Code = Literal[
     "INVALID_ARGUMENT",
     "NOT_FOUND",
     "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
 ]
 
 

@@ -9,21 +9,18 @@ Invariant:
 """
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-from polyreme.weights import delta as deltas
 from polyreme.weights.arena import Arena
-from polyreme.weights.assembly import Assembly, RangeError
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest
 from polyreme.weights.wire import keep_memory
-from polyreme_rollout.engine.protocol import ArenaSource
-
-_SLOT = 0
+from polyreme_rollout.arrival import Arrival
+from polyreme_rollout.incoming import SLOT, Buffer, IncomingDelta, IncomingPart, Payload
+from polyreme_rollout.outgoing import OutgoingParts, PartId
+from polyreme_rollout.staged_parts import VersionId
 
 
 class SupersededError(Exception):
@@ -32,117 +29,6 @@ class SupersededError(Exception):
 
 class BaseError(Exception):
     """The base of a delta is not here."""
-
-
-@dataclass
-class _Buffer:
-    """An arena of one slot, and the progress of its bytes."""
-
-    arena: Arena
-    assembly: Assembly
-    generation: int = 0
-    adding: "asyncio.Future[Any] | None" = None
-
-    def holds(self, manifest: Manifest) -> bool:
-        return not self.assembly.broken and self.assembly.manifest.tensors == manifest.tensors
-
-    def holds_all(self, manifest: Manifest) -> bool:
-        return self.assembly.complete and self.holds(manifest)
-
-    def source(self, manifest: Manifest) -> ArenaSource:
-        """The location of the part, whose bytes are complete."""
-        if self.arena.generation(_SLOT) % 2:
-            self.generation = self.arena.complete(_SLOT, manifest.version, manifest.term)
-        return ArenaSource(str(self.arena.path), self.arena.nonce, _SLOT, self.generation, manifest)
-
-    def apply(self, delta: DeltaManifest, payload: memoryview, base: "_Buffer") -> Assembly:
-        """Makes this buffer, which may be the base, hold what the delta leads to. For a thread. Raises FrameError, DigestError."""
-        shadow = self.arena.slot_view(_SLOT)
-        if base is not self:
-            shadow[: delta.manifest.nbytes] = base.arena.slot_view(_SLOT)[: delta.manifest.nbytes]
-        deltas.apply(delta, payload, shadow)
-        return Assembly.verified(delta.manifest, shadow)
-
-    async def idle(self) -> None:
-        """Waits until no thread writes to the buffer. An error of that thread belongs to an older stream."""
-        if self.adding:
-            await asyncio.wait({self.adding})
-        self.adding = None
-
-
-class IncomingPart:
-    """A part that arrives in a buffer: `add` its bytes in order, then `finish`."""
-
-    apply_seconds = 0.0
-
-    def __init__(self, manifest: Manifest, buffer: _Buffer) -> None:
-        self._manifest, self._buffer = manifest, buffer
-
-    @property
-    def nbytes(self) -> int:
-        return self._manifest.nbytes
-
-    @property
-    def position(self) -> int:
-        """The offset of the next byte, before the first `add`."""
-        return self._buffer.assembly.position
-
-    async def add(self, offset: int, data: memoryview) -> None:
-        """Takes the next bytes, once the previous bytes are hashed. Raises RangeError, DigestError, also for previous bytes."""
-        await self._added()
-        self._buffer.adding = adding = asyncio.get_running_loop().run_in_executor(None, self._buffer.assembly.add, offset, data)
-        adding.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # the stream may end before it reads the error
-
-    async def finish(self) -> ArenaSource | None:
-        """The location of the part; None while bytes are missing. Raises RangeError, DigestError."""
-        await self._added()
-        return self._buffer.source(self._manifest) if self._buffer.assembly.complete else None
-
-    async def _added(self) -> None:
-        if self._buffer.adding:
-            await asyncio.shield(self._buffer.adding)
-
-
-class IncomingDelta:
-    """A delta that arrives: `add` the bytes of its payload in order, then `finish`.
-
-    Args:
-        delta: its manifest.
-        apply: makes a buffer hold what the payload leads to.
-        complete: a buffer that holds it already.
-    """
-
-    def __init__(self, delta: DeltaManifest, apply: Callable[[memoryview], Awaitable[_Buffer]], complete: _Buffer | None) -> None:
-        self._delta, self._apply, self._complete = delta, apply, complete
-        self._payload = bytearray()
-        self.apply_seconds = 0.0
-        """Seconds that applying and verifying took, after `finish`."""
-
-    @property
-    def nbytes(self) -> int:
-        return self._delta.nbytes
-
-    @property
-    def position(self) -> int:
-        """The offset of the next byte."""
-        return self.nbytes if self._complete else len(self._payload)
-
-    async def add(self, offset: int, data: memoryview) -> None:
-        """Takes the next bytes. Raises RangeError."""
-        if offset != self.position or offset + len(data) > self.nbytes:
-            raise RangeError(f"expected bytes from {self.position} on, up to {self.nbytes}; found {len(data)} from {offset} on")
-        self._payload += data
-
-    async def finish(self) -> ArenaSource | None:
-        """The location of the part; None while bytes are missing. Raises FrameError, DigestError, ConfigError."""
-        if self.position < self.nbytes:
-            return None
-        started = time.perf_counter()
-        buffer = self._complete or await self._apply(memoryview(self._payload))
-        self.apply_seconds = time.perf_counter() - started
-        return buffer.source(self._delta.manifest)
 
 
 @dataclass
@@ -168,7 +54,9 @@ class WeightReceiver:
 
     def __init__(self, in_use: Callable[[], Collection[bytes]], on_reuse: Callable[[bytes], None]) -> None:
         self._in_use, self._on_reuse = in_use, on_reuse
-        self._buffers: dict[int, list[_Buffer]] = {}
+        self.outgoing = OutgoingParts()
+        self._buffers: dict[int, list[Buffer]] = {}
+        self._payloads: dict[int, Payload] = {}
         self._streams: dict[int, _Stream] = {}
 
     @asynccontextmanager
@@ -182,7 +70,9 @@ class WeightReceiver:
         """
         async with self._sole_stream(manifest.part):
             held = next((buffer for buffer in await self._idle_buffers(manifest.part) if buffer.holds(manifest)), None)
-            yield IncomingPart(manifest, held or await self._empty(manifest))
+            buffer = held or await self._empty(manifest)
+            async with self._offered(_part_id(manifest), buffer.arrival):
+                yield IncomingPart(manifest, buffer)
 
     @asynccontextmanager
     async def receive_delta(self, delta: DeltaManifest) -> AsyncIterator[IncomingDelta]:
@@ -200,26 +90,54 @@ class WeightReceiver:
             if not bases and not complete:
                 raise BaseError(f"expected version {delta.base_version} of term {delta.base_term} as the base; found other bytes")
 
-            async def apply(payload: memoryview) -> _Buffer:
+            async def apply(payload: memoryview) -> Buffer:
                 in_use = self._in_use()
                 base = min(bases, key=lambda buffer: buffer.arena.nonce in in_use)
                 return await self._apply(delta, payload, base, base.arena.nonce in in_use)
 
-            yield IncomingDelta(delta, apply, complete)
+            payload = await self._payload(delta)
+            if complete:
+                yield IncomingDelta(payload, apply, complete)
+                return
+            async with self._offered(_part_id(delta.manifest, VersionId(delta.base_term, delta.base_version)), payload.arrival):
+                yield IncomingDelta(payload, apply, complete)
 
-    async def _apply(self, delta: DeltaManifest, payload: memoryview, base: _Buffer, copies: bool) -> _Buffer:
+    async def _payload(self, delta: DeltaManifest) -> Payload:
+        """The memory for the delta's payload, which replaces that of an older one."""
+        part = delta.manifest.part
+        if (payload := self._payloads.get(part)) is not None:
+            await payload.arrival.idle()
+            if payload.holds(delta):
+                return payload
+            payload.arrival.outgoing.close()
+        payload = self._payloads[part] = Payload(delta)
+        return payload
+
+    @asynccontextmanager
+    async def _offered(self, id: PartId, arrival: Arrival) -> AsyncIterator[None]:
+        """Other replicas may fetch what arrives during the block, and afterwards until its memory has another use."""
+        self.outgoing.offer(id, arrival.outgoing)
+        arrival.begin()
+        try:
+            yield
+        finally:
+            arrival.end()
+
+    async def _apply(self, delta: DeltaManifest, payload: memoryview, base: Buffer, copies: bool) -> Buffer:
         if copies:
             shadow = await self._empty(delta.manifest)
         else:
             shadow = base
-            self._on_reuse(shadow.arena.nonce)
-            shadow.arena.begin(_SLOT)
-        shadow.assembly.broken = True  # until the result is verified
-        applying = asyncio.get_running_loop().run_in_executor(None, shadow.apply, delta, payload, base)
-        shadow.adding = applying
-        applying.add_done_callback(lambda done: done.cancelled() or done.exception())
-        shadow.assembly = await asyncio.shield(applying)
+            self._reuse(shadow)
+            shadow.arena.begin(SLOT)
+        await shadow.apply(delta, payload, base)
+        self.outgoing.offer(_part_id(delta.manifest), shadow.arrival.outgoing)
         return shadow
+
+    def _reuse(self, buffer: Buffer) -> None:
+        """The buffer's bytes will be overwritten or released."""
+        self._on_reuse(buffer.arena.nonce)
+        buffer.arrival.outgoing.close()
 
     @asynccontextmanager
     async def _sole_stream(self, part: int) -> AsyncIterator[None]:
@@ -239,31 +157,35 @@ class WeightReceiver:
             del self._streams[part]
             stream.ended.set()
 
-    async def _idle_buffers(self, part: int) -> list[_Buffer]:
+    async def _idle_buffers(self, part: int) -> list[Buffer]:
         """The part's buffers, to which no thread writes."""
         buffers = self._buffers.setdefault(part, [])
         for buffer in buffers:
             await buffer.idle()
         return buffers
 
-    async def _empty(self, manifest: Manifest) -> _Buffer:
+    async def _empty(self, manifest: Manifest) -> Buffer:
         """A buffer for the part that is not in use, emptied."""
         buffers = self._buffers[manifest.part]
         in_use = self._in_use()
-        for part in [part for part in self._buffers if part >= manifest.parts]:  # the trainer has fewer hosts than before
-            self._buffers[part] = [buffer for buffer in self._buffers[part] if buffer.arena.nonce in in_use]
+        gone = [part for part in self._buffers if part >= manifest.parts]  # the trainer has fewer hosts than before
+        for buffer in [buffer for part in gone for buffer in self._buffers[part] if buffer.arena.nonce not in in_use]:
+            self._reuse(buffer)
+            self._buffers[buffer.part].remove(buffer)
         idle = [buffer for buffer in buffers if buffer.arena.nonce not in in_use]
         chosen = next((buffer for buffer in idle if buffer.arena.slot_nbytes >= manifest.nbytes), None)
         for buffer in idle:
-            self._on_reuse(buffer.arena.nonce)
+            self._reuse(buffer)
             if buffer is not chosen:
                 buffers.remove(buffer)
                 buffer.arena.close()
         if chosen is None:
             arena = await asyncio.to_thread(Arena.private, max(1, manifest.nbytes))
-            arena.begin(_SLOT)
-            buffers.append(chosen := _Buffer(arena, Assembly(manifest, arena.slot_view(_SLOT))))
+            buffers.append(chosen := Buffer(arena, manifest))
         else:
-            chosen.arena.begin(_SLOT)
-            chosen.assembly = Assembly(manifest, chosen.arena.slot_view(_SLOT))
+            chosen.empty(manifest)
         return chosen
+
+
+def _part_id(manifest: Manifest, base: VersionId | None = None) -> PartId:
+    return PartId(VersionId(manifest.term, manifest.version), manifest.part, base)

@@ -5,6 +5,7 @@ Invariant:
   too, the replica serves nothing until a later version is committed.
 - A call with an older learner term than the newest one seen changes nothing.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
+- Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted.
 - A version takes requests, and the tokens that it samples are delivered, only after its canary has passed. A replica whose canary fails
   serves nothing until a later swap passes.
 """
@@ -26,8 +27,10 @@ from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.sparse import FrameError
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
+from polyreme_rollout.incoming import IncomingDelta, IncomingPart
+from polyreme_rollout.outgoing import OutgoingParts
 from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
-from polyreme_rollout.weight_receiver import BaseError, IncomingDelta, IncomingPart, SupersededError, WeightReceiver
+from polyreme_rollout.weight_receiver import BaseError, SupersededError, WeightReceiver
 
 FAILURES_TO_QUARANTINE = 3
 CANARY_TIMEOUT = 10.0  # a saturated engine answers when its first request ends
@@ -110,6 +113,11 @@ class WeightSwapper:
         return self.version
 
     @property
+    def outgoing(self) -> OutgoingParts:
+        """What other replicas may fetch from this one."""
+        return self._receiver.outgoing
+
+    @property
     def failures(self) -> int:
         """Consecutive failed swaps."""
         return self._failures
@@ -120,7 +128,7 @@ class WeightSwapper:
 
     def probe(self, run_id: str, term: int, path: str, nonce: bytes) -> None:
         """Checks that the arena at `path` can be mapped and has this nonce. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
-        self._admit(run_id, term)
+        self.admit(run_id, term)
         try:
             self._arenas.with_nonce(path, nonce)
         except ArenaError as error:
@@ -133,7 +141,7 @@ class WeightSwapper:
             Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; NOT_FOUND: the arena cannot be mapped; DATA_LOSS: its
                 bytes do not match the manifest, or were overwritten meanwhile.
         """
-        self._admit(manifest.run_id, manifest.term)
+        self.admit(manifest.run_id, manifest.term)
         try:
             arena = self._arenas.at(path)
         except ArenaError as error:
@@ -145,7 +153,7 @@ class WeightSwapper:
             arena.check(slot, generation)
         except (ArenaError, DigestError, ManifestError) as error:
             raise Refusal("DATA_LOSS", str(error)) from None
-        self._admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
+        self.admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
         self._staging.put(ArenaSource(path, arena.nonce, slot, generation, manifest))
         return time.perf_counter() - started
 
@@ -164,14 +172,14 @@ class WeightSwapper:
             manifest, stream = content.manifest, self._receiver.receive_delta(content)
         else:
             manifest, stream = content, self._receiver.receive(content)
-        self._admit(manifest.run_id, manifest.term)
+        self.admit(manifest.run_id, manifest.term)
         try:
             async with stream as incoming:
                 yield incoming
                 source = await incoming.finish()
                 if source is None:
                     raise RangeError(f"expected {incoming.nbytes} bytes; the stream ended after {incoming.position}")
-                self._admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
+                self.admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
                 self._staging.put(source)
         except (RangeError, ManifestError) as error:
             raise Refusal("INVALID_ARGUMENT", str(error)) from None
@@ -200,7 +208,7 @@ class WeightSwapper:
 
     async def _commit(self, run_id: str, id: VersionId, canary: Canary | None) -> Committed:
         async with self._lock:
-            self._admit(run_id, id.term)
+            self.admit(run_id, id.term)
             if self.served and self.served.id == id:
                 return Committed(id.version, 0.0, 0.0)
             if self.served and self.served.id.term == id.term and self.served.id.version > id.version:
@@ -220,6 +228,40 @@ class WeightSwapper:
                 self._loading = ()
         logger.info("serving version %d of term %d (paused %.1f ms)", id.version, id.term, committed.stall_seconds * 1e3)
         return committed
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        """No swap runs in the block, nothing is sampled, and new requests wait. After it, a commit or `go_on` continues sampling.
+
+        Raises EngineDeadError.
+        """
+        async with self._lock:
+            self.steady.clear()
+            await self._engine.pause()
+            yield
+
+    async def go_on(self, weights: bool) -> None:
+        """Continues sampling after `at_rest` with the served version, unless a commit has continued it.
+
+        Args:
+            weights: whether the engine has kept them. If not, it loads the served version again.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        async with self._lock:
+            if self.steady.is_set():
+                return
+            if weights or self.served is None:
+                await self._engine.resume()
+                self.steady.set()
+                return
+            try:
+                await self._resume(self.served, await self._engine.load(self.served.sources))
+                self.steady.set()
+            except LoadError as error:
+                logger.error("version %d could not be loaded again; nothing is served: %s", self.served.id.version, error)
+                self._lose()
 
     async def _swap(self, new: Served, canary: Canary | None) -> Committed:
         """Pauses, loads, resumes, and asks the canary. Raises Refusal(INTERNAL), EngineDeadError."""
@@ -291,7 +333,8 @@ class WeightSwapper:
         self._on_lost()
         self.steady.set()  # waiting calls then find that nothing is served
 
-    def _admit(self, run_id: str, term: int) -> None:
+    def admit(self, run_id: str, term: int) -> None:
+        """Refuses a call of another run or of an older term, and every call once quarantined. Raises Refusal."""
         if run_id != self._run_id:
             raise Refusal("INVALID_ARGUMENT", f"expected a call of run {self._run_id}; found run {run_id}")
         self._term = max(self._term, self._learner_term())

@@ -6,19 +6,21 @@ Invariant: every refusal of the weight swapper becomes a gRPC status with its me
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
+from polyreme.config.security import SecurityConfig
 from polyreme.weights.canary import Canary
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.protocol import EngineDeadError
 from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.relay import MAX_FETCHES, SourceError, fetch, send
 from polyreme_rollout.staged_parts import Refusal, VersionId
 from polyreme_rollout.weight_swap import WeightSwapper
 
@@ -29,19 +31,27 @@ STREAM_IDLE_TIMEOUT = 30.0  # keepalive detects a lost connection no earlier: se
 
 
 class WeightsService(pb_grpc.WeightsServiceServicer):
-    """Args: swapper; metrics; on_change: called after every commit, successful or failed."""
+    """Args: swapper; metrics; on_change: called after every commit, successful or failed; security: of the other replicas' ports."""
 
-    def __init__(self, swapper: WeightSwapper, metrics: ReplicaMetrics, on_change: Callable[[], Awaitable[None]]) -> None:
-        self._swapper, self._metrics, self._on_change = swapper, metrics, on_change
+    def __init__(
+        self,
+        swapper: WeightSwapper,
+        metrics: ReplicaMetrics,
+        on_change: Callable[[], Awaitable[None]],
+        security: SecurityConfig | None = None,
+    ) -> None:
+        self._swapper, self._metrics, self._on_change, self._security = swapper, metrics, on_change, security
+        self._fetches = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the calls. StageStream receives undecoded messages: see polyreme.weights.wire."""
+        """Registers the calls. The messages with bytes are not decoded, or encoded: see polyreme.weights.wire."""
         pb_grpc.add_WeightsServiceServicer_to_server(self, server)
         undecoded = grpc.stream_stream_rpc_method_handler(
             self.StageStream, response_serializer=pb.StageStreamResponse.SerializeToString
         )
         name = pb.DESCRIPTOR.services_by_name["WeightsService"].full_name
-        server.add_registered_method_handlers(name, {"StageStream": undecoded})
+        unencoded = grpc.unary_stream_rpc_method_handler(self.Fetch, request_deserializer=pb.FetchRequest.FromString)
+        server.add_registered_method_handlers(name, {"StageStream": undecoded, "Fetch": unencoded})
 
     async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
         async with _statuses(context):
@@ -66,13 +76,58 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 async with self._swapper.receive(content) as incoming:
                     await context.write(pb.StageStreamResponse(begin_at=incoming.position))
                     while (message := await _next(messages)) is not None:
-                        await incoming.add(*decode_chunk(message))
+                        offset, data = decode_chunk(message)
+                        self._metrics.received_bytes.labels("trainer").inc(len(data))
+                        await incoming.add(offset, data)
                     ended = time.perf_counter()
                 seconds = time.perf_counter() - ended
                 staged = pb.StageResponse(verify_seconds=seconds, apply_seconds=incoming.apply_seconds)
                 await context.write(pb.StageStreamResponse(staged=staged))
             except WireError as error:
                 raise Refusal("INVALID_ARGUMENT", str(error)) from None
+
+    async def StageRelay(self, request: pb.StageRelayRequest, context: Any) -> pb.StageRelayResponse:
+        async with _statuses(context):
+            received = self._metrics.received_bytes.labels("replica")
+            response, ended = pb.StageRelayResponse(), time.perf_counter()
+            try:
+                async with self._swapper.receive(
+                    _content(request.delta if request.HasField("delta") else request.manifest)
+                ) as incoming:
+                    if incoming.position < incoming.nbytes:
+                        wanted = _fetch_request(request, incoming.position)
+                        async with aclosing(fetch(request.source, wanted, self._security, request.timeout)) as chunks:
+                            async for offset, data in chunks:
+                                received.inc(len(data))
+                                response.nbytes += len(data)
+                                await incoming.add(offset, data)
+                    ended = time.perf_counter()
+                response.staged.verify_seconds = time.perf_counter() - ended
+                response.staged.apply_seconds = incoming.apply_seconds
+            except SourceError as error:
+                setattr(response, "missing" if error.missing else "failed", str(error))
+            except Refusal as refusal:
+                if refusal.code not in ("DATA_LOSS", "INVALID_ARGUMENT"):
+                    raise
+                response.failed = f"{request.source}: {refusal.code}: {refusal}"
+            return response
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
+        async with _statuses(context):
+            self._swapper.admit(request.id.run_id, request.id.term)
+            if self._fetches == MAX_FETCHES:
+                raise Refusal("RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch at once; found another")
+            self._fetches += 1
+
+            async def write(message: bytes) -> None:
+                await context.write(message)
+                self._metrics.relayed_bytes.inc(len(message))
+
+            try:
+                await context.send_initial_metadata(())
+                await send(self._swapper.outgoing, request, write)
+            finally:
+                self._fetches -= 1
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         async with _statuses(context):
@@ -92,6 +147,12 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 reload_seconds=done.reload_seconds,
                 canary_difference=done.canary_difference,
             )
+
+
+def _fetch_request(request: pb.StageRelayRequest, offset: int) -> pb.FetchRequest:
+    manifest = request.delta.manifest if request.HasField("delta") else request.manifest
+    base = request.delta.base if request.HasField("delta") else None
+    return pb.FetchRequest(id=manifest.id, part=manifest.part, base=base, offset=offset)
 
 
 def _content(message: pb.Manifest | pb.DeltaManifest) -> Manifest | DeltaManifest:

@@ -21,11 +21,12 @@ from polyreme.config.run import RunConfig
 from polyreme.dataset.source import as_sources, name_of
 from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.net import tls
-from polyreme.process.machine import memory_limit
+from polyreme.process.machine import device_count, memory_limit
 from polyreme_trainer.data.prompts import encode_examples, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.memory_estimate import refuse
+from polyreme_trainer.placement import advice
 
 _PARSED = 20_000
 """How many rows of a file have their columns checked."""
@@ -49,6 +50,8 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield error
     else:
         yield from refuse(config, memory_limit() if config.device == "cpu" else None)
+    if config.device != "cpu":
+        yield from advice(config, device_count(config.device))
     template = Template(
         read_model_files(config.model.path), config.data
     )  # raises when there is none: nothing else can be checked then

@@ -14,6 +14,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
 from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, largest_rank
 from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
+from polyreme_trainer.placement import devices_needed
 from polyreme_trainer.stages.table import TABLE
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         yield f"memory         in /dev/shm of the learner's first machine: {memory.arena.nbytes / GIB:,.3f} GiB, {memory.arena.arithmetic}"
     if not isinstance(config, StageConfig):
         yield f"memory         of each replica's device: {replica_line(config)}"
+        if config.device != "cpu":
+            yield placement_line(config, memory)
 
 
 def replica_line(config: RunConfig) -> str:
@@ -119,6 +122,16 @@ def replica_line(config: RunConfig) -> str:
     return (
         f"{weights / GIB:,.3f} GiB of weights, {cache} at {each:,} bytes each"
         f" ({rollout.max_num_seqs} samples of {rollout.max_model_len} tokens need {wanted * each / GIB:,.3f} GiB)"
+    )
+
+
+def placement_line(config: RunConfig, memory: LearnerMemory) -> str:
+    """The devices that each placement needs, and the host memory that a learner's models need while replicas have the devices."""
+    apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
+    kept = sum(term.nbytes for term in memory.rank.state if not term.name.endswith(" gradients"))
+    return (
+        f"devices        {apart} with placement: separate, {together} with placement: colocated, which keeps"
+        f" {memory.ranks * kept / GIB:,.3f} GiB of the learner in the host's memory during generation"
     )
 
 

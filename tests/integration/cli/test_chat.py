@@ -96,6 +96,16 @@ def test_the_token_is_sent(echo: EchoServer, monkeypatch: pytest.MonkeyPatch) ->
     assert echo.tokens == ["Bearer secret"]
 
 
+def test_a_url_has_a_token_and_versions(echo: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHAT_TOKEN", "secret")
+    words = ["chat", echo.url, "--token-env", "CHAT_TOKEN", "--compare", "3", "-m", "a b"]
+    result = CliRunner().invoke(build_app(["chat"]), words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [f"{echo.url} at version 7-8> b a ", "version 3 at version 7-8> b a "]
+    assert [asked["model"] for asked in echo.asked] == ["letters", "letters@3"]
+    assert set(echo.tokens) == {"Bearer secret"}
+
+
 def test_a_conversation_remembers_and_can_begin_anew(echo: EchoServer) -> None:
     result = CliRunner().invoke(
         build_app(["chat"]), ["chat", echo.url], input="one two\n\nthree four\n/new\nfive six\n/quit\nnot asked\n"

@@ -1,13 +1,11 @@
-"""`polyreme up` with its own Redis. Small child processes replace the services and the trainer."""
+"""`polyreme up` with its own Redis. Small child processes replace the services and the trainer; `up` itself is a fork of a process that has
+imported it."""
 
-import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
-import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,23 +13,24 @@ import pytest
 
 from polyreme.cli.run_directory import read_run_file
 from polyreme.cli.run_records import read_summary
+from support.commands import Fork, fork, piped, polyreme
 from support.processes import runs
 from support.waiting import wait_until
 
 CHILD = """#!{python}
 import os, pathlib, signal, sys, time
-import redis
 folder = pathlib.Path({folder!r})
 role, option = sys.argv[3], dict(zip(sys.argv, sys.argv[1:]))
-client = redis.Redis.from_url(option["--redis"])
 asked = []
 open(folder / role, "a").write(str(os.getpid()) + "\\n")
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
 def state(name):
-    client.hset("polyreme:{{" + option["--run"] + "}}:meta", "state", name)
+    with redis.Redis.from_url(option["--redis"]) as client:
+        client.hset("polyreme:{{" + option["--run"] + "}}:meta", "state", name)
 
 if role == "train":
+    import redis
     assert int(option["--owner"]) == os.getppid()
     state("running")
     (folder / "running").write_text(option["--run"])
@@ -49,36 +48,26 @@ else:
 
 
 @contextmanager
-def up(
-    config_file: Path, *options: str, stdout: int = subprocess.PIPE, prepare: Callable[[], None] | None = None, **environment: str
-) -> Iterator["subprocess.Popen[str]"]:
-    """Runs `polyreme up` with stdout and stderr in one pipe (or `stdout`). Kills it at the end of the block."""
+def up(config_file: Path, *options: str, terminal: int | None = None, **environment: str) -> Iterator[Fork]:
+    """Runs `polyreme up` with its outputs in one pipe, or in a terminal that becomes its own. Kills it at the end of the block."""
     child = config_file.parent / "child"
     child.write_text(CHILD.format(python=sys.executable, folder=str(config_file.parent)))
     child.chmod(0o755)
-    script = (
-        f"import sys\nsys.executable = {str(child)!r}\nsys.argv = {['polyreme', 'up', str(config_file), *options]!r}\n"
-        "from polyreme.cli.main import main\nmain()"
-    )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=clean | environment,
-        start_new_session=True,
-        preexec_fn=prepare,
-    ) as process:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")} | environment
+    argv = ["up", str(config_file), *options]
+    if terminal is None:
+        with piped("polyreme", argv, clean, executable=str(child)) as process:
+            yield process
+    else:
+        process = fork("polyreme", argv, clean, (terminal, terminal), executable=str(child), terminal=True)
         try:
             yield process
         finally:
             process.kill()
+            process.wait()
 
 
-def until(process: "subprocess.Popen[str]", word: str) -> None:
+def until(process: Fork, word: str) -> None:
     """Reads until a line contains `word`."""
     assert process.stdout is not None
     said = []
@@ -92,7 +81,7 @@ def until(process: "subprocess.Popen[str]", word: str) -> None:
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_run_continues_after_its_reader_has_gone(config_file: Path, live: bool, stopped: bool) -> None:
-    with up(config_file, **({"FORCE_COLOR": "1"} if live else {})) as process:
+    with up(config_file, FORCE_COLOR="1" if live else "") as process:
         until(process, "running")
         assert process.stdout is not None
         process.stdout.close()
@@ -128,12 +117,7 @@ def run_dir(config_file: Path) -> Path:
 
 def test_a_terminal_that_is_closed_drains_the_run(config_file: Path, run_dir: Path) -> None:
     leader, follower = os.openpty()
-
-    def take_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under `nohup`
-        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
-
-    with up(config_file, stdout=follower, prepare=take_terminal, TERM="xterm") as process:
+    with up(config_file, terminal=follower, TERM="xterm") as process:
         os.close(follower)
         wait_until((config_file.parent / "running").exists)
         os.close(leader)  # the kernel sends SIGHUP
@@ -203,9 +187,7 @@ def write_past(run_dir: Path, run_id: str) -> None:
 def test_a_running_run_can_be_audited_by_its_directory(config_file: Path, run_dir: Path) -> None:
     with up(config_file) as process:
         until(process, "running")
-        result = subprocess.run(
-            [sys.executable, "-m", "polyreme", "audit", str(run_dir)], capture_output=True, text=True, timeout=300
-        )
+        result = polyreme("audit", str(run_dir))
         assert result.returncode == 0, result.stderr
         found = read_run_file(run_dir)
         assert found is not None and found.run_id in result.stdout

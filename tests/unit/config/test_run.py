@@ -38,6 +38,13 @@ def test_a_written_configuration_reads_back(tmp_path: Path) -> None:
 DISTILLATION: dict[str, Any] = {"algorithm": {"preset": "distillation"}, "teacher": {"url": "http://t:8000/v1/"}}
 
 
+def test_shared_devices_exclude_staleness_and_decide_no_weights(tree: dict[str, Any], tmp_path: Path) -> None:
+    shared = load_config(written(tmp_path, {**tree, "placement": "colocated"}))
+    assert shared.fingerprint() == run_config(tmp_path).fingerprint()
+    with pytest.raises(ConfigError, match="max_staleness = 1"):
+        load_config(written(tmp_path, {**tree, "placement": "colocated", "max_staleness": 1}))
+
+
 def test_a_distillation_needs_no_reward(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["data"]["eval"] = None
     config = load_config(written(tmp_path, {**tree, **DISTILLATION, "reward": None}))
@@ -109,6 +116,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.parallel={tensor: 2, data: 3, nodes: 2}", "`nodes` = 2"),
         ("trainer.parallel={tensor: 4, nodes: 2}", "`nodes` = 2"),
         ("trainer.parallel={pipeline: 2, data: 2, nodes: 2}", "`pipeline` = 2"),
+        ("trainer.parallel={data: 3, expert: 2}", "`expert` = 2"),
+        ("trainer.parallel={data: 4, expert: 4, nodes: 2}", "`expert` = 4"),
         ("name=No Spaces", "name"),
         ("trainer.optimizer.lr=.inf", "finite number"),
         ("rollout.temperature=0.001", "0.01"),

@@ -1,15 +1,15 @@
 """The page about notebooks: its blocks run, in order, on a recorded run."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.guide import ROOT, blocks
 from support.recorded_run import record_run
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "notebook.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+PAGE = ROOT / "docs" / "notebook.md"
+BLOCKS = [block.text for block in blocks(PAGE)]
 
 
 def test_every_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,7 @@ from polyreme.cli.checks import findings, memory_report
 from polyreme.config.load import load_config
 from polyreme.config.run import RunConfig
 from polyreme_trainer.memory_estimate import GIB, learner_memory
-from support.published import PARAMETERS, published_config
-from support.tiny_tokenizer import model_files
+from support.published import published_model
 
 RECIPES = Path(__file__).resolve().parents[3] / "examples" / "recipes"
 MODELS = {
@@ -26,24 +25,11 @@ MODELS = {
 SUM = re.compile(r"# Learner, in GiB: .* = ([\d.]+) of ([\d.]+)\.\n")
 
 
-def model(name: str, directory: Path) -> Path:
-    """A directory like the published model's. The weights are a hole in a file: no disk, no memory."""
-    directory.mkdir()
-    for file, content in model_files().items():
-        (directory / file).write_bytes(content)
-    size = 2 * PARAMETERS[name]
-    header = json.dumps({"weights": {"dtype": "BF16", "shape": [PARAMETERS[name]], "data_offsets": [0, size]}}).encode()
-    with open(directory / "model.safetensors", "wb") as weights:
-        weights.write(len(header).to_bytes(8, "little") + header)
-        weights.truncate(8 + len(header) + size)
-    return published_config(name, directory)
-
-
 def load(recipe: str, folder: Path) -> RunConfig:
     rows = [{"question": f"{n} + 1?", "problem": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(20)]
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"model.path": model(MODELS[recipe], folder / "model"), "data.train": data, "data.eval": data}
+    given = {"model.path": published_model(MODELS[recipe], folder / "model"), "data.train": data, "data.eval": data}
     return load_config(RECIPES / recipe, [f"{key}={value}" for key, value in given.items()])
 
 

@@ -102,6 +102,7 @@ def test_mindspeed_multiplies_its_mini_batches_by_the_samples_of_a_prompt() -> N
     assert run.algorithm.kl == Kl(place="loss", estimator="k3", coef=0.001) and run.seed == 1
     assert run.reward is not None
     assert [(reward.name, reward.weight) for reward in run.reward.rewards] == [("math", 1.0), ("think_format", 0.5)]
+    assert (run.trainer.parallel.tensor, run.trainer.parallel.pipeline, run.trainer.parallel.data) == (4, 4, 1)
 
 
 def test_trl() -> None:

@@ -2,7 +2,7 @@
 
 Invariant, for every engine: the tokens of a request arrive in order, each with the log-probability under the distribution it was
 sampled from; nothing is sampled between `pause` and `resume`; `load` reports how many tokens each request had when its policy
-changed. tests/contract/test_engine_conformance.py checks every engine.
+changed; `sleep` loses no request. tests/contract/test_engine_conformance.py checks every engine.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -84,6 +84,15 @@ class LoadResult:
     sampled: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class Slept:
+    """`freed`: bytes of the device. `weights`, `cache`: whether they are kept; a running request without its cache is computed again."""
+
+    freed: int
+    weights: bool
+    cache: bool
+
+
 class TensorDigest(NamedTuple):
     """Shape, and xxh3_64 of the bytes (minus zero counts as zero)."""
 
@@ -144,7 +153,15 @@ class InferenceEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Continues sampling. Raises EngineDeadError."""
+        """Continues sampling. After `sleep` and `wake`, takes the cache's memory back first. Raises EngineDeadError."""
+        ...
+
+    async def sleep(self) -> Slept:
+        """Leaves the device to others, while paused. Running requests are kept. Raises EngineDeadError."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes back the memory of the weights, which `load` may then replace. Sampling stays paused. Raises EngineDeadError."""
         ...
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:

@@ -33,8 +33,10 @@ from polyreme_rollout.engine.protocol import (
     LoadError,
     LoadResult,
     NewTokens,
+    Slept,
     TensorDigest,
 )
+from polyreme_rollout.engine.sleep import check_sleep
 from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "VllmEngine":
     """An `EngineFactory`: starts vLLM. It forks."""
+    if sleeps := config.placement == "colocated" and config.device != "cpu":
+        check_sleep(os.environ)
     _prepare_environment(config)
     import torch
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -83,19 +87,20 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
             arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     else:
         arguments["gpu_memory_utilization"] = rollout.vllm.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = sleeps
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
         torch.set_num_threads(rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
     with _children_die_with_parent():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-    return VllmEngine(llm, SamplingParams)
+    return VllmEngine(llm, SamplingParams, rollout.vllm.sleep_level if sleeps else None)
 
 
 class VllmEngine:
-    """vLLM behind `InferenceEngine`. `start` makes it."""
+    """vLLM behind `InferenceEngine`. `start` makes it. `sleep_level`: vLLM's; None: it keeps its memory."""
 
-    def __init__(self, llm: Any, sampling_params: Any) -> None:
+    def __init__(self, llm: Any, sampling_params: Any, sleep_level: int | None = None) -> None:
         import vllm
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
@@ -105,6 +110,7 @@ class VllmEngine:
         self.vocab_size = int(llm.model_config.get_vocab_size())
         self.weight_names: frozenset[str] = frozenset()
         self.llm, self._dead_error = llm, VllmDeadError
+        self._sleep_level, self._asleep = sleep_level, False
         self._sampling_params, self._delta = sampling_params, RequestOutputKind.DELTA
         self._interval = {"stream_interval": CHUNK_TOKENS} if "stream_interval" in sampling_params.__struct_fields__ else {}
         self._processes = {child.pid: child for child in multiprocessing.active_children() if child.pid}
@@ -164,7 +170,26 @@ class VllmEngine:
             await self._call(self.llm.pause_generation(mode="keep", clear_cache=False))
 
     async def resume(self) -> None:
+        if self._asleep:
+            await self._call(self.llm.wake_up(tags=["kv_cache"]))
+            self._asleep = False
         await self._call(self.llm.resume_generation())
+
+    async def sleep(self) -> Slept:
+        if self._sleep_level is None:  # on CPU, vLLM frees nothing, although it says that it sleeps
+            return Slept(0, weights=True, cache=True)
+        before = await self._free_bytes()
+        self._asleep = True
+        await self._call(self.llm.sleep(level=self._sleep_level, mode="keep"))
+        return Slept(await self._free_bytes() - before, weights=self._sleep_level == 1, cache=False)
+
+    async def wake(self) -> None:
+        if self._asleep:
+            await self._call(self.llm.wake_up(tags=["weights"]))
+
+    async def _free_bytes(self) -> int:
+        """Free memory of all devices of this replica."""
+        return sum(await self._call(self.llm.collective_rpc("polyreme_free_bytes")))
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         parts = [

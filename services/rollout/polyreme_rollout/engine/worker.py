@@ -57,6 +57,10 @@ class PolicyWorker:
         except Exception as error:  # noqa: BLE001 - the answer carries it
             return {"error": f"{type(error).__name__}: {error}"}
 
+    def polyreme_free_bytes(self) -> int:
+        """Free memory of this worker's device."""
+        return int(getattr(torch, self.device.type).mem_get_info()[0])
+
     def polyreme_load(self, parts: list[tuple[str, bytes, int, int, bytes]]) -> dict[str, Any]:
         """Loads a version from its parts, each as (path, nonce, slot, generation, serialized manifest).
 

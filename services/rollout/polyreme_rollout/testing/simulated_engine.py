@@ -30,6 +30,7 @@ from polyreme_rollout.engine.protocol import (
     LoadResult,
     NewTokens,
     Sampling,
+    Slept,
     TensorDigest,
 )
 
@@ -199,6 +200,13 @@ class SimulatedInferenceEngine:
     async def resume(self) -> None:
         self._check_alive()
         self._running.set()
+
+    async def sleep(self) -> Slept:
+        self._check_alive()
+        return Slept(0, weights=True, cache=True)
+
+    async def wake(self) -> None:
+        self._check_alive()
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> FastAPI:
         from polyreme_rollout.testing.simulated_openai import make_openai_app

@@ -1,7 +1,7 @@
 """`python -m polyreme_rollout.testing.simulated_replicas`: simulated replicas of a run, several in one process.
 
-Invariant: only the engine is simulated. Each replica has its own service, weight swapper, lease and gRPC server, those of
-`polyreme rollout`.
+Invariant: only the engine is simulated. Each replica has its own service, weight swapper, lease, gRPC and HTTP server,
+those of `polyreme rollout`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from polyreme.net.endpoint import Advertise, Endpoint, Port, endpoint_of
+from polyreme.net.endpoint import Advertise, Endpoint, HttpPort, Port, endpoint_of
 from polyreme.net.redis_url import redis_option
 from polyreme.process import lifecycle, logging_setup
 from polyreme_rollout.run_spec import fetch_run_spec
@@ -30,15 +30,16 @@ def simulation(
         float, typer.Option(min=0, help="Standard deviation over seeds of the mean's logarithm; 1: a long tail.")
     ] = 0.0,
     count: Annotated[
-        Path | None, typer.Option(help="File that gets a line with Unix time and sampled tokens each second.")
+        Path | None, typer.Option(help="File that gets a line with Unix time and sampled tokens ten times a second.")
     ] = None,
     port: Port = 0,
+    http_port: HttpPort = 0,
     advertise: Advertise = None,
 ) -> None:
     """Serves a run with simulated engines that have its context, vocabulary and end token."""
     logging_setup.setup("rollout")
     with lifecycle.exit_on_error("rollout"):
-        endpoint = endpoint_of(None, port, None, advertise, redis)
+        endpoint = endpoint_of(None, port, http_port, advertise, redis)
         asyncio.run(_simulate(redis, run, replicas, step_seconds, mean_length, length_spread, count, endpoint))
 
 
@@ -71,7 +72,7 @@ async def _count(engines: Sequence[SimulatedInferenceEngine], path: Path) -> Non
     with path.open("a", buffering=1) as file:
         while True:
             file.write(f"{time.time():.3f} {sum(engine.tokens for engine in engines)}\n")
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.1)
 
 
 if __name__ == "__main__":

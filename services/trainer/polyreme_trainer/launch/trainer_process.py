@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from polyreme.cli.progress import stream_time
@@ -32,7 +31,7 @@ from polyreme_trainer.launch.notifier import Notifier
 from polyreme_trainer.launch.ranks import compute_environment, rank_programs
 from polyreme_trainer.launch.tracker_processes import CLOSE_SECONDS, TrackerProcesses
 from polyreme_trainer.observe.best_export import BestExport
-from polyreme_trainer.observe.records import Recorder
+from polyreme_trainer.observe.records import Recorder, import_tensorboard
 from polyreme_trainer.observe.vocabulary import write_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -177,9 +176,7 @@ class Trainer:
     async def _write_records(self, ended: asyncio.Event) -> None:
         """Writes the run directory's records until `ended` is set and the stream is read to its end."""
         reported = False
-        await asyncio.to_thread(
-            import_module, "tensorboardX"
-        )  # it takes a second, during which the event loop could handle no signal
+        await asyncio.to_thread(import_tensorboard)  # meanwhile the event loop handles signals
         while True:
             try:
                 await asyncio.to_thread(write_vocabulary, self._config.run_dir, await self._run.model_files())

@@ -14,6 +14,7 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import die_with_parent, exit_on_error
+from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
@@ -50,14 +51,18 @@ def main(kind: type[Learner] = Learner) -> None:
         announce(config, device.memory(), leads=rank == 0)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
+        turns = LearnerTurns(config, redis_url, run_id, ranks)
         try:
+            turns.take()  # before anything is allocated on them
             with closing(MegatronEngine(config, files, run_id, ranks, device)) as engine:
-                kind(config, files, engine, redis_url, run_id, ranks).run()
+                kind(config, files, engine, redis_url, run_id, ranks, turns).run()
         except DrainError as stopped:
             logger.info("%s", stopped)
         except LeaderError as error:
             logger.info("rank 0 ended: %s", error.found)
             sys.exit(error.exit_code)
+        finally:
+            turns.close()
         ranks.close()
         close_parallel()
 

@@ -77,6 +77,19 @@ class Saved:
     oldest: int
 
 
+@dataclass(frozen=True)
+class DeviceUse:
+    """Device memory of this rank, in bytes.
+
+    Attributes:
+        freed_bytes: that leaving the device has freed.
+        peak_bytes: the largest use since the ranks took the device; on CPU the process's largest resident size.
+    """
+
+    freed_bytes: int
+    peak_bytes: int
+
+
 class TrainEngine(Protocol):
     """The models of a run on this rank, and the operations on them."""
 
@@ -177,6 +190,14 @@ class TrainEngine(Protocol):
     @property
     def compares_answers(self) -> bool:
         """Whether replicas must answer before training begins."""
+        ...
+
+    def leave_device(self) -> DeviceUse:
+        """Moves weights, moments and idle roles to the host's memory, and drops gradients. Nothing but `return_to_device` may follow."""
+        ...
+
+    def return_to_device(self) -> None:
+        """Restores what `leave_device` has moved."""
         ...
 
     def close(self) -> None:

@@ -14,7 +14,8 @@ from polyreme.config.run import RunConfig
 from polyreme.process.lifecycle import settle
 from polyreme.weights.manifest import Manifest, changed_tensors
 from polyreme_trainer.learner import gates
-from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, TrainEngine, Written
+from polyreme_trainer.learner.device_turns import LearnerTurns
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, TrainEngine, Written
 from polyreme_trainer.learner.leader import Ranks, join, split
 from polyreme_trainer.learner.run_client import RunClient
 from polyreme_trainer.observe import alarms
@@ -37,12 +38,23 @@ class Learner:
         engine: this rank's training engine.
         redis_url, run_id: where rank 0 finds the run.
         ranks: the ranks of this learner.
+        turns: of the ranks on shared devices, which they hold now. None: on devices of their own.
     """
 
     def __init__(
-        self, config: RunConfig, files: Mapping[str, bytes], engine: TrainEngine, redis_url: str, run_id: str, ranks: Ranks
+        self,
+        config: RunConfig,
+        files: Mapping[str, bytes],
+        engine: TrainEngine,
+        redis_url: str,
+        run_id: str,
+        ranks: Ranks,
+        turns: LearnerTurns | None = None,
     ) -> None:
         self.config, self.files, self.engine, self.ranks = config, files, engine, ranks
+        self.turns = turns or LearnerTurns(config, redis_url, run_id, ranks)
+        self.device_use = DeviceUse(0, 0)
+        """What the devices' memory was used for in the newest turn."""
         self.run_id = run_id
         self.version = 0
         """The policy's version."""
@@ -70,6 +82,7 @@ class Learner:
                 self.train(written)
             self.ranks.on_leader(lambda: self.client.close())
         finally:
+            self.turns.close()
             if self.ranks.leads:
                 self.publisher.close()  # before the engine removes the arena that the publisher reads
 
@@ -85,7 +98,9 @@ class Learner:
             if self.save_is_due():
                 self.save(written)
         if self.version != self.engine.newest_save:
+            self.take_devices()
             self.save(written)
+        self.lend_devices()
         if self.version == self.config.iterations:
             self.ranks.on_leader(self.finish)
 
@@ -134,16 +149,33 @@ class Learner:
     def iterate(self, iteration: int) -> Written | None:
         """Runs one iteration: plan, train, write, publish, report. Returns the new version; None when the run drains instead."""
         clock = Clock()
+        self.lend_devices()
+        clock.lap("device_leave")
         batch = self.plan(iteration)
         clock.lap("learner_wait")
         if batch is None:
             return None
+        self.take_devices()
+        clock.lap("device_wait")
         metrics = self.engine.train(batch)
         clock.lap("train")
         written = self.write(iteration)
         clock.lap("write")
         self.ranks.on_leader(partial(self.hand_over, batch, metrics, written, clock))
         return written
+
+    def take_devices(self) -> None:
+        """Waits for the devices, if they are shared. No version is pushed until the replicas have them again."""
+        if self.turns.take():
+            self.ranks.on_leader(lambda: self.publisher.set_devices_train(True))
+            self.engine.return_to_device()
+
+    def lend_devices(self) -> None:
+        """Leaves the devices to the replicas, if they are shared."""
+        if self.turns.shared and self.turns.held:
+            self.device_use = self.engine.leave_device()
+            self.turns.give_up()
+            self.ranks.on_leader(lambda: self.publisher.set_devices_train(False))
 
     def plan(self, iteration: int) -> PlannedBatch | None:
         """The groups that the iteration trains on; None when the run drains."""
@@ -174,6 +206,7 @@ class Learner:
     async def hand_over(self, batch: PlannedBatch, metrics: IterationMetrics, written: Written, clock: "Clock") -> None:
         """Sets the run's version to the iteration's, publishes it and reports. On rank 0."""
         before = self.published
+        await self.turns.check()
         await self.client.experience.set_version(batch.iteration)
         await self.publish(written)
         assert written.manifest is not None
@@ -195,6 +228,11 @@ class Learner:
         self.alarmed = set(holding)
         if (samples := self.engine.trained_samples) is not None:
             await self.client.run.set_trained(batch.iteration, samples.encode())
+        if self.turns.shared:
+            use = self.device_use
+            metrics = {**metrics, "device/freed_bytes": use.freed_bytes, "device/peak_bytes": use.peak_bytes}
+        else:
+            seconds = {name: value for name, value in seconds.items() if not name.startswith("device_")}
         record = iteration_record(batch.iteration, batch.groups, metrics, seconds, time.time(), self.config)
         await self.client.run.emit({**record, "alarms": list(holding.values())})
 
@@ -219,10 +257,12 @@ class Learner:
 
     def compare_replicas(self) -> None:
         """Waits for replicas that serve the current version and compares their answers with the learner's models."""
+        self.lend_devices()
         if not self.engine.compares_answers:
             self.ranks.on_leader(self.committed)
             return
         greedy, sampled = gates.decode_answers(self.ranks.broadcast_from_leader(self.replica_answers))
+        self.take_devices()
         self.check_gates(self.engine.compare_answers(greedy, sampled))
 
     async def replica_answers(self) -> bytes:

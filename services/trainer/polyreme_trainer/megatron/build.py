@@ -28,10 +28,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def init_parallel(parallel: ParallelConfig, device: Device) -> None:
-    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, stages
-    and data ranks.
+    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, stages,
+    data ranks and expert ranks.
 
-    Tensor ranks are adjacent, and a stage's ranks too. Every collective has a deadline. Raises ConfigError when the world size is another
+    Tensor ranks are adjacent, and a stage's ranks too. The data ranks that share experts are adjacent data ranks. Every collective has a deadline. Raises ConfigError when the world size is another
     than the configuration's.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -48,6 +48,8 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.tensor,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         )
@@ -168,7 +170,7 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
         cuda_graph_scope=[],
-        **moe.options(arch, here.tp),
+        **moe.options(arch, here),
         **recomputation(recompute, arch.experts > 0),
         **spec.options,
         **arch.family.options,

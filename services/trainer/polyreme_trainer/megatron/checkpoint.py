@@ -12,7 +12,7 @@ the damage, never prevents finding, pruning or saving others; the log has the re
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from polyreme_trainer.megatron.roles import Role
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "checkpoint.json"
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,9 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
         temporary.mkdir(parents=True)
     torch.distributed.barrier()
     device, number = roles[0].model.device, torch.distributed.get_rank()
-    weights = parallel_state.get_data_parallel_rank() == 0
     contents = {
         _random_file(number): device.rng_state(),
-        _state_file(number): {role.name: role.rank_state(weights) for role in roles},
+        _state_file(number): {role.name: role.rank_state() for role in roles},
     }
     for name, content in contents.items():
         torch.save(content, temporary / name)
@@ -100,7 +99,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
         ConfigError: the checkpoint has another dtype or other roles.
     """
     saved = dict(checkpoint.layout)
-    layout = RankMesh(saved.pop("tensor"), saved.pop("pipeline"), saved.pop("data"))
+    layout = RankMesh(**{field.name: saved.pop(field.name) for field in fields(RankMesh)})
     if saved != _models(roles):
         raise ConfigError(
             f"the models of checkpoint {checkpoint.path.name}, {saved}",
@@ -218,7 +217,7 @@ def _state_file(rank: int) -> str:
 
 def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
     rank = roles[0].model.rank
-    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size())
+    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(), rank.ep)
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:

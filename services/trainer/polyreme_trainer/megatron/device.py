@@ -7,6 +7,7 @@ call of torch.
 
 import contextlib
 import random
+import resource
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,18 @@ class Device:
             return memory_limit()
         _, total = getattr(torch, self.kind).mem_get_info()
         return int(total)
+
+    def free_cached(self) -> int:
+        """Returns unused memory of torch's allocator to the device. Returns the largest use since the last call, in bytes; on CPU, that of
+        the process since its start."""
+        if self.kind == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        module = getattr(torch, self.kind)
+        module.synchronize()
+        module.empty_cache()
+        peak = int(module.max_memory_allocated())
+        module.reset_peak_memory_stats()
+        return peak
 
     def megatron(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which megatron-core code that names CUDA works on this device. On npu, `transfer_to_npu` does that for the whole

@@ -22,7 +22,7 @@ from polyreme.weights.canary import LIMITS as CANARY_LIMITS
 from polyreme.weights.canary import Canary
 from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint, comparison
@@ -32,6 +32,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, EMA, Export
 from polyreme_trainer.megatron.followers import Followers
 from polyreme_trainer.megatron.model import check_same_weights
+from polyreme_trainer.megatron.offload import Offload
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.pipeline import on_every_stage
@@ -75,11 +76,13 @@ class MegatronEngine:
         self.state = AlgorithmState()
         self.trained_samples: TrainedSamples | None = None
         """The algorithm's state between iterations."""
-        self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank == 0)
+        self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank < policy.rank.ep)
         self.saves = Saves(config, files, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
         """The supervised rows that iterations mix into their steps."""
+        self.offload: Offload | None = None
+        """What has left the device."""
         self.limits = LIMITS[config.model.dtype]
         self.hf: torch.nn.Module | None = None
         """The Hugging Face model of the last comparison, kept until replicas are compared with it. On rank 0."""
@@ -303,6 +306,24 @@ class MegatronEngine:
                 for part, wanted in zip(ids.split(rows), targets.split(rows), strict=True)
             ]
         )
+
+    def leave_device(self) -> DeviceUse:
+        """See `TrainEngine`. On CPU the host's memory is the device's, so everything stays where it is."""
+        if self.device.kind == "cpu":
+            return DeviceUse(0, self.device.free_cached())
+        self.offload_roles(pin=True)
+        return DeviceUse(self.offload.nbytes if self.offload else 0, self.device.free_cached())
+
+    def offload_roles(self, pin: bool) -> None:
+        """Moves every role to the host's memory and drops the gradients."""
+        roles = [*self.saved, *([self.reference] if self.reference and not self.followers.reference else [])]
+        gradients = [grad for role in self.trained if role.optimizer for grad in role.optimizer.gradients()]
+        self.offload = Offload((tensor for role in roles for tensor in role.tensors()), gradients, pin)
+
+    def return_to_device(self) -> None:
+        if self.offload is not None:
+            self.offload.restore()
+            self.offload = None
 
     def close(self) -> None:
         self.writer.close()

@@ -14,10 +14,12 @@ How megatron-core stores tensors that Hugging Face keeps separate (rows are outp
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from polyreme_trainer.megatron.families.base import (
     EMBEDDING,
     EMBEDDING_ROW,
+    EXPERT,
     FINAL_NORM_ROW,
     LM_HEAD,
     Architecture,
@@ -65,6 +67,8 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
     """The table's rows of this pipeline stage and expert rank, each with whether this rank writes it."""
     first, last = rank.pp_rank == 0, rank.pp_rank == rank.pp - 1
     leads = rank.ep_rank == 0
+    if rank.ep > 1 and not arch.experts:
+        raise ValueError(f"{arch.family.name} has no experts that {rank.ep} expert ranks could share")
     if arch.experts % rank.ep:
         raise ValueError(f"{arch.experts} experts do not divide over {rank.ep} expert ranks")
     if first:
@@ -83,9 +87,17 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
 
 def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
     """The pipeline stage that writes each Hugging Face tensor."""
-    # Of more tensor ranks than key heads, some have no key.
-    ranks = [replace(rank, tp_rank=tensor, pp_rank=stage) for stage in range(rank.pp) for tensor in range(rank.tp)]
+    # Of more tensor ranks than key heads, some have no key; and expert ranks have different experts.
+    ranks = [
+        replace(rank, tp_rank=tensor, pp_rank=stage, ep_rank=expert)
+        for stage, tensor, expert in product(range(rank.pp), range(rank.tp), range(rank.ep))
+    ]
     return {piece.hf_name: each.pp_rank for each in ranks for piece in rank_slices(arch, each) if piece.primary}
+
+
+def is_expert(param: str) -> bool:
+    """Whether a parameter belongs to an expert: expert ranks have different numbers in it, and equal ones in all others."""
+    return EXPERT in param
 
 
 def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:

@@ -47,7 +47,7 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, mappings
     from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -64,6 +64,7 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -86,6 +87,7 @@ __all__ = [
     "IdentityOp",
     "MLPSubmodules",
     "MegatronModule",
+    "MoEAlltoAllTokenDispatcher",
     "MoELayer",
     "MoESubmodules",
     "ModuleSpec",
@@ -110,6 +112,7 @@ __all__ = [
     "initialize_rng_tracker",
     "is_layer_window_attention",
     "linear_with_grad_accumulation_and_async_allreduce",
+    "mappings",
     "parallel_state",
     "random_states",
 ]

@@ -3,7 +3,7 @@
 Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both directions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -84,17 +84,20 @@ class ShardedModel:
 
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
-        """Copies this rank's primary slices into whole Hugging Face tensors. Data rank 0's tensor ranks and stages together fill them."""
+        """Copies this rank's primary slices into whole Hugging Face tensors. The ranks that have `writes` together fill them."""
         for piece in self.slices:
             if piece.primary:
                 views[piece.hf_name][piece.hf_index].copy_(self._params[piece.param][piece.param_index])
 
     @torch.no_grad()
     def full_tensors(self) -> dict[str, Tensor] | None:
-        """Whole Hugging Face tensors, on the CPU of the first stage's first tensor rank; None on the others. Collective over both."""
+        """Whole Hugging Face tensors, on the CPU of the first stage's first tensor and expert rank; None on the others. Collective over all
+        of these."""
         here = self.rank
-        everyone = {here.tp_rank: self._params} if here.tp == 1 else self._gather_params()
-        if here.tp_rank:
+        ranks = [replace(here, tp_rank=tensor, ep_rank=expert) for expert in range(here.ep) for tensor in range(here.tp)]
+        if here != ranks[0]:
+            for _ in self._gather_params(len(ranks)):
+                pass
             return None
         owners = hf_mapping.stage_of_tensors(self.arch, here)
         full = {
@@ -102,10 +105,14 @@ class ShardedModel:
             for name, shape in hf_mapping.hf_shapes(self.arch).items()
             if here.pp_rank in (0, owners[name])
         }
-        for tp_rank, params in everyone.items():
-            for piece in hf_mapping.rank_slices(self.arch, replace(here, tp_rank=tp_rank)):
+        pieces: dict[str, list[tuple[int, hf_mapping.Slice]]] = {name: [] for name in self._params}
+        for number, place in enumerate(ranks):
+            for piece in hf_mapping.rank_slices(self.arch, place):
                 if piece.primary:
-                    full[piece.hf_name][piece.hf_index].copy_(params[piece.param][piece.param_index])
+                    pieces[piece.param].append((number, piece))
+        for name, parts in self._gather_params(len(ranks)):
+            for number, piece in pieces[name]:
+                full[piece.hf_name][piece.hf_index].copy_(parts[number][piece.param_index])
         return self._collect_stages(full, owners) if here.pp > 1 else full
 
     def _collect_stages(self, tensors: dict[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor] | None:
@@ -140,6 +147,11 @@ class ShardedModel:
         for name, param in self._params.items():
             param.copy_(state[name])
 
+    def own_state_dict(self) -> dict[str, Tensor]:
+        """`state_dict` without the parameters of which an earlier data rank has a copy."""
+        first = parallel_state.get_data_parallel_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
+        return {name: param for name, param in self.state_dict().items() if first[hf_mapping.is_expert(name)]}
+
     def hidden(self, ids: Tensor) -> Tensor:
         """Final hidden states of int64 ids [b, s]: [b * s, hidden]; of a stage before the last, what the next stage takes.
 
@@ -158,34 +170,35 @@ class ShardedModel:
         whole = not self.module.post_process or width == padded.shape[1]
         return hidden if whole else hidden.unflatten(0, padded.shape)[:, :width].flatten(0, 1)
 
-    def _gather_params(self) -> dict[int, dict[str, Tensor]]:
-        """Every tensor rank's parameters, on the first tensor rank."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        first = torch.distributed.get_global_rank(group, 0)
-        every: dict[int, dict[str, Tensor]] = {tp_rank: {} for tp_rank in range(self.rank.tp)}
+    def _gather_params(self, count: int) -> Iterator[tuple[str, list[Tensor]]]:
+        """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""
+        group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        leads = torch.distributed.get_rank(group) == 0
         for name, param in self._params.items():
-            parts = [torch.empty_like(param) for _ in every] if self.rank.tp_rank == 0 else None
-            torch.distributed.gather(param.detach().contiguous(), parts, dst=first, group=group)
-            for tp_rank, part in enumerate(parts or []):
-                every[tp_rank][name] = part
-        return every
+            if count == 1:
+                yield name, [param]
+                continue
+            parts = [torch.empty_like(param) for _ in range(count)] if leads else None
+            torch.distributed.gather(param.detach().contiguous(), parts, group=group, group_dst=0)
+            yield name, parts or []
 
 
 def check_same_weights(model: ShardedModel) -> None:
     """Compares the weights that the data ranks have read on their machines. Collective. Raises ConfigError when they differ."""
-    digest = xxhash.xxh3_64()
-    for param in model.state_dict().values():
-        digest.update(param.cpu().contiguous().view(torch.uint8).numpy().data)
-    group = parallel_state.get_data_parallel_group()
-    mine = torch.tensor([digest.intdigest() - 2**63], dtype=torch.int64, device=model.device.torch)
-    every = [torch.empty_like(mine) for _ in range(parallel_state.get_data_parallel_world_size())]
-    torch.distributed.all_gather(every, mine, group=group)
-    if len(different := {int(one) for one in every}) > 1:
-        raise ConfigError(
-            "the same weights at model.path on all machines of the learner",
-            f"{len(different)} different ones",
-            "Mount the same directory on all of them.",
-        )
+    groups = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
+    digests = xxhash.xxh3_64(), xxhash.xxh3_64()  # of the parameters that each group shares
+    for name, param in model.state_dict().items():
+        digests[hf_mapping.is_expert(name)].update(param.cpu().contiguous().view(torch.uint8).numpy().data)
+    for group, digest in zip(groups, digests, strict=True):
+        mine = torch.tensor([digest.intdigest() - 2**63], dtype=torch.int64, device=model.device.torch)
+        every = [torch.empty_like(mine) for _ in range(group.size())]
+        torch.distributed.all_gather(every, mine, group=group)
+        if len(different := {int(one) for one in every}) > 1:
+            raise ConfigError(
+                "the same weights at model.path on all machines of the learner",
+                f"{len(different)} different ones",
+                "Mount the same directory on all of them.",
+            )
 
 
 def tensor_specs(arch: Architecture, dtype: str) -> list[TensorSpec]:

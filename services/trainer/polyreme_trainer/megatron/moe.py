@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.mcore import (
     MLPSubmodules,
     ModuleSpec,
@@ -42,10 +43,11 @@ def experts(mlp: MLPSubmodules) -> ModuleSpec:
     )
 
 
-def options(arch: Architecture, tensor_ranks: int) -> dict[str, Any]:
+def options(arch: Architecture, here: Rank) -> dict[str, Any]:
     """The fields of megatron-core's TransformerConfig that describe router and experts; none for a dense model.
 
-    megatron-core trains experts over several tensor ranks only together with sequence parallelism.
+    megatron-core trains experts over several tensor ranks only together with sequence parallelism. Expert ranks exchange tokens by
+    all-to-all, because their micro-batches have different numbers of tokens.
     """
     if not arch.experts:
         return {}
@@ -58,6 +60,8 @@ def options(arch: Architecture, tensor_ranks: int) -> dict[str, Any]:
         "moe_router_pre_softmax": not arch.renormalizes,  # softmax over the chosen experts alone is softmax, then renormalization
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "allgather",
-        "sequence_parallel": tensor_ranks > 1,
+        "moe_token_dispatcher_type": "alltoall" if here.ep > 1 else "allgather",
+        "expert_model_parallel_size": here.ep,
+        "expert_tensor_parallel_size": here.tp,
+        "sequence_parallel": here.tp > 1,
     }

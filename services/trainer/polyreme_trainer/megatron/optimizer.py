@@ -10,8 +10,8 @@ Invariant: a step whose gradient is not finite changes nothing, and a step that 
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.megatron import mcore
+from polyreme_trainer.megatron.hf_mapping import rank_slices
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
 
@@ -49,6 +50,7 @@ class Fragment:
         name, param: the parameter of this rank's model.
         main: the fp32 tensor that AdamW steps: a part of the parameter, or a copy.
         copied: whether it is a copy.
+        adam: the optimizer that steps `main`.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Fragment:
     stop: int
     main: Tensor
     copied: bool
+    adam: torch.optim.Optimizer
 
     @property
     def gradient(self) -> Tensor:
@@ -78,10 +81,10 @@ def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list
             group, place = inner.model_param_group_index_map[param]
             part = inner._get_model_param_range_map(param)["param"]
             main = inner.optimizer.param_groups[group]["params"][place]
-            fragments.append(Fragment(name, param, part.start, part.end, main, main.dtype != param.dtype))
+            fragments.append(Fragment(name, param, part.start, part.end, main, main.dtype != param.dtype, inner.optimizer))
         elif param.requires_grad:
             main = param if param.dtype == torch.float32 else param.main_param  # type: ignore[attr-defined]
-            fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param))
+            fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param, inner.optimizer))
     return fragments
 
 
@@ -106,21 +109,25 @@ class Optimizer:
         overrides = mcore.get_standard_config_overrides(config)
         with model.device.megatron(), torch.no_grad():  # without no_grad, a data rank's part of a parameter would have a graph
             chained = mcore.get_megatron_optimizer(config, [self._ddp], overrides, use_gloo_process_groups=False)
-        (self._inner,) = chained.chained_optimizers
+        self._inner = chained.chained_optimizers
+        """One for the experts that expert ranks share, which are divided over other ranks, and one for all other parameters."""
         self._set_hyper_parameters()
-        self.fragments = find_fragments(model.module.named_parameters(), self._inner)
-        mine = {piece.param for piece in model.slices if piece.primary}
+        parameters = list(model.module.named_parameters())
+        self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
+        # Of a parameter that all expert ranks have, each counts its own fragments.
+        mine = {piece.param for piece in rank_slices(model.arch, replace(model.rank, ep_rank=0)) if piece.primary}
         self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
         self.zero_grad()
 
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
         self._ddp.zero_grad_buffer()
-        self._inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
+        for inner in self._inner:
+            inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the steps that follow."""
-        for group in self._inner.param_groups:
+        for group in self._groups:
             group["lr"] = lr
 
     def step(self) -> float:
@@ -139,10 +146,11 @@ class Optimizer:
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:
             self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
-        self._inner.prepare_grads()
-        self._inner.step_with_ready_grads()
+        for inner in self._inner:
+            inner.prepare_grads()
+            inner.step_with_ready_grads()
         if not math.isfinite(weights := self._norm(fragment.cut(fragment.param) for fragment in self._counted)):
-            lr = self._inner.param_groups[0]["lr"]
+            lr = self._groups[0]["lr"]
             raise RunFailedError(
                 "finite weights after a step",
                 f"weights of norm {weights} after one at a learning rate of {lr:g}",
@@ -156,16 +164,25 @@ class Optimizer:
         moments = sum(tensor.nbytes for fragment in self.fragments for tensor in self.moments(fragment).values())
         return moments + sum(fragment.main.nbytes for fragment in self.fragments if fragment.copied)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The moments and the fp32 tensors that AdamW steps, of which some are parts of the model's weights."""
+        for fragment in self.fragments:
+            yield fragment.main
+            yield from self.moments(fragment).values()
+
+    def gradients(self) -> Iterator[Tensor]:
+        """The gradient buffers, which `zero_grad` overwrites at the next step."""
+        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
+            yield buffer.grad_data
+
     @property
     def steps(self) -> int:
         """The number of steps since the moments were zero."""
-        return max(
-            (int(self._inner.optimizer.state[each.main]["step"]) for each in self.fragments if self.moments(each)), default=0
-        )
+        return max((int(each.adam.state[each.main]["step"]) for each in self.fragments if self.moments(each)), default=0)
 
     def moments(self, fragment: Fragment) -> dict[str, Tensor]:
         """AdamW's moments of a fragment by name, each of the shape of `fragment.main`; empty before the first step."""
-        state = self._inner.optimizer.state.get(fragment.main, {})
+        state = fragment.adam.state.get(fragment.main, {})
         return {name: state[name] for name in MOMENTS if name in state}
 
     def rank_state(self) -> dict[str, dict[str, tuple[int, Tensor]]]:
@@ -180,13 +197,14 @@ class Optimizer:
     @torch.no_grad()
     def restore(self, steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
         """Sets moments and full-precision copies to saved ones, after the model's weights. See `Role.restore`."""
-        state, names = self._inner.optimizer.state, [fragment.name for fragment in self.fragments]
-        state.clear()
+        names = [fragment.name for fragment in self.fragments]
+        for inner in self._inner:
+            inner.optimizer.state.clear()
         fused = self.model.device.kind != "npu"
         for kind in MOMENTS if steps else ():
             whole = read(kind, names)
             for fragment in self.fragments:
-                main = fragment.main
+                main, state = fragment.main, fragment.adam.state
                 if main not in state:  # each has its own count of steps, because AdamW increments it in place
                     state[main] = {"step": torch.tensor(float(steps), device=main.device if fused else "cpu")}
                 state[main][kind] = torch.empty_like(main).copy_(fragment.cut(whole[fragment.name]).view_as(main))
@@ -196,8 +214,12 @@ class Optimizer:
                 fragment.main.copy_(fragment.cut(whole[fragment.name]).view_as(fragment.main))
         self._set_hyper_parameters()  # a fork may have other hyper-parameters
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for inner in self._inner for group in inner.param_groups]
+
     def _set_hyper_parameters(self) -> None:
-        for group in self._inner.param_groups:
+        for group in self._groups:
             group["betas"], group["eps"] = (self.adam.beta1, self.adam.beta2), self.adam.eps
             group["weight_decay"] = self.adam.weight_decay * group["wd_mult"]
             group["fused"] = self.model.device.kind != "npu"

@@ -9,29 +9,34 @@ model and moments.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import Rank, Slice, hf_shapes, param_shapes, rank_slices
+from polyreme_trainer.megatron.hf_mapping import Rank, Slice, hf_shapes, is_expert, param_shapes, rank_slices
 
 WEIGHTS = "weights"
 """The state of every parameter; the others are those of the trained ones: the optimizer's moments, and full-precision copies of weights."""
 
 RankState = Mapping[str, Any]
 """One role on one rank: `steps`, the optimizer's steps; and by kind of state and parameter a pair (start, flat tensor): the elements from
-`start` on of the flat parameter. Data ranks have different elements, or no element, of the same parameters."""
+`start` on of the flat parameter. Data ranks have different elements, or no element, of the same parameters, or have other experts."""
 
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks."""
+    """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks.
+
+    expert: so many adjacent data ranks share the experts.
+    """
 
     tensor: int
     pipeline: int
     data: int
+    expert: int = 1
 
     def number(self, model: Rank, data: int) -> int:
         """The number of the rank at these coordinates."""
@@ -39,7 +44,8 @@ class RankMesh:
 
     def files(self, here: Rank) -> list[tuple[Rank, list[int]]]:
         """What the rank `here` of a perhaps different layout reads: shards of the model, each with the numbers of the ranks that saved it."""
-        shards = [Rank(t, self.tensor, p, self.pipeline) for p in range(self.pipeline) for t in range(self.tensor)]
+        places = product(range(self.expert), range(self.pipeline), range(self.tensor))
+        shards = [Rank(t, self.tensor, p, self.pipeline, e, self.expert) for e, p, t in places]
         mine = [here] if here in shards else shards
         return [(shard, [self.number(shard, data) for data in range(self.data)]) for shard in mine]
 
@@ -49,7 +55,7 @@ class SavedShard:
 
     Args:
         rank: the rank that saved it.
-        states: those of its data ranks.
+        states: those of its data ranks, in order. Every `rank.ep`-th of them has the same experts.
     """
 
     def __init__(self, arch: Architecture, rank: Rank, states: Sequence[RankState]) -> None:
@@ -60,7 +66,8 @@ class SavedShard:
     def param(self, kind: str, name: str) -> Tensor:
         """One kind of state of a whole parameter. Raises RuntimeError when the data ranks' parts do not fill it."""
         if self._newest is None or self._newest[:2] != (kind, name):  # a parameter has several slices
-            parts = sorted((state[kind][name] for state in self._states if name in state[kind]), key=lambda part: part[0])
+            states = self._states[self.rank.ep_rank :: self.rank.ep] if is_expert(name) else self._states
+            parts = sorted((state[kind][name] for state in states if name in state[kind]), key=lambda part: part[0])
             flat = parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
             self._newest = kind, name, flat.view(self._shapes[name])
         return self._newest[2]

@@ -4,7 +4,7 @@ Invariant: a role without an optimizer changes only between two iterations, if a
 all of them alike.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -119,11 +119,17 @@ class Role(Generic[Model]):
         else:
             run_stages(self.model, jobs, backward)
 
-    def rank_state(self, weights: bool) -> RankState:
-        """The weights and moments that this rank saves (not copies). `weights`: whether it saves the weights too, which data ranks share."""
-        state: dict[str, Any] = {"steps": 0, WEIGHTS: {}}
-        if weights:
-            state[WEIGHTS] = {name: (0, param.flatten()) for name, param in self.model.state_dict().items()}
+    def tensors(self) -> Iterator[Tensor]:
+        """All that this rank holds of the role for longer than a step: weights, buffers, moments."""
+        yield from self.model.module.parameters()
+        yield from self.model.module.buffers()
+        if self.optimizer is not None:
+            yield from self.optimizer.tensors()
+
+    def rank_state(self) -> RankState:
+        """The weights and moments that this rank saves (not copies). Of the ranks that have the same weights, the first saves them."""
+        weights = {name: (0, param.flatten()) for name, param in self.model.own_state_dict().items()}
+        state: dict[str, Any] = {"steps": 0, WEIGHTS: weights}
         if self.optimizer is not None:
             state |= {"steps": self.optimizer.steps, **self.optimizer.rank_state()}
         return state

@@ -1,4 +1,6 @@
-"""The version writer: data rank 0's tensor ranks and stages write their slices of the policy into one arena slot.
+"""The version writer: the first copy of the model writes its slices of the policy into one arena slot.
+
+That are data rank 0's tensor ranks and stages, and with expert ranks those of the first data ranks that together have all experts.
 
 Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks wait at the
 barrier. Rank 0 owns the arena and seals the version.
@@ -28,7 +30,7 @@ class VersionWriter:
         policy: the policy; its shapes determine the size of an arena slot.
         ranks: the learner's ranks. All of them construct their writer together.
         run_id: names the arena.
-        writes: whether this rank writes its slices (data rank 0).
+        writes: whether this rank writes its slices: it is one of the first data ranks that together have all experts.
     """
 
     def __init__(self, policy: ShardedModel, ranks: Ranks, run_id: str, writes: bool) -> None:

@@ -10,10 +10,12 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from polyreme.api.v1.experience_pb2 import FinishReason
@@ -29,7 +31,17 @@ from polyreme.experience.trained_samples import TrainedSamples
 logger = logging.getLogger(__name__)
 
 _TAIL = 1 << 16
-COMMIT_METRICS = {"stall_seconds", "reload_seconds", "bytes", "density", "encode_seconds", "apply_seconds", "canary_difference"}
+COMMIT_METRICS = {
+    "stall_seconds",
+    "reload_seconds",
+    "bytes",
+    "relayed_bytes",
+    "hops",
+    "density",
+    "encode_seconds",
+    "apply_seconds",
+    "canary_difference",
+}
 
 GroupsOf = Callable[[int], Awaitable[tuple[list[bytes], bytes | None]]]
 """The payloads of an iteration's groups, and what the iteration did with their samples (None: unknown). Raises PolyremeError when the log no
@@ -121,11 +133,27 @@ class Recorder:
         return {"next_group": max(group.index for group in groups) + 1} if groups else {}
 
 
+def import_tensorboard() -> None:
+    """Imports tensorboardX without torch, when this process has not imported torch already.
+
+    tensorboardX needs torch only to recognise its tensors. The import costs the supervisor seconds and 200 MB.
+    """
+    if "torch" in sys.modules:
+        import_module("tensorboardX")
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # an import of it now raises ImportError
+    try:
+        import_module("tensorboardX")
+    finally:
+        del sys.modules["torch"]
+
+
 class Board:
     """A TensorBoard event file. tensorboardX's SummaryWriter is not used: it writes in a thread, which dies silently when the disk is full,
     and the next caller then blocks on its queue."""
 
     def __init__(self, folder: Path) -> None:
+        import_tensorboard()
         from tensorboardX import RecordWriter
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar

@@ -130,6 +130,18 @@ LOOP = (
     Metric("time/train", "s", "Part of it: everything from reading the samples to the last optimizer step."),
     Metric("time/write", "s", "Part of it: writing the new version for the replicas."),
 )
+_COLOCATED = "with placement: colocated"
+DEVICES = (
+    Metric("time/device_leave", "s", "Part of `time/iteration`: leaving the devices to the replicas.", _COLOCATED),
+    Metric("time/device_wait", "s", "Part of `time/iteration`: waiting for the devices and returning to them.", _COLOCATED),
+    Metric("device/freed_bytes", "B", "Memory that rank 0 freed when it left its device last; 0 on CPU.", _COLOCATED),
+    Metric(
+        "device/peak_bytes",
+        "B",
+        "Largest memory of rank 0's tensors in its turn before; on CPU the largest resident size of its process.",
+        _COLOCATED,
+    ),
+)
 TIMING = (
     Metric("timing/all", "s", "`time/iteration`."),
     Metric("timing/rollout", "s", "Generation of the slowest group."),
@@ -185,7 +197,11 @@ BESIDE = (
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
     Metric("weights/stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
     Metric("weights/reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),
-    Metric("weights/bytes", "B", "Bytes sent to a replica for a version; 0 where it maps them.", "`commit` records"),
+    Metric(
+        "weights/bytes", "B", "Bytes that the trainer sent to a replica for a version; 0 where it maps them.", "`commit` records"
+    ),
+    Metric("weights/relayed_bytes", "B", "Bytes that another replica sent it instead.", "`commit` records of relayed versions"),
+    Metric("weights/hops", "1", "Transfers from the trainer to the replica; 1: from the trainer.", "`commit` records of streams"),
     Metric("weights/density", "1", "Fraction of the version's elements in a delta.", "`commit` records of deltas"),
     Metric("weights/encode_seconds", "s", "How long the trainer computed a delta.", "`commit` records of deltas"),
     Metric("weights/apply_seconds", "s", "How long a replica applied and verified a delta.", "`commit` records of deltas"),
@@ -207,6 +223,7 @@ SECTIONS = {
     "Correction": CORRECTION,
     "Staleness": STALENESS,
     "The learner's loop": LOOP,
+    "Shared devices": DEVICES,
     "Parts of an iteration": TIMING,
     "Throughput": THROUGHPUT,
     "Beside the iteration": BESIDE,

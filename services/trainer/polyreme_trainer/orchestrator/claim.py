@@ -24,6 +24,8 @@ class Claim:
         since: when the claim was made, monotonic seconds.
         on_capacity: called when the replica can take other samples.
         is_cut: whether the replica must not be called any more.
+        chunk_timeout: seconds that the running call may stay silent.
+        asleep: whether the replica has left its devices.
         deadline: of the running call; moved forward when the replica's lease ends or the replica is suspended.
     """
 
@@ -34,6 +36,8 @@ class Claim:
     pace: Pace
     since: float
     on_capacity: Callable[[], None]
+    chunk_timeout: float = 0.0
+    asleep: bool = False
     deadline: asyncio.Timeout | None = None
     is_cut: bool = False
     _chunk_at: dict[int, float] = field(default_factory=dict)
@@ -68,6 +72,13 @@ class Claim:
         self.is_cut = True
         if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(asyncio.get_running_loop().time())
+
+    def suspend(self, asleep: bool) -> None:
+        """The replica keeps the running call but sends nothing while it is asleep, so the call's deadline waits too."""
+        self.asleep = asleep
+        if self.deadline is not None and not self.deadline.expired() and not self.is_cut:
+            now = asyncio.get_running_loop().time()
+            self.deadline.reschedule(None if asleep else now + self.chunk_timeout)
 
     def failed(self) -> None:
         """Counts a failed call. The replica gets no calls during the backoff."""

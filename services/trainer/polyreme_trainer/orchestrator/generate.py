@@ -114,12 +114,12 @@ async def _call(claim: Claim, rollouts: PartialRollouts, request: rollout_pb2.Ge
     call = claim.stub.Generate(request)
     try:
         async with asyncio.timeout(chunk_timeout) as deadline:
-            claim.deadline = deadline
+            claim.deadline, claim.chunk_timeout = deadline, chunk_timeout
             async for response in call:
                 claim.arrived(rollouts.add(response), rollouts.missing_tokens(), response, time.monotonic())
                 if claim.is_cut:  # by that message: a new deadline would undo the cut
                     raise TimeoutError
-                deadline.reschedule(loop.time() + chunk_timeout)
+                deadline.reschedule(None if claim.asleep else loop.time() + chunk_timeout)
         if left := rollouts.unfinished():
             raise BadStreamError(
                 f"expected every requested sequence to end; found {len(left)} unfinished at the end of the stream"

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError, DataError, RunFailedError, UnavailableError
+from polyreme.experience.device_lease import trains
 from polyreme.experience.ledger import Admission, ExperienceLog, StaleAttemptError, TransitionError, Writer
 from polyreme.experience.records import encode_group
 from polyreme.experience.run import Run, RunState
@@ -40,7 +41,7 @@ _FIRST_GROUPS = 8
 """The run ends when so many first groups fail for one reason; fewer where an iteration has fewer."""
 _SINGLE_NOTICES = 4
 """Failed groups with a notice of their own."""
-_RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease"})
+_RELEVANT = frozenset({"fail", "drop", "expire", "plan", "version", "commit", "state", "lease", "device"})
 
 
 async def orchestrate(run: Run) -> None:
@@ -151,6 +152,8 @@ class Orchestrator:
                 await _notice(self._run, f"took over {len(self._tasks)} groups in flight")
             signals: set[str] = set(_RELEVANT)
             while (await self._run.check()) is RunState.RUNNING:
+                if self._config.placement == "colocated" and (not signals or "device" in signals):
+                    self._pool.set_asleep(await trains(self._run))
                 if not signals or signals & {"lease", "version"}:
                     await self._pool.refresh()
                     await self._scoring.refresh()

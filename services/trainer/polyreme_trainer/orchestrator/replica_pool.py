@@ -75,6 +75,7 @@ class ReplicaPool:
         self._last_commit = "0"
         self._waiting: dict[int, deque[_Waiter]] = {}  # by min_version
         self.held: int | None = None
+        self._asleep = False
         self.idle_time = IdleTime(time.monotonic())
 
     def __len__(self) -> int:
@@ -143,7 +144,7 @@ class ReplicaPool:
         while True:
             await asyncio.sleep(STRAGGLER_CHECK_INTERVAL)
             now = time.monotonic()
-            if now - checked > 3 * STRAGGLER_CHECK_INTERVAL:  # this process stalled, so the silence is its own
+            if self._asleep or now - checked > 3 * STRAGGLER_CHECK_INTERVAL:  # this process stalled, so the silence is its own
                 for pace in self._paces.values():
                     pace.reset(now)
             checked = now
@@ -151,6 +152,17 @@ class ReplicaPool:
             for name, reason in stragglers(active, now).items():
                 if target := self._targets.get(name):  # it may have left while another's notice was sent
                     await self._suspend(target, reason, now)
+
+    def set_asleep(self, asleep: bool) -> None:
+        """Colocated replicas have left their devices to the learner, or have them again. Running calls wait; no claim is granted."""
+        if asleep == self._asleep:
+            return
+        self._asleep = asleep
+        for claim in self._claims:
+            claim.suspend(asleep)
+        for pace in self._paces.values():
+            pace.reset(time.monotonic())
+        self._grant_claims()
 
     def serves_newer(self, version: int) -> bool:
         """Whether a replica of the current term serves a newer version than this one."""
@@ -163,6 +175,8 @@ class ReplicaPool:
 
     def _grant_claims(self) -> None:
         """Gives free capacity to the waiting callers."""
+        if self._asleep:
+            return
         now = time.monotonic()
         for version in sorted(self._waiting):
             queue = self._waiting[version]
@@ -196,7 +210,7 @@ class ReplicaPool:
         while not (await asyncio.wait((waiter.claim,), timeout=self._start_timeout / CHECKS_PER_TIMEOUT))[0]:
             now = time.monotonic()
             # No replica can serve it yet: a resumed learner trains up to it again, or an evaluation holds an older version.
-            is_coming = self._published < min_version or (self.held is not None and self.held < min_version)
+            is_coming = self._asleep or self._published < min_version or (self.held is not None and self.held < min_version)
             if is_coming or self._choose(min_version, now, math.inf):
                 deadline = now + self._start_timeout
             elif now >= deadline:

@@ -22,7 +22,7 @@ from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.learner.engine import IterationMetrics, PlannedBatch, Saved, Written
+from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.megatron.atomic import discard, new_directory
 
@@ -145,6 +145,12 @@ class SimulatedTrainEngine:
         return []
 
     compares_answers = False
+
+    def leave_device(self) -> DeviceUse:
+        return DeviceUse(0, 0)
+
+    def return_to_device(self) -> None:
+        pass
 
     def close(self) -> None:
         self._arena.close()

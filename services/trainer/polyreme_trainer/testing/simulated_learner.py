@@ -16,6 +16,7 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
+from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
 from polyreme_trainer.learner.run_client import ATTACH_SECONDS, DrainError
@@ -42,11 +43,15 @@ def simulated_learner(
     with exit_on_error("learner"):
         config = asyncio.run(_read_config(redis_url, run_id))
         ranks = Ranks()
+        turns = LearnerTurns(config, redis_url, run_id, ranks)
         try:
+            turns.take()
             with closing(SimulatedTrainEngine(config, run_id, train_seconds, weight_bytes)) as engine:
-                Learner(config, {}, engine, redis_url, run_id, ranks).run()
+                Learner(config, {}, engine, redis_url, run_id, ranks, turns).run()
         except DrainError as stopped:
             logger.info("%s", stopped)
+        finally:
+            turns.close()
         ranks.close()
 
 

@@ -25,6 +25,7 @@ from polyreme.weights.manifest import Manifest
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
+from polyreme_trainer.weight_sync.relay_plan import RelayPlan
 from polyreme_trainer.weight_sync.replica_client import Version
 from polyreme_trainer.weight_sync.replica_state import Commit
 from polyreme_trainer.weight_sync.replica_sync import ReplicaSync
@@ -102,6 +103,10 @@ class Publisher:
         """
         return await self._ask(lambda sync: sync.wait_committed(version, replicas, seconds), seconds)
 
+    async def set_devices_train(self, train: bool) -> None:
+        """Whether colocated replicas have left their devices to the learner, so that no push may begin."""
+        await self._ask(lambda sync: sync.set_devices_train(train), 0.0)
+
     def close(self) -> None:
         """Ends the thread and cancels running pushes. Idempotent."""
         if not self._thread.is_alive():
@@ -156,8 +161,9 @@ class Publisher:
         slots = ArenaSlots(self._arena.slots)
         threads = config.trainer.parallel.world_size // config.trainer.parallel.data  # as many as ranks write a version
         deltas = Deltas(self._arena, config.weights.anchor_interval, threads, slots.compare)
+        plan = RelayPlan(config.weights.relay_roots)
         sync = ReplicaSync(
-            run, experience, Registry(run), self._arena, slots, deltas, self._term.counter, wanted, hold, config.security
+            run, experience, Registry(run), self._arena, slots, deltas, plan, self._term.counter, wanted, hold, config.security
         )
         self._running.set_result(_Running(asyncio.get_running_loop(), sync))
         try:

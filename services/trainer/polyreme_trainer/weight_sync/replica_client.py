@@ -42,6 +42,14 @@ class UnreachableError(Exception):
     """The replica cannot be reached, or the connection broke."""
 
 
+class RelayError(Exception):
+    """The replica is in order, but could not fetch from another one. `missing`: that one does not have the bytes."""
+
+    def __init__(self, text: str, missing: bool = False) -> None:
+        super().__init__(text)
+        self.missing = missing
+
+
 @dataclass(frozen=True)
 class Version:
     """A complete version in an arena slot, and its canary, if it has one."""
@@ -58,7 +66,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Sent:
-    """A finished stream. `nbytes`: bytes sent; `apply_seconds`: how long the replica applied and verified a delta."""
+    """A finished transfer. `nbytes`: bytes sent; `apply_seconds`: how long the replica applied and verified a delta."""
 
     nbytes: int
     apply_seconds: float
@@ -121,6 +129,20 @@ class ReplicaClient:
     async def stream_delta(self, delta: WeightDelta, version: Version) -> Sent:
         """Sends the delta that leads to the version. SwapError: also when the replica lacks its base."""
         return await self._stream(encode_delta(delta.manifest.to_proto()), memoryview(delta.payload), version)
+
+    async def relay(self, version: Version, delta: WeightDelta | None, source: str) -> Sent:
+        """Makes the replica fetch the version, or the delta that leads to it, from the replica at `source`. Raises RelayError too."""
+        local_seconds = STAGE_TIMEOUT + mapped_seconds(version)
+        nbytes = delta.manifest.nbytes if delta else version.manifest.nbytes
+        request = pb.StageRelayRequest(source=source, timeout=local_seconds + nbytes / SLOWEST_STREAM_BYTES_PER_SECOND)
+        if delta:
+            request.delta.CopyFrom(delta.manifest.to_proto())
+        else:
+            request.manifest.CopyFrom(version.manifest)
+        response = await self._call(lambda stub: stub.StageRelay(request, timeout=request.timeout + local_seconds))
+        if response.WhichOneof("outcome") != "staged":
+            raise RelayError(response.missing or response.failed, missing=response.HasField("missing"))
+        return Sent(response.nbytes, response.staged.apply_seconds)
 
     async def commit(self, version: Version) -> pb.CommitResponse:
         """Makes the replica serve the staged version."""

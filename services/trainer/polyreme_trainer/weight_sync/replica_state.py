@@ -18,11 +18,15 @@ T = TypeVar("T")
 class Transfer:
     """How a version reached a replica: `arena` (mapped, 0 bytes sent), `stream` (whole) or `delta`, and for a delta what it cost.
 
-    `density`: fraction of the elements in it. `encode_seconds`: on the trainer. `apply_seconds`: on the replica, verification included.
+    `bytes`: sent by the trainer. `relayed_bytes`: sent by the replica `source`. `hops`: transfers from the trainer to this replica.
+    `density`: fraction of the elements in a delta. `encode_seconds`: on the trainer. `apply_seconds`: on the replica, verification included.
     """
 
     path: str
     bytes: int = 0
+    relayed_bytes: int | None = None
+    hops: int | None = None
+    source: str | None = None
     density: float | None = None
     encode_seconds: float | None = None
     apply_seconds: float | None = None
@@ -62,7 +66,7 @@ class ReplicaState:
         self.quarantined = False
         self.task: asyncio.Task[None] | None = None
         self.call: asyncio.Future[Any] | None = None
-        self.streams = self.interrupted = False
+        self.streams = self.interrupted = self.relay_failed = False
 
     async def interruptibly(self, call: Awaitable[T]) -> T:
         """Awaits a call that training may interrupt. Raises InterruptedPushError, and what the call raises."""

@@ -6,8 +6,7 @@ Invariant:
 - A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost its lease,
   or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten bytes.) A stream
   that blocks training is interrupted much earlier, and restarted.
-- A replica that cannot map the arena receives its versions by stream, a bounded number of streams at once: as deltas from the version that
-  it serves where there are any, else whole. A refused delta is followed by the whole version.
+- A replica that cannot map the arena receives its versions by stream: see `streams`.
 - A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is attempted.
 """
 
@@ -30,15 +29,16 @@ from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
+from polyreme_trainer.weight_sync.relay_plan import RelayPlan
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, UnreachableError, Version, mapped_seconds
 from polyreme_trainer.weight_sync.replica_state import Commit, InterruptedPushError, ReplicaState, Transfer
+from polyreme_trainer.weight_sync.streams import Streams
 
 LEASE_CHECK_INTERVAL = 0.25
 SWAP_ATTEMPTS = 3
 REACH_ATTEMPTS = 10  # about half a minute; a dead replica loses its lease earlier
 BACKOFF = Backoff(first=0.2, longest=5.0)
 CANCEL_RETRY_INTERVAL = 0.2
-MAX_STREAMS = 8
 STREAM_INTERRUPT_TIMEOUT = 1.0  # training waits this long for a slot before it interrupts streams
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class ReplicaSync:
         run, experience, registry: the run, by this loop's connection.
         arena: holds the versions.
         slots, deltas: of the arena.
+        plan: who sends a version to whom.
         term: the learner's term.
         wanted: number of replicas that the run waits for.
         hold: the version that replicas are held at.
@@ -66,6 +67,7 @@ class ReplicaSync:
         arena: Arena,
         slots: ArenaSlots,
         deltas: Deltas,
+        plan: RelayPlan,
         term: int,
         wanted: int,
         hold: EvalHold,
@@ -75,8 +77,9 @@ class ReplicaSync:
         self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
         self._wanted, self._hold = wanted, hold
         self._slots, self._deltas = slots, deltas
-        self._streams = asyncio.Semaphore(MAX_STREAMS)
+        self._streams = Streams(deltas, slots, plan, self._target, self._address, self._notice, self._notify)
         self._newest: Version | None = None
+        self._devices_train = False
         self._replicas: dict[str, ReplicaState] = {}
         self._changed = asyncio.Event()
         self._stopping = False
@@ -115,6 +118,11 @@ class ReplicaSync:
         self._hold.published(version, time.monotonic())
         self._pin()
 
+    async def set_devices_train(self, train: bool) -> None:
+        """No push begins while colocated replicas have left their devices to the learner."""
+        self._devices_train = train
+        self._notify()
+
     async def _update_held_version(self) -> None:
         """Releases the held version when it was evaluated or held too long."""
         if self._hold.version is not None and self._newest is not None:
@@ -126,8 +134,13 @@ class ReplicaSync:
         self._notify()
 
     def _target(self) -> Version | None:
-        """The version that replicas should serve."""
-        return self._hold.version or self._newest
+        """The version that replicas should serve; None while they have no devices."""
+        return None if self._devices_train else self._hold.version or self._newest
+
+    def _address(self, name: str) -> str | None:
+        """The address of a live replica."""
+        replica = self._replicas.get(name)
+        return replica.lease.address if replica and not replica.quarantined else None
 
     async def acquire_slot(self, seconds: float) -> int:
         """A slot that no replica reads. After the deadline the replicas that block it are interrupted, which counts as a failed swap.
@@ -188,6 +201,7 @@ class ReplicaSync:
     async def _forget(self, name: str, replica: ReplicaState) -> None:
         await self._stop(replica)
         del self._replicas[name]
+        self._streams.drop(name)
         self._notify()
         await self._notice(f"replica {name} at {replica.lease.address} left")
 
@@ -218,7 +232,7 @@ class ReplicaSync:
             await self._record(replica, Commit(replica.lease.id, version.number, self._term, stall, reload, transfer, difference))
 
     async def _bring(self, replica: ReplicaState, version: Version) -> tuple[Version, pb.CommitResponse, Transfer]:
-        """Moves a replica to `version`. A stream takes the target version at its own start."""
+        """Moves a replica to `version`, or by stream to the target version."""
         name, client = replica.lease.id, replica.client
         if not client.probed:
             await client.probe(version)
@@ -232,34 +246,10 @@ class ReplicaSync:
         if not replica.streams:
             replica.streams = True
             await self._notice(f"replica {name} cannot map the weights and receives them by stream: {client.unmapped}")
-        async with self._streams:
-            version = self._target() or version
-            transfer = await self._send_delta(replica, version) or await self._send_whole(replica, version)
+        version, transfer = await self._streams.bring(replica, version)
         answer = await client.commit(version)
         replica.streamed = version
         return version, answer, transfer
-
-    async def _send_delta(self, replica: ReplicaState, version: Version) -> Transfer | None:
-        """Sends the changes since the version that the replica serves; None when there is no delta, or the replica refused it."""
-        encoded = await self._deltas.between(replica.streamed, version) if replica.streamed else None
-        if encoded is None:
-            return None
-        try:
-            sent = await replica.client.stream_delta(encoded.delta, version)
-        except SwapError as error:
-            replica.streamed = None
-            await self._notice(f"replica {replica.lease.id} refused a delta and receives version {version.number} whole: {error}")
-            return None
-        return Transfer("delta", sent.nbytes, encoded.delta.manifest.density, encoded.seconds, sent.apply_seconds)
-
-    async def _send_whole(self, replica: ReplicaState, version: Version) -> Transfer:
-        self._slots.streaming(replica.lease.id, version.slot)
-        try:
-            sent = await replica.interruptibly(replica.client.stream(version))
-        finally:
-            self._slots.drop(replica.lease.id)  # it has its own copy, also of the previous version
-            self._notify()
-        return Transfer("stream", sent.nbytes)
 
     async def _may_retry(self, replica: ReplicaState, version: Version, error: SwapError | UnreachableError) -> bool:
         """Counts the failure and waits for the next attempt. False when the replica is quarantined instead."""
@@ -286,6 +276,7 @@ class ReplicaSync:
         # Emit the notice first: quarantining the last replica fails the run.
         await self._notice(f"replica {replica.lease.id} at {replica.lease.address} is quarantined: {reason}")
         replica.quarantined, replica.last_error = True, f"quarantined: {reason}"
+        self._streams.drop(replica.lease.id)
         self._notify()
 
     def _check_usable(self) -> None:

@@ -1,7 +1,6 @@
 """docs/data.md does what it says: its rows are read, and become the texts that it shows."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from polyreme.config.run import RunConfig
 from polyreme.dataset.source import read_objects
 from polyreme_trainer.data.prompts import load_examples, load_prompts
 from polyreme_trainer.data.template import Template
+from support import guide
 
-GUIDE = Path(__file__).resolve().parents[4] / "docs" / "data.md"
-BLOCK = re.compile(r"^```\w+ file=(\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -26,8 +24,7 @@ CHATML = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, text in BLOCK.findall(GUIDE.read_text()):
-        (tmp_path / name).write_text(text)
+    guide.write_files("data.md", tmp_path)
     return tmp_path
 
 

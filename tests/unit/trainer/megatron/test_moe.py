@@ -37,5 +37,5 @@ def test_the_policy_that_is_trained_is_the_one_that_sampled() -> None:
 def test_sequence_parallelism_comes_with_experts_over_several_tensor_ranks() -> None:
     experts = read_architecture(HfConfig(FIELDS))
     dense = read_architecture(HfConfig(FIELDS | {"model_type": "llama"}))
-    assert moe.options(experts, 2)["sequence_parallel"] and not moe.options(experts, 1)["sequence_parallel"]
-    assert moe.options(dense, 2) == {}
+    assert moe.options(experts, Rank(tp=2))["sequence_parallel"] and not moe.options(experts, Rank())["sequence_parallel"]
+    assert moe.options(dense, Rank(tp=2)) == {}

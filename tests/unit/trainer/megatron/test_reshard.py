@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from polyreme_trainer.megatron.families import find_family
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
-from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, param_shapes, rank_slices
+from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, is_expert, param_shapes, rank_slices
 from polyreme_trainer.megatron.reshard import RankMesh, RankState, SavedShard, reshard
 
 TIED = Architecture(
@@ -27,14 +28,15 @@ TIED = Architecture(
     max_position=16,
     rope=Rope(10000.0),
 )
+EXPERTS = replace(TIED, family=find_family("qwen2_moe"), layers=2, experts=4, expert_ffn=4, shared_ffn=6, top_k=2)
+EXPERT_LAYOUTS = [RankMesh(1, 1, 1), RankMesh(1, 1, 2, 2), RankMesh(1, 1, 4, 2), RankMesh(2, 2, 3), RankMesh(2, 2, 4, 4)]
 UNTIED, CRITIC = replace(TIED, head="untied"), replace(TIED, head="value")
 LAYOUTS = [RankMesh(1, 1, 1), RankMesh(2, 1, 1), RankMesh(1, 1, 2), RankMesh(1, 2, 1), RankMesh(2, 2, 3)]
 
 
 def ranks(layout: RankMesh) -> Iterator[Rank]:
-    for pipeline in range(layout.pipeline):
-        for tensor in range(layout.tensor):
-            yield Rank(tensor, layout.tensor, pipeline, layout.pipeline)
+    for expert, pipeline, tensor in product(range(layout.expert), range(layout.pipeline), range(layout.tensor)):
+        yield Rank(tensor, layout.tensor, pipeline, layout.pipeline, expert, layout.expert)
 
 
 def whole_model(arch: Architecture) -> dict[str, Tensor]:
@@ -57,21 +59,30 @@ def params(arch: Architecture, rank: Rank) -> dict[str, Tensor]:
 
 
 def saved(arch: Architecture, layout: RankMesh) -> dict[int, RankState]:
-    """The state of every rank by number: each data rank has equally many elements of the shard, wherever a parameter begins."""
+    """The state of every rank by number: data ranks with the same parameters have equally many elements, wherever a parameter begins."""
     states: dict[int, RankState] = {}
     for rank in ranks(layout):
         shard = params(arch, rank)
-        total = sum(param.numel() for param in shard.values())
-        for data in range(layout.data):
-            low, high = total * data // layout.data, total * (data + 1) // layout.data
-            state, at = {}, 0
-            for name, param in shard.items():
-                start, stop = max(low - at, 0), min(high - at, param.numel())
-                if start < stop:
-                    state[name] = start, param.flatten()[start:stop]
-                at += param.numel()
-            states[layout.number(rank, data)] = {"moment": state}
+        same = layout.data // layout.expert
+        for number in range(same):
+            data = number * layout.expert + rank.ep_rank
+            experts = divide({name: param for name, param in shard.items() if is_expert(name)}, number, same)
+            others = divide({name: param for name, param in shard.items() if not is_expert(name)}, data, layout.data)
+            states[layout.number(rank, data)] = {"moment": experts | others}
     return states
+
+
+def divide(shard: dict[str, Tensor], number: int, parts: int) -> dict[str, tuple[int, Tensor]]:
+    """One of equally many elements of the parameters, one after the other."""
+    total = sum(param.numel() for param in shard.values())
+    low, high = total * number // parts, total * (number + 1) // parts
+    state, at = {}, 0
+    for name, param in shard.items():
+        start, stop = max(low - at, 0), min(high - at, param.numel())
+        if start < stop:
+            state[name] = start, param.flatten()[start:stop]
+        at += param.numel()
+    return state
 
 
 @pytest.mark.parametrize("arch", [TIED, UNTIED, CRITIC], ids=["tied", "untied", "critic"])
@@ -82,6 +93,17 @@ def test_every_rank_gets_its_parameters_from_the_ranks_of_any_layout(
 ) -> None:
     states = saved(arch, before)
     assert sorted(states) == list(range(before.tensor * before.pipeline * before.data))
+    check_resharded(arch, before, after, states)
+
+
+@pytest.mark.parametrize("before", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("after", EXPERT_LAYOUTS)
+def test_experts_pass_from_layout_to_layout(before: RankMesh, after: RankMesh) -> None:
+    check_resharded(EXPERTS, before, after, saved(EXPERTS, before))
+
+
+def check_resharded(arch: Architecture, before: RankMesh, after: RankMesh, states: dict[int, RankState]) -> None:
+    """The ranks of `after` find their parameters in the states of those of `before`."""
     for here in ranks(after):
         shards = [SavedShard(arch, rank, [states[number] for number in numbers]) for rank, numbers in before.files(here)]
         expected = params(arch, here)
@@ -104,6 +126,7 @@ def test_only_the_parameters_that_are_asked_for_are_read() -> None:
 def test_ranks_of_the_same_shards_read_no_others() -> None:
     assert RankMesh(2, 1, 2).files(Rank(1, 2)) == [(Rank(1, 2), [1, 3])]
     assert [rank for rank, _ in RankMesh(2, 1, 2).files(Rank())] == [Rank(0, 2), Rank(1, 2)]
+    assert RankMesh(1, 1, 4, 2).files(Rank(ep_rank=1, ep=2)) == [(Rank(ep_rank=1, ep=2), [0, 1, 2, 3])]
 
 
 def test_data_ranks_that_do_not_fill_a_parameter_are_an_error() -> None:

@@ -279,6 +279,7 @@ async def main(folder, records):
         with suppress(OSError):
             recorder.close()
         open_files.append(len(os.listdir("/proc/self/fd")))
+    assert "torch" not in sys.modules, "seconds of the supervisor's start"
     assert (refused, threading.active_count(), len(set(open_files))) == (2, 1, 1), (refused, threading.enumerate(), open_files)
 
 asyncio.run(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -39,11 +39,24 @@ def install_cuda_stand_ins() -> None:
     """Replaces the functions of torch.cuda that megatron-core calls, also in backward passes, until this process ends."""
     for name, stand_in in _CUDA_STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
-    from polyreme_trainer.megatron.mcore import random_states  # not at the top: a process with CUDA needs none of this
+    # Not at the top: a process with CUDA needs none of this.
+    from polyreme_trainer.megatron.cpu import uneven_parts
+    from polyreme_trainer.megatron.mcore import MoEAlltoAllTokenDispatcher, mappings, random_states
 
     # A recomputed layer saves and restores the generators. There is no CUDA generator to restore, and torch would queue each call.
     random_states._get_cuda_rng_state = lambda *arguments, **options: torch.get_rng_state()
     random_states._set_cuda_rng_state = lambda *arguments, **options: None
+    mappings._gather_along_first_dim = uneven_parts.gather
+    mappings._reduce_scatter_along_first_dim = uneven_parts.reduce_scatter
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "cpu"  # on CUDA, the stream on which it copies its counts of tokens to the CPU
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_as_lists
+
+
+def _counts_as_lists(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Makes lists of the numbers of tokens that this expert rank sends and receives, where megatron-core would copy them to the CPU."""
+    if point == dispatcher.cuda_dtoh_point:
+        dispatcher.input_splits, dispatcher.output_splits = dispatcher.input_splits.tolist(), dispatcher.output_splits.tolist()
+    return tokens_per_expert
 
 
 def keep_freed_memory() -> None:

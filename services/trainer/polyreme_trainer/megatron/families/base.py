@@ -141,6 +141,8 @@ class Architecture:
         return replace(self, experts=self.top_k).parameters
 
 
+EXPERT = "mlp.experts.local_experts."
+"""What the name of an expert's parameter has before the expert's number on its rank."""
 EMBEDDING_ROW = MappingRow("embedding.word_embeddings.weight", "vocab", {EMBEDDING: ("vocab", "hidden")})
 FINAL_NORM_ROW = MappingRow("decoder.final_layernorm.weight", "all", {"model.norm.weight": ("hidden",)})
 

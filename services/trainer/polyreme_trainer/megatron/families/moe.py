@@ -6,7 +6,7 @@ Invariant: every layer of such a model has experts; a model with dense layers ra
 from dataclasses import dataclass, replace
 
 from polyreme.errors import ConfigError
-from polyreme_trainer.megatron.families.base import DENSE_LAYER, Architecture, MappingRow, ModelFamily
+from polyreme_trainer.megatron.families.base import DENSE_LAYER, EXPERT, Architecture, MappingRow, ModelFamily
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 
 ATTENTION_LAYER = tuple(row for row in DENSE_LAYER if not row.param.startswith("mlp."))
@@ -19,7 +19,7 @@ def router(block: str) -> MappingRow:
 
 def expert(block: str, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
     """The rows of one expert, given Hugging Face's names of its three matrices."""
-    param, name = "mlp.experts.local_experts.{expert}", f"{block}.experts.{{expert}}"
+    param, name = f"{EXPERT}{{expert}}", f"{block}.experts.{{expert}}"
     shape = ("expert_ffn", "hidden")
     return (
         MappingRow(f"{param}.linear_fc1.weight", "gate_up", {f"{name}.{gate}.weight": shape, f"{name}.{up}.weight": shape}),

@@ -16,7 +16,8 @@ class Sharding:
 
     Attributes:
         rank: the rank's place among the tensor, pipeline and expert ranks; its parameters follow from it.
-        optimizer_ranks: ranks over which each parameter's optimizer state is divided.
+        optimizer_ranks: ranks over which each parameter's optimizer state is divided, except for that of experts: those that have the same
+            experts divide theirs.
         sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
         micro_batches: micro-batches whose activations are alive at once.
     """
@@ -25,6 +26,11 @@ class Sharding:
     optimizer_ranks: int = 1
     sequence_ranks: int = 1
     micro_batches: int = 1
+
+    @property
+    def expert_optimizer_ranks(self) -> int:
+        """Ranks over which the optimizer state of each expert is divided."""
+        return self.optimizer_ranks // self.rank.ep
 
     @property
     def first(self) -> bool:
@@ -44,8 +50,8 @@ def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
     after it before the first gradient arrives.
     """
     sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
-    stages = parallel.pipeline
+    stages, expert = parallel.pipeline, parallel.expert
     return [
-        Sharding(Rank(0, parallel.tensor, stage, stages), parallel.data, sequence, micro_batches=stages - stage)
+        Sharding(Rank(0, parallel.tensor, stage, stages, 0, expert), parallel.data, sequence, micro_batches=stages - stage)
         for stage in range(stages)
     ]

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from polyreme_trainer.megatron.families.base import Architecture
-from polyreme_trainer.megatron.hf_mapping import check, param_shapes
+from polyreme_trainer.megatron.hf_mapping import check, is_expert, param_shapes
 from polyreme_trainer.megatron.memory.sharding import Sharding
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
@@ -56,6 +56,11 @@ def rank_parameters(arch: Architecture, sharding: Sharding) -> int:
     return sum(math.prod(shape) for shape in param_shapes(arch, sharding.rank).values())
 
 
+def expert_parameters(arch: Architecture, sharding: Sharding) -> int:
+    """The number of parameters of the rank's experts, of which only `expert_optimizer_ranks` ranks have the same."""
+    return sum(math.prod(shape) for name, shape in param_shapes(arch, sharding.rank).items() if is_expert(name))
+
+
 def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
     """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""
     count = rank_parameters(model.arch, sharding)
@@ -65,14 +70,14 @@ def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
             Addend(f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)")
         )
         master = MASTER_BYTES if model.width < MASTER_BYTES else 0
-        parts = "two moments" + (", master weight" if master else "")
-        divided = f" / {sharding.optimizer_ranks} ranks" if sharding.optimizer_ranks > 1 else ""
-        each = MOMENTS_BYTES + master
-        terms.append(
-            Addend(
-                f"{model.role} optimizer",
-                -(-count * each // sharding.optimizer_ranks),
-                f"{count:,} parameters x {each} bytes ({parts}){divided}",
-            )
-        )
+        each, parts = MOMENTS_BYTES + master, "two moments" + (", master weight" if master else "")
+        experts = expert_parameters(model.arch, sharding) if sharding.rank.ep > 1 else 0
+        for name, part, ranks in (
+            ("optimizer", count - experts, sharding.optimizer_ranks),
+            ("expert optimizer", experts, sharding.expert_optimizer_ranks),
+        ):
+            if part:
+                divided = f" / {ranks} ranks" if ranks > 1 else ""
+                arithmetic = f"{part:,} parameters x {each} bytes ({parts}){divided}"
+                terms.append(Addend(f"{model.role} {name}", -(-part * each // ranks), arithmetic))
     return terms

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from polyreme.config.trainer import ParallelConfig
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.hf_mapping import Rank
-from polyreme_trainer.megatron.memory.sharding import Sharding
+from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
 from polyreme_trainer.megatron.memory.state import Model, rank_parameters, state_terms
 from support.published import CONFIGS, PARAMETERS
 
@@ -67,6 +68,21 @@ def test_a_frozen_model_is_its_weights_and_a_shared_optimizer_divides_only_its_s
     assert shared == (2 + 4 + 12 // 4) * arch.parameters
 
 
+def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> None:
+    arch = replace(architecture("Qwen3-235B-A22B"), layers=4)
+    experts = (
+        sum(math.prod(shape) for row in arch.family.expert for shape in arch.shapes(row).values()) * arch.experts * arch.layers
+    )
+    others = arch.parameters - experts
+    (sharding,) = shardings(arch, ParallelConfig(data=8, expert=4))
+    shared = total(Model("actor", arch, "bfloat16", trained=True), sharding)
+    assert shared == (2 + 4) * (others + experts // 4) + 12 * others // 8 + 12 * (experts // 4) // 2
+
+
 def test_sizes_that_do_not_divide_are_an_error() -> None:
     with pytest.raises(ValueError, match="heads = 28"):
         rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(tp=8)))
+    with pytest.raises(ValueError, match="qwen2 has no experts"):
+        rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(ep=2)))
+    with pytest.raises(ValueError, match="128 experts do not divide over 3"):
+        rank_parameters(architecture("Qwen3-235B-A22B"), Sharding(Rank(ep=3)))

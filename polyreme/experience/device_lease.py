@@ -1,0 +1,176 @@
+"""The device lease of a colocated run: its learner and its replicas share devices, which are granted for `train` or for `generate`.
+
+Invariant: no grant of `train` exists beside another grant. A grant ends when its holder gives it up, or when its deadline has passed and
+somebody else needs the devices; the counter of a grant that has ended is refused for ever. A holder stops using the devices at its own
+deadline, which is never later than the one in Redis, unless a renewal has reached Redis since. The learner, which cannot stop inside a step,
+asks before it publishes what it has trained.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from polyreme.errors import StoreError, UnavailableError
+from polyreme.experience.run import Run
+from polyreme.experience.scripts import StaleGrantError
+
+Use = Literal["train", "generate"]
+T = TypeVar("T")
+
+TTL = 10.0
+"""Seconds after a holder's death at which its grant ends."""
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A grant.
+
+    Attributes:
+        counter: of this grant, higher than that of every earlier one.
+        wanted: whether a claim of `train` waits until this holder gives the devices up.
+        version: the learner's newest version; -1 before the first.
+    """
+
+    counter: int
+    wanted: bool
+    version: int
+
+
+class DeviceLease:
+    """One holder's side of the lease.
+
+    Args:
+        run: the run, whose devices all change hands together.
+        use: what the holder needs the devices for.
+        holder: unique among all processes of the run, restarts included.
+        ttl: see `TTL`.
+        counter: the grant that the holder has already; 0: none.
+
+    Attributes:
+        grant: the current one, None without one.
+    """
+
+    def __init__(self, run: Run, use: Use, holder: str, ttl: float = TTL, counter: int = 0) -> None:
+        self._run, self._use, self._holder, self._ttl = run, use, holder, ttl
+        self._deadline = time.monotonic() + ttl if counter else 0.0
+        self._others: list[str] = []
+        self._calling = asyncio.Lock()
+        self.grant: Grant | None = Grant(counter, False, -1) if counter else None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the devices may be used now: there is a grant whose deadline has not passed."""
+        return self.grant is not None and time.monotonic() < self._deadline
+
+    async def ask(self) -> Grant | None:
+        """Asks for the devices, or renews the grant. None: they are in use; a claim of `train` now waits for them.
+
+        Raises:
+            StaleGrantError: the grant has ended meanwhile. The devices must not be used; the next call asks anew.
+        """
+        async with self._calling:
+            return await self._ask()
+
+    async def renew(self) -> Grant | None:
+        """As `ask` with a grant; without one it does nothing."""
+        async with self._calling:
+            return await self._ask() if self.grant else None
+
+    async def _ask(self) -> Grant | None:
+        asked = time.monotonic()
+        try:
+            answer = await self._call("ask")
+        except StaleGrantError:
+            self.grant = None
+            raise
+        counter, wanted, version, *others = answer
+        self._others = [other.decode() for other in others]
+        self._deadline = asked + self._ttl
+        self.grant = Grant(counter, bool(wanted), version) if counter else None
+        return self.grant
+
+    async def acquire(self, within: float = math.inf, alive: Callable[[], Awaitable[object]] | None = None) -> Grant:
+        """Waits for the devices.
+
+        Args:
+            within: seconds.
+            alive: awaited at every check; it raises when waiting is pointless.
+
+        Raises:
+            UnavailableError: they were in use for `within` seconds; the message names the holders.
+        """
+
+        async def granted() -> Grant | None:
+            if alive is not None:
+                await alive()
+            return await self.ask()
+
+        grant = await self._run.until(granted, within)
+        if grant is None:
+            await self.give_up()
+            raise UnavailableError(
+                f"the devices for `{self._use}` within {within:g} s",
+                f"they are in use by {', '.join(self._others) or 'nobody'}",
+                "See the logs of the processes that hold them.",
+            )
+        return grant
+
+    async def hold(self) -> None:
+        """Renews the grant until a claim of `train` waits for it, or until the devices may not be used any more.
+
+        Redis may be lost meanwhile; then it returns when the grant's deadline passes.
+        """
+        last = "$"
+        while self.usable:
+            try:
+                async with asyncio.timeout(self._deadline - time.monotonic()):
+                    last = await self._run.last_event() if last == "$" else last
+                    grant = await self.renew()
+                    if grant is None or grant.wanted:
+                        return
+                    last = await self._event(last, time.monotonic() + self._ttl / 3)
+            except (StaleGrantError, TimeoutError):
+                return
+            except StoreError:
+                await asyncio.sleep(self._ttl / 20)
+
+    async def renew_during(self, work: Awaitable[T]) -> T:
+        """Awaits `work`, which prepares the devices for this holder or for the next one, and renews the grant meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=self._ttl / 3))[0]:
+                with suppress(StaleGrantError, StoreError):
+                    await self.renew()
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def give_up(self) -> None:
+        """Ends the grant, or the claim. Does nothing when it has ended already. Raises StoreError."""
+        async with self._calling:
+            try:
+                with suppress(StaleGrantError):
+                    await self._call("give")
+            finally:
+                self.grant, self._deadline = None, 0.0
+
+    async def _event(self, last: str, until: float) -> str:
+        """Waits for an event of the lease. Returns the id of the newest event."""
+        while (left := until - time.monotonic()) > 0:
+            last, signals = await self._run.watch(last, max(1, int(min(left, 1.0) * 1000)))
+            if any(kind == "device" for kind, _ in signals):
+                break
+        return last
+
+    async def _call(self, verb: str) -> Any:
+        counter, keys = self.grant.counter if self.grant else 0, [self._run.key("device")]
+        return await self._run.scripts.call("device", verb, self._use, self._holder, counter, int(self._ttl * 1000), keys=keys)
+
+
+async def trains(run: Run) -> bool:
+    """Whether the devices are granted for `train`, or claimed for it."""
+    return any(name.startswith(b"train:") for name in await run.redis.hkeys(run.key("device")))

@@ -1,0 +1,200 @@
+"""Forwards one request to a replica, and to another one when the first fails before anything was sent.
+
+Invariant: a client gets the reply of one replica, unchanged, or one error. A request with a version is answered by that version alone.
+Every request ends at its deadline and when its client leaves, at the replica too.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from polyreme.gateway.client import ReplicaHttp
+from polyreme.gateway.events import EventSplitter, is_done, versions
+from polyreme.gateway.metrics import GatewayMetrics
+from polyreme.gateway.names import ModelNames, Wanted
+from polyreme.gateway.replicas import ReplicaTable, ServedReplica
+from polyreme.gateway.reply import Reply
+
+ATTEMPTS = 3
+"""Replicas that a request is sent to, at most."""
+VERSION_HEADER, REPLICA_HEADER = "polyreme-policy-version", "polyreme-replica"
+_TO_REPLICA = ("content-type", "accept", "x-request-id")
+_TO_CLIENT = ("content-type", VERSION_HEADER, "x-request-id")
+
+
+@dataclass(frozen=True)
+class GatewayLimits:
+    """Bounds of a gateway.
+
+    Attributes:
+        requests: that replicas work on at once; more get 429.
+        seconds: for a request, from its body to the end of its reply.
+    """
+
+    requests: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request as every replica gets it."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    wanted: Wanted
+
+
+class Forwarder:
+    """The ASGI application of the paths that replicas answer.
+
+    Args:
+        names, table: of the run.
+        http: to the replicas.
+    """
+
+    def __init__(
+        self, names: ModelNames, table: ReplicaTable, http: ReplicaHttp, metrics: GatewayMetrics, limits: GatewayLimits
+    ) -> None:
+        self._names, self._table, self._http, self._metrics, self._limits = names, table, http, metrics, limits
+        self._active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, more = b"", True
+        while more:  # at most the server's limit
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        answering = asyncio.create_task(self._answer(scope["path"], Headers(scope=scope), body, Reply(send)))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            answering.cancel()
+            leaving.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    async def _answer(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
+        began = time.monotonic()
+        try:
+            await self._admit(path, headers, body, reply)
+        finally:
+            self._metrics.requests.labels(status=str(reply.status or "none")).inc()
+            self._metrics.seconds.observe(time.monotonic() - began)
+            self._metrics.broken.inc(int(reply.failed))
+
+    async def _admit(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
+        try:
+            asked: Any = json.loads(body)
+        except ValueError as error:
+            return await reply.fail(400, f"expected a JSON object; found {error}. Fix the request's body.", "invalid_body")
+        model = asked.get("model") if isinstance(asked, dict) else 0
+        if not isinstance(model, str | None):
+            return await reply.fail(400, "expected a JSON object whose `model` is a name. Fix the request.", "invalid_body")
+        wanted = self._names.wanted(model)
+        if wanted is None:
+            return await reply.fail(404, f"expected {self._names_now()}; found `{model}`. Fix `model`.", "model_not_found")
+        if self._active >= self._limits.requests:
+            found = f"expected at most {self._limits.requests} requests at once. Ask again after a while."
+            return await reply.fail(429, found, "rate_limit_exceeded")
+        given = {name: headers[name] for name in _TO_REPLICA if name in headers}
+        sent = body if model in (None, self._names.base) else json.dumps({**asked, "model": self._names.base}).encode()
+        self._active += 1
+        self._metrics.active.set(self._active)
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                await self._try_replicas(_Request(path, {**given, "accept-encoding": "identity"}, sent, wanted), reply)
+        except TimeoutError:
+            await reply.fail(504, f"expected the end of the answer within {self._limits.seconds:g} s. Ask for less.", "timeout")
+        finally:
+            self._active -= 1
+            self._metrics.active.set(self._active)
+
+    async def _try_replicas(self, request: _Request, reply: Reply) -> None:
+        tried: set[str] = set()
+        for attempt in range(ATTEMPTS):
+            with self._table.chosen(request.wanted, tried) as replica:
+                if replica is None:
+                    break
+                self._metrics.retries.inc(int(attempt > 0))
+                tried.add(replica.id)
+                if await self._forward(request, replica, reply):
+                    return
+        if not self._table.versions:
+            await reply.fail(503, "expected a replica that serves a version; found none. Ask again after a while.", "no_replica")
+        elif tried:
+            found = f"none of {len(tried)} replicas gave an answer by what was asked for"
+            await reply.fail(503, f"expected {self._names_now()}; found that {found}. Ask again.", "no_answer")
+        else:
+            found = f"expected {self._names_now()}; found version {request.wanted}, which no replica serves. Fix `model`."
+            await reply.fail(404, found, "model_not_found")
+
+    async def _forward(self, request: _Request, replica: ServedReplica, reply: Reply) -> bool:
+        """Whether the client has got a reply, or a part of one."""
+        try:
+            answer = await self._http.send("POST", replica.address, request.path, content=request.body, headers=request.headers)
+        except httpx.TransportError:
+            replica.version = None  # until it answers again
+            return False
+        try:
+            if answer.status_code == 503:
+                replica.version = None
+                return False
+            if answer.is_success and _other_version(request.wanted, {answer.headers.get(VERSION_HEADER, "")}):
+                return False
+            headers = [(name.encode(), answer.headers[name].encode()) for name in _TO_CLIENT if name in answer.headers]
+            headers.append((REPLICA_HEADER.encode(), replica.id.encode()))
+            if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                return await self._stream(answer, headers, request, replica, reply)
+            await reply.whole(answer.status_code, headers, await answer.aread())
+            return True
+        except httpx.TransportError:
+            replica.version = None
+            return False
+        finally:
+            await answer.aclose()
+
+    async def _stream(
+        self, answer: httpx.Response, headers: list[tuple[bytes, bytes]], request: _Request, replica: ServedReplica, reply: Reply
+    ) -> bool:
+        splitter, done, problem = EventSplitter(), False, f"replica {replica.id} ended within its answer"
+        try:
+            async for data in answer.aiter_raw():
+                if not (events := splitter.feed(data)):
+                    continue
+                if other := _other_version(request.wanted, versions(events) if isinstance(request.wanted, int) else set()):
+                    problem = f"replica {replica.id} went on to version {other}"
+                    break
+                await reply.events(headers, events)
+                done = is_done(events)
+        except httpx.TransportError:
+            replica.version = None
+        if done:
+            await reply.end()
+        elif reply.status:
+            await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
+        return bool(reply.status)
+
+    def _names_now(self) -> str:
+        return "a model of " + ", ".join(f"`{name}`" for name in self._names.listed(self._table.versions))
+
+
+def _other_version(wanted: Wanted, named: set[str]) -> str:
+    """The versions beside the wanted one that a reply names; '' when any would do."""
+    return ", ".join(sorted(named - {str(wanted)})) if isinstance(wanted, int) else ""
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

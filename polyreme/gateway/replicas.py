@@ -1,0 +1,148 @@
+"""The replicas of a run as a gateway sees them: which are there, their versions and their loads.
+
+Invariant: replicas come and go with their leases. Version and load are what a replica's /metrics said at most POLL_INTERVAL and one
+timeout ago; a replica that does not answer gets no request. A Redis that does not answer changes nothing.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from polyreme import API_VERSION
+from polyreme.errors import StoreError
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run
+from polyreme.gateway.client import ReplicaHttp
+from polyreme.gateway.names import Wanted
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL = 1.0
+"""Seconds between two looks at the leases and the metrics."""
+POLL_TIMEOUT = 2.0
+_VERSION, _READY, _LOAD = "polyreme_rollout_version", "polyreme_rollout_ready", "polyreme_rollout_active_slots"
+
+
+@dataclass
+class ServedReplica:
+    """One replica.
+
+    Attributes:
+        id: of its lease.
+        address: host:port of its HTTP server.
+        max_model_len: in tokens; 0: unknown.
+        version: that it serves; None: it is not ready, or it does not answer.
+        load: sequences of the run, running or queued.
+        outstanding: requests of this gateway.
+        chosen: when it was last chosen, as a count of all choices.
+    """
+
+    id: str
+    address: str
+    max_model_len: int = 0
+    version: int | None = None
+    load: int = 0
+    outstanding: int = 0
+    chosen: int = 0
+
+
+def choose(replicas: Iterable[ServedReplica], wanted: Wanted, tried: Set[str] = frozenset()) -> ServedReplica | None:
+    """The least loaded replica that serves what is wanted; of equal ones, the one that was not chosen for the longest time.
+
+    Args:
+        tried: ids of replicas that are no choice.
+    """
+    left = [each for each in replicas if each.version is not None and each.id not in tried]
+    if wanted == "latest":
+        wanted = max((each.version for each in left if each.version is not None), default="any")
+    fits = [each for each in left if wanted in ("any", each.version)]
+    return min(fits, key=lambda each: (each.outstanding + each.load, each.chosen), default=None)
+
+
+class ReplicaTable:
+    """The replicas with a lease and an HTTP port.
+
+    Args:
+        http: to the replicas.
+    """
+
+    def __init__(self, run: Run, http: ReplicaHttp) -> None:
+        self._registry, self._http = Registry(run), http
+        self._replicas: dict[str, ServedReplica] = {}
+        self._choices = itertools.count(1)
+        self._redis_lost = False
+
+    @property
+    def replicas(self) -> list[ServedReplica]:
+        return list(self._replicas.values())
+
+    @property
+    def versions(self) -> list[int]:
+        """The served versions, newest first."""
+        return sorted({each.version for each in self._replicas.values() if each.version is not None}, reverse=True)
+
+    async def follow(self) -> None:
+        """Refreshes after each POLL_INTERVAL. Never returns."""
+        while True:
+            await asyncio.sleep(POLL_INTERVAL)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Reads the leases and every replica's metrics once."""
+        try:
+            self._update(await self._registry.leases("rollout"))
+            self._redis_lost = False
+        except StoreError as error:
+            if not self._redis_lost:
+                logger.warning("the replicas known so far stay in use: %s", error)
+            self._redis_lost = True
+        await asyncio.gather(*(self._poll(each) for each in self.replicas))
+
+    @contextmanager
+    def chosen(self, wanted: Wanted, tried: Set[str]) -> Iterator[ServedReplica | None]:
+        """See `choose`. The replica has one more outstanding request while the block runs."""
+        replica = choose(self._replicas.values(), wanted, tried)
+        if replica is None:
+            yield None
+            return
+        replica.chosen, replica.outstanding = next(self._choices), replica.outstanding + 1
+        try:
+            yield replica
+        finally:
+            replica.outstanding -= 1
+
+    def _update(self, leases: list[Lease]) -> None:
+        live = {lease.id: lease for lease in leases if lease.http_address and lease.api == API_VERSION}
+        for gone in self._replicas.keys() - live.keys():
+            logger.info("replica %s left", gone)
+            del self._replicas[gone]
+        for id in sorted(live.keys() - self._replicas.keys()):
+            address = live[id].http_address
+            logger.info("replica %s at %s joined", id, address)
+            self._replicas[id] = ServedReplica(id, address, int(live[id].facts.get("max_model_len", 0)))
+
+    async def _poll(self, replica: ServedReplica) -> None:
+        numbers: dict[str, float] = {}
+        with suppress(httpx.TransportError, TimeoutError, ValueError):
+            async with asyncio.timeout(POLL_TIMEOUT):
+                reply = await self._http.send("GET", replica.address, "/metrics")
+                try:
+                    numbers = _numbers((await reply.aread()).decode()) if reply.is_success else {}
+                finally:
+                    await reply.aclose()
+        if not numbers and replica.version is not None:
+            logger.warning("replica %s at %s does not answer", replica.id, replica.address)
+        replica.version = int(numbers[_VERSION]) if numbers.get(_READY) and numbers.get(_VERSION, -1) >= 0 else None
+        replica.load = int(numbers.get(_LOAD, 0))
+
+
+def _numbers(text: str) -> dict[str, float]:
+    """The gauges that a choice depends on. Raises ValueError when the text is no metrics."""
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return {sample.name: sample.value for sample in samples if sample.name in (_VERSION, _READY, _LOAD)}

@@ -1,0 +1,61 @@
+"""The reply to one request of a gateway: a whole body, a stream of events, or an error in OpenAI's format.
+
+Invariant: a reply is sent once. An error is a status while nothing has been sent, and the stream's last event afterwards.
+"""
+
+import json
+from collections.abc import Iterable
+
+from starlette.types import Send
+
+from polyreme.gateway.events import DONE
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+RETRY_AFTER = (b"retry-after", b"1")
+"""With 429 and 503. In seconds: about the time in which a request ends, or a replica is found."""
+
+
+def error_body(message: str, kind: str, code: str) -> bytes:
+    """An error in OpenAI's format."""
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+
+
+class Reply:
+    """One reply.
+
+    Attributes:
+        status: that was sent; 0: none yet.
+        failed: whether a stream ended with an error.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.status, self.failed = send, 0, False
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def events(self, headers: Headers, events: bytes) -> None:
+        """Sends whole events, the first time with the headers."""
+        if not self.status:
+            await self._start(200, headers)
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends a stream."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, status: int, message: str, code: str) -> None:
+        """The error `message`. `status` applies if nothing has been sent."""
+        body = error_body(message, "server_error" if status >= 500 else "invalid_request_error", code)
+        if self.status:
+            self.failed = True
+            await self._send({"type": "http.response.body", "body": b"data: %b\n\n%b" % (body, DONE)})
+            return
+        retry = [RETRY_AFTER] if status in (429, 503) else []
+        await self.whole(status, [(b"content-type", b"application/json"), *retry], body)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})

@@ -1,0 +1,79 @@
+"""The devices of a colocated replica while its engine starts, which needs them before the replica has an event loop.
+
+Invariant: the grant is renewed until the engine has started, and ends when this process dies. The engine may fork, so the renewals are the
+work of a process of their own: `python -m polyreme_rollout.device_start HOLDER COUNTER`.
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from polyreme.errors import RunFailedError
+from polyreme.experience.device_lease import DeviceLease
+from polyreme.experience.run import Run
+from polyreme.experience.store import connect
+from polyreme.process.lifecycle import die_with_parent
+from polyreme_rollout.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Held:
+    """A grant of `generate`: its holder and counter."""
+
+    holder: str
+    counter: int
+
+
+@contextmanager
+def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | None]:
+    """Waits for the devices of a colocated run and holds them during the block. None where devices are not shared.
+
+    Raises:
+        RunFailedError: the run has ended meanwhile.
+    """
+    if spec.config.placement != "colocated":
+        yield None
+        return
+    holder = f"rollout-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+    counter = asyncio.run(_acquire(redis_url, spec.run_id, holder))
+    environment = {**os.environ, "POLYREME_REDIS": redis_url, "POLYREME_RUN": spec.run_id}
+    command = (sys.executable, "-m", "polyreme_rollout.device_start", str(os.getpid()), holder, str(counter))
+    renewals = subprocess.Popen(command, env=environment)
+    try:
+        yield Held(holder, counter)
+    finally:
+        renewals.kill()
+        renewals.wait()
+
+
+async def _acquire(redis_url: str, run_id: str, holder: str) -> int:
+    redis = await connect(redis_url)
+    try:
+        run = Run(redis, run_id)
+
+        async def goes_on() -> None:
+            state, _ = await run.state()
+            if state.ended:
+                raise RunFailedError("a run that needs replicas", f"a run that is {state}", "Start it again with --resume.")
+
+        return (await DeviceLease(run, "generate", holder).acquire(alive=goes_on)).counter
+    finally:
+        await redis.aclose()
+
+
+async def _renew(parent: int, holder: str, counter: int) -> None:
+    die_with_parent(parent)
+    redis = await connect(os.environ["POLYREME_REDIS"])
+    await DeviceLease(Run(redis, os.environ["POLYREME_RUN"]), "generate", holder, counter=counter).renew_during(
+        asyncio.get_running_loop().create_future()
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(_renew(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,72 @@
+"""A colocated replica's turns: it samples while it holds the devices, and sleeps while the learner trains on them.
+
+Invariant: between the end of a grant and the next one the engine samples nothing and has left the devices. What runs then is kept and goes
+on afterwards. Memory comes back in this order: the weights, the new version, the key-value cache.
+"""
+
+import asyncio
+import logging
+import time
+
+from polyreme.experience.device_lease import DeviceLease, Grant
+from polyreme_rollout.engine.protocol import InferenceEngine, Slept
+from polyreme_rollout.metrics import ReplicaMetrics
+from polyreme_rollout.service import RolloutService
+from polyreme_rollout.weight_swap import WeightSwapper
+
+PUSH_TIMEOUT = 60.0
+"""How long an engine that is awake waits for the version that the learner has announced."""
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaTurns:
+    """Args: lease: with a grant; engine, swapper, service, metrics: of the replica, whose engine is awake."""
+
+    def __init__(
+        self,
+        lease: DeviceLease,
+        engine: InferenceEngine,
+        swapper: WeightSwapper,
+        service: RolloutService,
+        metrics: ReplicaMetrics,
+    ) -> None:
+        self._lease, self._engine, self._swapper = lease, engine, swapper
+        self._service, self._metrics = service, metrics
+
+    async def follow(self) -> None:
+        """Takes turns for ever. Raises EngineDeadError."""
+        holding = asyncio.ensure_future(self._lease.hold())
+        try:
+            while True:
+                await holding
+                slept, grant = await self._step_aside()
+                holding = asyncio.ensure_future(self._lease.hold())
+                await self._wait_for_version(grant, holding)
+                await self._swapper.go_on(slept.weights)
+        finally:
+            holding.cancel()
+
+    async def _step_aside(self) -> tuple[Slept, Grant]:
+        """Leaves the devices and waits until they are granted again. The memory of the weights is back then."""
+        async with self._swapper.at_rest():
+            started, running = time.perf_counter(), self._service.running
+            slept = await self._lease.renew_during(self._engine.sleep())
+            self._metrics.device_seconds.labels(step="sleep").observe(time.perf_counter() - started)
+            self._metrics.device_freed.set(slept.freed)
+            if not slept.cache:
+                self._metrics.recomputed.inc(running)
+            logger.info("left the devices: %d bytes freed, %d running sequences wait", slept.freed, running)
+            await self._lease.give_up()
+            grant = await self._lease.acquire()
+            started = time.perf_counter()
+            await self._lease.renew_during(self._engine.wake())
+            self._metrics.device_seconds.labels(step="wake").observe(time.perf_counter() - started)
+        return slept, grant
+
+    async def _wait_for_version(self, grant: Grant, holding: "asyncio.Future[None]") -> None:
+        """Waits for the commit of the learner's newest version, until the devices are wanted or `PUSH_TIMEOUT` has passed."""
+        if grant.version > (-1 if self._swapper.version is None else self._swapper.version):
+            committed = asyncio.ensure_future(self._swapper.steady_version())
+            await asyncio.wait((committed, holding), timeout=PUSH_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+            committed.cancel()

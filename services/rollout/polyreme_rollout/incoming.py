@@ -1,0 +1,149 @@
+"""A part or a delta that arrives by stream, and the memory that takes it.
+
+Invariant: a buffer is complete when all its bytes match their digests, and only then has a location for the engine.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from polyreme.weights import delta as deltas
+from polyreme.weights.arena import Arena
+from polyreme.weights.assembly import Assembly, RangeAssembly
+from polyreme.weights.delta import DeltaManifest
+from polyreme.weights.manifest import Manifest
+from polyreme_rollout.arrival import Arrival
+from polyreme_rollout.engine.protocol import ArenaSource
+
+SLOT = 0
+
+
+class Buffer:
+    """An arena of one slot, and the progress of its bytes."""
+
+    def __init__(self, arena: Arena, manifest: Manifest) -> None:
+        self.arena, self.part, self.generation = arena, manifest.part, 0
+        self._applying: asyncio.Future[Any] | None = None
+        self.empty(manifest)
+
+    @property
+    def view(self) -> memoryview:
+        return self.arena.slot_view(SLOT)
+
+    def empty(self, manifest: Manifest) -> None:
+        """Makes the buffer ready for the bytes of a part."""
+        self.arena.begin(SLOT)
+        self._hold(Assembly(manifest, self.view))
+
+    def holds(self, manifest: Manifest) -> bool:
+        return not self._assembly.broken and self._assembly.manifest.tensors == manifest.tensors
+
+    def holds_all(self, manifest: Manifest) -> bool:
+        return self._assembly.complete and self.holds(manifest)
+
+    def source(self, manifest: Manifest) -> ArenaSource:
+        """The location of the part, whose bytes are complete."""
+        if self.arena.generation(SLOT) % 2:
+            self.generation = self.arena.complete(SLOT, manifest.version, manifest.term)
+        return ArenaSource(str(self.arena.path), self.arena.nonce, SLOT, self.generation, manifest)
+
+    async def apply(self, delta: DeltaManifest, payload: memoryview, base: "Buffer") -> None:
+        """Makes this buffer, which may be the base, hold what the delta leads to. Raises FrameError, DigestError."""
+        self._assembly.broken = True  # until the result is verified
+        self._applying = asyncio.get_running_loop().run_in_executor(None, self._apply, delta, payload, base)
+        self._applying.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._hold(await asyncio.shield(self._applying))
+
+    def _apply(self, delta: DeltaManifest, payload: memoryview, base: "Buffer") -> Assembly:
+        if base is not self:
+            self.view[: delta.manifest.nbytes] = base.view[: delta.manifest.nbytes]
+        deltas.apply(delta, payload, self.view)
+        return Assembly.verified_part(delta.manifest, self.view)
+
+    async def idle(self) -> None:
+        """Waits until no thread writes to the buffer."""
+        await self.arrival.idle()
+        if self._applying:
+            await asyncio.wait({self._applying})
+        self._applying = None
+
+    def _hold(self, assembly: Assembly) -> None:
+        self._assembly, self.arrival = assembly, Arrival(assembly, self.view)
+
+
+class Payload:
+    """The payload of the newest delta of a part, as far as it has arrived."""
+
+    def __init__(self, delta: DeltaManifest) -> None:
+        self.delta, self.data = delta, memoryview(bytearray(delta.nbytes))
+        title = f"version {delta.manifest.version}"
+        self.arrival = Arrival(RangeAssembly(delta.frames, delta.nbytes, self.data, title), self.data)
+
+    def holds(self, delta: DeltaManifest) -> bool:
+        return not self.arrival.assembly.broken and self.delta.tensors == delta.tensors
+
+
+class IncomingPart:
+    """A part that arrives in a buffer: `add` its bytes in order, then `finish`."""
+
+    apply_seconds = 0.0
+
+    def __init__(self, manifest: Manifest, buffer: Buffer) -> None:
+        self._manifest, self._buffer = manifest, buffer
+
+    @property
+    def nbytes(self) -> int:
+        return self._manifest.nbytes
+
+    @property
+    def position(self) -> int:
+        """The offset of the next byte, before the first `add`."""
+        return self._buffer.arrival.position
+
+    async def add(self, offset: int, data: memoryview) -> None:
+        """Takes the next bytes, once the previous bytes are hashed. Raises RangeError, DigestError, also for previous bytes."""
+        await self._buffer.arrival.add(offset, data)
+
+    async def finish(self) -> ArenaSource | None:
+        """The location of the part; None while bytes are missing. Raises RangeError, DigestError."""
+        await self._buffer.arrival.added()
+        return self._buffer.source(self._manifest) if self._buffer.arrival.assembly.complete else None
+
+
+class IncomingDelta:
+    """A delta that arrives: `add` the bytes of its payload in order, then `finish`.
+
+    Args:
+        payload: takes the bytes.
+        apply: makes a buffer hold what the payload leads to.
+        complete: a buffer that holds it already.
+    """
+
+    def __init__(self, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]], complete: Buffer | None) -> None:
+        self._payload, self._apply, self._complete = payload, apply, complete
+        self.apply_seconds = 0.0
+        """Seconds that applying and verifying took, after `finish`."""
+
+    @property
+    def nbytes(self) -> int:
+        return self._payload.delta.nbytes
+
+    @property
+    def position(self) -> int:
+        """The offset of the next byte, before the first `add`."""
+        return self.nbytes if self._complete else self._payload.arrival.position
+
+    async def add(self, offset: int, data: memoryview) -> None:
+        """Takes the next bytes. Raises RangeError, DigestError, also for previous bytes."""
+        await self._payload.arrival.add(offset, data)
+
+    async def finish(self) -> ArenaSource | None:
+        """The location of the part; None while bytes are missing. Raises RangeError, FrameError, DigestError, ConfigError."""
+        await self._payload.arrival.added()
+        if self.position < self.nbytes:
+            return None
+        started = time.perf_counter()
+        buffer = self._complete or await self._apply(self._payload.data)
+        self.apply_seconds = time.perf_counter() - started
+        return buffer.source(self._payload.delta.manifest)

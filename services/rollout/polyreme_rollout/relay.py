@@ -1,0 +1,75 @@
+"""Weights from replica to replica: `send` answers another replica's Fetch, `fetch` calls another replica's.
+
+Invariant: every wait has a deadline. What goes wrong on the other side is a SourceError, never a failure of this replica.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import grpc
+
+from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.config.security import SecurityConfig
+from polyreme.net import rpc
+from polyreme.weights.wire import CHUNK_BYTES, FETCH, WireError, decode_chunk, encode_chunk
+from polyreme_rollout.outgoing import OutgoingParts, PartId
+from polyreme_rollout.staged_parts import Refusal, VersionId
+
+MAX_FETCHES = 2  # replicas that fetch from this one at once: it also generates
+OFFER_TIMEOUT = 20.0  # the part's own stream begins, memory is allocated first
+RESUME_TIMEOUT = 10.0  # a broken stream of the part goes on from another source
+CONNECT_TIMEOUT = 5.0
+
+
+class SourceError(Exception):
+    """The other replica cannot be reached, or broke off. `missing`: it is in order, but does not have the bytes."""
+
+    def __init__(self, text: str, missing: bool = False) -> None:
+        super().__init__(text)
+        self.missing = missing
+
+
+async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]]) -> int:
+    """Sends a part's bytes from the request's offset on. Returns their number. Raises Refusal: NOT_FOUND, UNAVAILABLE."""
+    outgoing = await parts.get(_part_id(request), OFFER_TIMEOUT)
+    position = begin = request.offset
+    if outgoing is None:
+        raise Refusal("NOT_FOUND", f"expected part {request.part} of version {request.id.version} here; found none")
+    while position < outgoing.nbytes:
+        try:
+            data = await outgoing.read(position, CHUNK_BYTES, RESUME_TIMEOUT)
+        except TimeoutError:
+            raise Refusal("UNAVAILABLE", f"expected more than {position} bytes of the part; its stream has ended") from None
+        if not data:
+            raise Refusal("NOT_FOUND", f"other bytes have replaced part {request.part} of version {request.id.version}")
+        message = encode_chunk(position, data)
+        position += len(data)
+        await write(message)
+    return position - begin
+
+
+async def fetch(
+    source: str, request: pb.FetchRequest, security: SecurityConfig | None, seconds: float
+) -> AsyncGenerator[tuple[int, memoryview], None]:
+    """A part's bytes in order, from the request's offset on. Raises SourceError."""
+    async with rpc.connect(source, security) as channel:
+        fetching = channel.unary_stream(FETCH, request_serializer=pb.FetchRequest.SerializeToString)(request, timeout=seconds)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                await fetching.initial_metadata()
+            while (message := await fetching.read()) is not grpc.aio.EOF:
+                yield decode_chunk(message)
+        except grpc.aio.AioRpcError as error:
+            missing = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            raise SourceError(f"{source}: {error.code().name}: {error.details()}", missing) from None
+        except TimeoutError:
+            raise SourceError(f"{source}: no answer within {CONNECT_TIMEOUT:g} s") from None
+        except WireError as error:
+            raise SourceError(f"{source}: {error}") from None
+        finally:
+            fetching.cancel()
+
+
+def _part_id(request: pb.FetchRequest) -> PartId:
+    base = VersionId(request.base.term, request.base.version) if request.HasField("base") else None
+    return PartId(VersionId(request.id.term, request.id.version), request.part, base)

@@ -1,0 +1,32 @@
+"""How many devices a run needs on separate and on shared ones, and the advice that follows.
+
+Invariant: pure functions of the configuration and of a number of devices, which is that of the machine where the check runs.
+"""
+
+from collections.abc import Iterator
+
+from polyreme.config.run import RunConfig
+
+
+def devices_needed(config: RunConfig, placement: str) -> int:
+    """Devices of learner and replicas on one machine, under a placement."""
+    ranks = config.trainer.parallel.ranks_per_node
+    replicas = config.rollout.replicas * config.rollout.tensor_parallel
+    return max(ranks, replicas) if placement == "colocated" else ranks + replicas
+
+
+def advice(config: RunConfig, devices: int) -> Iterator[str]:
+    """A notice when this machine's `devices` (0: not known) are fewer than the run's placement needs, or many enough to part them."""
+    if config.device == "cpu" or not devices:
+        return
+    apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
+    has = f"this machine has {devices} {config.device} device{'s' if devices > 1 else ''}"
+    if config.placement == "separate" and together <= devices < apart:
+        yield (
+            f"{has}; learner and replicas need {apart} of their own, and {together} with placement: colocated, which shares them in turn"
+            + (" (and needs max_staleness: 0)" if config.max_staleness else "")
+        )
+    elif devices < devices_needed(config, config.placement):
+        yield f"{has}; placement: {config.placement} needs {devices_needed(config, config.placement)}"
+    elif config.placement == "colocated" and devices >= apart:
+        yield f"{has}, enough for placement: separate ({apart}), where generation can overlap training"

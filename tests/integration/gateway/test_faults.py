@@ -1,0 +1,167 @@
+"""Replicas that fail, stall or move on in a request, and clients that leave."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from redis.asyncio import Redis
+from starlette.types import Send
+
+from polyreme.errors import StoreError
+from polyreme.experience.leases import Registry
+from polyreme.experience.run import Run
+from polyreme.gateway import replicas as gateway_replicas
+from support.gateways import Answer, gateway, reply_with, scripted_replica, stream_of
+from support.waiting import until
+
+BODY = b'{"choices":[],"system_fingerprint":"policy-3"}'
+EVENT = b'data: {"choices":[],"system_fingerprint":"policy-3"}\n\n'
+DONE = b"data: [DONE]\n\n"
+STREAM = {"prompt": "a", "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 0.02)
+
+
+async def unavailable(body: bytes, send: Send) -> None:
+    await reply_with(b'{"status":"draining"}', status=503)(body, send)
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [unavailable, stream_of(breaks=True), stream_of(EVENT[:-1], breaks=True), stream_of(EVENT[:-1])],
+    ids=["refuses", "is lost before the first event", "is lost within the first event", "ends within the first event"],
+)
+async def test_a_request_goes_on_elsewhere_while_nothing_was_sent(run: Run, failing: Answer) -> None:
+    async with (
+        scripted_replica(run, "failing", failing, version=3) as first,
+        scripted_replica(run, "good", stream_of(EVENT, DONE), version=3, load=9) as good,
+        gateway(run) as http,
+    ):
+        reply = await http.post("/v1/completions", json=STREAM)
+        assert (reply.status_code, reply.content) == (200, EVENT + DONE)
+        assert reply.headers["polyreme-replica"] == good.id
+        assert first.bodies == good.bodies
+        assert "polyreme_gateway_retries_total 1.0" in (await http.get("/metrics")).text
+
+
+async def test_a_replica_that_has_just_lost_its_version_costs_one_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # only the request itself shows it
+    async with (
+        scripted_replica(run, "good", reply_with(BODY), version=3, load=9) as good,
+        scripted_replica(run, "moved", reply_with(BODY), version=3) as moved,
+        gateway(run) as http,
+    ):
+        moved.report(None)
+        reply = await http.post("/v1/completions", json={"prompt": "a"})
+        assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, good.id)
+        assert moved.bodies == []
+
+
+async def test_no_replica_that_answers_is_a_503(run: Run) -> None:
+    async with (
+        scripted_replica(run, "a", unavailable, version=3),
+        scripted_replica(run, "b", unavailable, version=3),
+        gateway(run) as http,
+    ):
+        reply = await http.post("/v1/completions", json={"prompt": "a"})
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        assert reply.json()["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("lost", [stream_of(EVENT, EVENT[:9], breaks=True), stream_of(EVENT, EVENT[:9])])
+async def test_a_stream_that_is_lost_ends_with_an_error(run: Run, lost: Answer) -> None:
+    async with scripted_replica(run, "a", lost, version=3) as replica, gateway(run) as http:
+        reply = await http.post("/v1/completions", json=STREAM)
+        first, error, done, rest = reply.content.split(b"\n\n")
+        assert (first + b"\n\n", done + b"\n\n", rest) == (EVENT, DONE, b"")
+        found = json.loads(error.removeprefix(b"data: "))["error"]
+        assert (found["code"], found["type"]) == ("answer_lost", "server_error")
+        assert replica.id in found["message"]
+        assert "polyreme_gateway_broken_streams_total 1.0" in (await http.get("/metrics")).text
+
+
+async def test_a_version_that_was_asked_for_is_not_replaced_by_another(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = (await run.config()).name
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not see the swap
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+        replica.report(4)
+        refused = await http.post("/v1/completions", json={"prompt": "a", "model": f"{base}@3"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_answer")
+        allowed = await http.post("/v1/completions", json={"prompt": "a"})
+        assert allowed.headers["polyreme-policy-version"] == "4"
+
+
+@pytest.mark.parametrize("model", ["@3", ""])
+async def test_a_swap_within_a_stream_ends_it_if_a_version_was_asked_for(run: Run, model: str) -> None:
+    base, go_on = (await run.config()).name, asyncio.Event()
+    async with (
+        scripted_replica(run, "a", stream_of(EVENT, EVENT, DONE, go_on=go_on), version=3) as replica,
+        gateway(run) as http,
+        http.stream("POST", "/v1/completions", json={**STREAM, "model": base + model}) as reply,
+    ):
+        parts = reply.aiter_raw()
+        content = await anext(parts)
+        replica.report(4)
+        go_on.set()
+        content += b"".join([part async for part in parts])
+    assert (b"answer_lost" in content) is bool(model)
+    assert (b"policy-3-4" in content) is not bool(model)
+    assert content.endswith(DONE)
+
+
+async def test_a_request_ends_at_its_deadline(run: Run) -> None:
+    async def stalls(body: bytes, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    async with scripted_replica(run, "a", stalls, version=3), gateway(run, seconds=0.2) as http:
+        reply = await http.post("/v1/completions", json={"prompt": "a"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
+
+
+async def test_a_stream_ends_at_its_deadline(run: Run) -> None:
+    async with (
+        scripted_replica(run, "a", stream_of(EVENT, EVENT, go_on=asyncio.Event()), version=3),
+        gateway(run, seconds=1.0) as http,
+        http.stream("POST", "/v1/completions", json=STREAM) as reply,
+    ):
+        content = b"".join([part async for part in reply.aiter_raw()])
+        if reply.status_code == 200:  # else the machine was too slow for the first event
+            assert content.startswith(EVENT) and content.endswith(DONE)
+        assert b'"code": "timeout"' in content
+
+
+async def test_a_client_that_leaves_ends_its_request_at_the_replica(run: Run) -> None:
+    async with (
+        scripted_replica(run, "a", stream_of(EVENT, EVENT, go_on=asyncio.Event()), version=3) as replica,
+        gateway(run) as http,
+    ):
+        async with http.stream("POST", "/v1/completions", json=STREAM) as reply:
+            assert reply.status_code == 200
+
+        async def is_free() -> bool:
+            return "polyreme_gateway_active_requests 0.0" in (await http.get("/metrics")).text
+
+        await until(is_free)
+        assert len(replica.bodies) == 1
+
+
+async def test_a_lost_redis_changes_nothing(
+    run: Run, redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked = asyncio.Event()
+
+    async def lost(registry: Registry, kind: str) -> list[object]:
+        looked.set()
+        raise StoreError("Redis", "none", "Start it.")
+
+    async with scripted_replica(run, "a", reply_with(BODY), version=3), gateway(run) as http:
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(Registry, "leases", lost)
+            looked.clear()
+            await asyncio.wait_for(looked.wait(), 300)
+            assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert "stay in use" in caplog.text

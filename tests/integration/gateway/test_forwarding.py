@@ -1,0 +1,197 @@
+"""What a gateway forwards, to which replica, and what it answers itself."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from polyreme.experience.run import Run
+from polyreme.gateway import replicas as gateway_replicas
+from support.gateways import gateway, reply_with, scripted_replica, stream_of
+from support.waiting import until
+
+BODY = b'{"id":"cmpl-1", "choices":[{"text":"\xc3\xa9","logprobs":{"token_logprobs":[-0.125]}}],"system_fingerprint":"policy-3"}'
+EVENT = b'data: {"choices":[{"text":"%d"}],"system_fingerprint":"policy-3"}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 0.02)
+
+
+def completion(model: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"prompt": "a", **({} if model is None else {"model": model}), **fields}
+
+
+async def test_a_reply_passes_through_unchanged(run: Run) -> None:
+    compact = json.dumps(json.loads(BODY), ensure_ascii=False, separators=(",", ":")).encode()  # as every replica writes it
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+        sent = b'{ "model": "default", "prompt": [5, 6],  "logprobs": 2, "return_token_ids": true }'
+        sent = sent.replace(b"default", (await run.config()).name.encode())
+        reply = await http.post(
+            "/v1/completions", content=sent, headers={"x-request-id": "mine", "content-type": "application/json"}
+        )
+        assert (reply.status_code, reply.content) == (200, compact)
+        assert replica.bodies == [sent]
+        assert replica.headers[0]["x-request-id"] == "mine"
+        assert reply.headers["polyreme-policy-version"] == "3"
+        assert reply.headers["polyreme-replica"] == replica.id
+        assert reply.headers["x-request-id"] == "id-of-the-replica"
+
+
+async def test_a_stream_passes_through_as_it_comes(run: Run) -> None:
+    go_on = asyncio.Event()
+    first, second = EVENT % 1, EVENT % 2
+    answer = stream_of(first + second[:9], second[9:] + DONE, go_on=go_on)
+    async with scripted_replica(run, "a", answer, version=3) as replica, gateway(run) as http:
+        async with http.stream("POST", "/v1/chat/completions", json={"messages": [], "stream": True}) as reply:
+            parts = reply.aiter_raw()
+            assert await anext(parts) == first  # while the replica still writes
+            go_on.set()
+            assert b"".join([part async for part in parts]) == second + DONE
+        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert (reply.headers["polyreme-policy-version"], reply.headers["polyreme-replica"]) == ("3", replica.id)
+
+
+async def test_an_error_of_the_replica_is_the_clients(run: Run) -> None:
+    error = b'{"error":{"message":"a prompt that is too long"}}'
+    async with scripted_replica(run, "a", reply_with(error, status=400)) as replica, gateway(run) as http:
+        reply = await http.post("/v1/completions", json=completion())
+        assert (reply.status_code, reply.content, len(replica.bodies)) == (400, error, 1)
+
+
+async def test_a_name_chooses_the_replica_and_is_the_models_own_there(run: Run) -> None:
+    base = (await run.config()).name
+    asked = {base: {"old", "new"}, "latest": {"new"}, f"{base}@3": {"old"}, "prod": {"old"}, "policy": {"old", "new"}}
+    async with (
+        scripted_replica(run, "old", reply_with(BODY), version=3) as old,
+        scripted_replica(run, "new", reply_with(BODY), version=4, load=5) as new,
+        gateway(run, ["prod=3", "policy"]) as http,
+    ):
+        for model, expected in asked.items():
+            reply = await http.post("/v1/completions", json=completion(model, n=2))
+            assert reply.headers["polyreme-replica"].partition("-")[0] in expected, model
+        for body in old.bodies + new.bodies:
+            assert json.loads(body) == {"prompt": "a", "n": 2, "model": base}
+
+
+async def test_requests_go_to_the_replica_with_the_least_to_do(run: Run) -> None:
+    go_on = asyncio.Event()
+    slow = stream_of(EVENT % 1, DONE, go_on=go_on)
+    async with (
+        scripted_replica(run, "busy", reply_with(BODY), version=3, load=1) as busy,
+        scripted_replica(run, "free", slow, version=3) as free,
+        gateway(run) as http,
+        http.stream("POST", "/v1/completions", json=completion(stream=True)) as first,
+    ):
+        assert first.headers["polyreme-replica"] == free.id
+        second = await http.post("/v1/completions", json=completion())
+        assert second.headers["polyreme-replica"] == busy.id  # each has one thing to do, and this one's turn comes
+        go_on.set()
+
+
+async def test_replicas_come_go_and_change_their_version(run: Run) -> None:
+    base = (await run.config()).name
+
+    async def names() -> list[str]:
+        return [model["id"] for model in (await http.get("/v1/models")).json()["data"]]
+
+    async def lists(*versions: int) -> bool:
+        return await names() == [base, "latest", *(f"{base}@{version}" for version in versions)]
+
+    async with gateway(run) as http:
+        assert await lists()
+        assert (await http.get("/ready")).status_code == 503
+        async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica:
+            await until(lambda: lists(3))
+            assert (await http.get("/ready")).status_code == 200
+            async with scripted_replica(run, "b", reply_with(BODY), version=4):
+                await until(lambda: lists(4, 3))
+            await until(lambda: lists(3))
+            replica.report(5)
+            await until(lambda: lists(5))
+            replica.report(None)
+            await until(lambda: lists())
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_the_list_of_models(run: Run) -> None:
+    base = (await run.config()).name
+    async with (
+        scripted_replica(run, "a", reply_with(BODY), version=3, max_model_len=128),
+        scripted_replica(run, "b", reply_with(BODY), version=3, max_model_len=64),
+        gateway(run, ["prod=17"]) as http,
+    ):
+        listed = (await http.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        assert [each["id"] for each in listed["data"]] == [base, "latest", "prod", f"{base}@3"]
+        assert {each["max_model_len"] for each in listed["data"]} == {64}
+        one = await http.get(f"/v1/models/{base}@3")
+        assert one.json() == listed["data"][-1]
+        assert (await http.get(f"/v1/models/{base}@4")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"{", 400, "invalid_body"),
+        (b"[1]", 400, "invalid_body"),
+        (b'{"model": 3}', 400, "invalid_body"),
+        (b'{"model": "unknown"}', 404, "model_not_found"),
+        (b'{"model": "old"}', 404, "model_not_found"),
+    ],
+)
+async def test_a_request_without_a_replica_for_it(run: Run, body: bytes, status: int, code: str) -> None:
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run, ["old=1"]) as http:
+        reply = await http.post("/v1/completions", content=body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+        assert status == 400 or f"{(await run.config()).name}@3" in error["message"]
+        assert replica.bodies == []
+
+
+async def test_a_run_without_replicas_is_a_503_and_a_wrong_path_a_404(run: Run) -> None:
+    async with gateway(run) as http:
+        reply = await http.post("/v1/completions", json=completion())
+        assert (reply.status_code, reply.json()["error"]["code"], reply.headers["retry-after"]) == (503, "no_replica", "1")
+        for path in ("/v1/embeddings", "/nothing"):
+            missing = await http.post(path, json={})
+            assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_requests_beyond_the_bound_get_429(run: Run) -> None:
+    go_on = asyncio.Event()
+    async with scripted_replica(run, "a", stream_of(EVENT % 1, DONE, go_on=go_on), version=3), gateway(run, requests=1) as http:
+        async with http.stream("POST", "/v1/completions", json=completion(stream=True)) as first:
+            assert first.status_code == 200
+            refused = await http.post("/v1/completions", json=completion())
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            go_on.set()
+            assert [part async for part in first.aiter_raw()][-1].endswith(DONE)
+        async with http.stream("POST", "/v1/completions", json=completion(stream=True)) as again:
+            assert again.status_code == 200
+
+
+async def test_a_body_beyond_the_limit_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme.net.http_server.BODY_LIMIT", 100)
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+        assert (await http.post("/v1/completions", content=b"x" * 101)).status_code == 413
+        assert replica.bodies == []
+
+
+async def test_metrics_count_requests_and_replicas(run: Run) -> None:
+    async with scripted_replica(run, "a", reply_with(BODY), version=3), gateway(run) as http:
+        await http.post("/v1/completions", json=completion())
+        await http.post("/v1/completions", json=completion("unknown"))
+        text = (await http.get("/metrics")).text
+        for line in (
+            'polyreme_gateway_requests_total{status="200"} 1.0',
+            'polyreme_gateway_requests_total{status="404"} 1.0',
+            "polyreme_gateway_replicas 1.0",
+            "polyreme_gateway_active_requests 0.0",
+            "polyreme_gateway_retries_total 0.0",
+        ):
+            assert line in text.splitlines(), text

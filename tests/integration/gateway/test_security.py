@@ -1,0 +1,45 @@
+"""The run's token and TLS at a gateway: it asks for them, and shows them to the replicas."""
+
+import ssl
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.config.security import SecurityConfig
+from polyreme.experience.run import Run
+from support.certificates import issue
+from support.configs import run_config
+from support.gateways import gateway, reply_with, scripted_replica
+
+TOKEN, VARIABLE = "s3cret-token", "POLYREME_TEST_TOKEN"
+
+
+@pytest.mark.parametrize("mutual", [None, False, True], ids=["token", "TLS", "mutual TLS"])
+async def test_callers_and_the_gateway_itself_need_what_the_run_asks_for(
+    redis: Redis, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutual: bool | None
+) -> None:
+    monkeypatch.setenv(VARIABLE, TOKEN)
+    ours = issue(tmp_path / "ours", "replicas.example")  # a name that is not the servers' address
+    section = {"token_env": VARIABLE}
+    if mutual is not None:
+        section = ours.section(token_env=VARIABLE, server_name="replicas.example", mutual=mutual)  # type: ignore[assignment]
+    security = SecurityConfig.model_validate(section)
+    run = await Run.create(redis, run_id, run_config(tmp_path).model_copy(update={"security": security}), {})
+    context = ssl.create_default_context(cafile=ours.ca)
+    context.check_hostname = False
+    if mutual:
+        context.load_cert_chain(ours.certificate, ours.key)
+    url = "http" if mutual is None else "https"
+    async with (
+        scripted_replica(run, "a", reply_with(b"{}"), version=3, security=security) as replica,
+        gateway(run, url=url, verify=context) as http,
+    ):
+        found = {path: (await http.get(path)).status_code for path in ("/health", "/ready", "/metrics", "/v1/models")}
+        assert found == {"/health": 200, "/ready": 200, "/metrics": 401, "/v1/models": 401}
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 401
+        assert replica.bodies == []
+        http.headers["authorization"] = f"Bearer {TOKEN}"
+        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert len(replica.bodies) == 1

@@ -1,0 +1,231 @@
+"""Versions from replica to replica, over real gRPC: the trainer sends each once, and no fault of a relay costs a replica its version."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from polyreme.config.security import SecurityConfig
+from polyreme.process.backoff import Backoff
+from polyreme.weights.manifest import TensorSpec, plan_manifest
+from polyreme.weights.wire import encode_chunk
+from polyreme_rollout import relay
+from polyreme_trainer.weight_sync import relay_plan, replica_sync
+from support.certificates import issue
+from support.proxy import bad_network
+from support.publishing import World, publishing, same
+from support.receiver import Receiver, lease, replica, serving
+from support.waiting import until
+
+LAYOUT = plan_manifest([TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,))], {"head": "embed"})
+SPARSE = 0.01
+
+
+@pytest.fixture
+async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """A learner on another host than its replicas; every fourth version is an anchor."""
+    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
+    async with publishing(redis, redis_url, run_id, LAYOUT, weights={"anchor_interval": 4}) as world:
+        world.arena.unlink()
+        yield world
+
+
+async def commits(world: World, version: int) -> dict[str, dict[str, Any]]:
+    records = [record for _, record in await world.run.records("0", 0) if record["kind"] == "commit"]
+    return {record["replica"]: record for record in records if record["version"] == version}
+
+
+async def test_the_trainer_sends_each_version_once_to_sixteen_replicas(world: World) -> None:
+    async with AsyncExitStack() as stack:
+        replicas = [await stack.enter_async_context(world.replica(f"r{i:02}")) for i in range(16)]
+        for version in range(3):
+            weights = await world.step(SPARSE)
+            await world.publisher.wait_committed(version, 16, 300)
+            assert all(same(receiver.weights, weights) for receiver in replicas)
+            records = (await commits(world, version)).values()
+            assert {record["path"] for record in records} == {"delta" if version else "stream"}
+            sent = {record["bytes"] for record in records} - {0}
+            assert sum(record["bytes"] for record in records) == sum(sent), "to one replica"
+            assert sum(record.get("relayed_bytes", 0) for record in records) == 15 * sum(sent)
+            assert [record["hops"] for record in records if "source" not in record] == [1]
+            assert min(record["hops"] for record in records if "source" in record) == 2
+    received = [receiver.metrics.received_bytes.labels("replica")._value.get() for receiver in replicas]
+    assert sum(received) > 15 * LAYOUT.nbytes
+
+
+async def test_a_late_joiner_fetches_from_a_replica_and_a_mapping_one_is_left_alone(world: World) -> None:
+    async with world.replica("one") as one:
+        await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 1, 300)
+        await world.step(SPARSE)
+        await world.publisher.wait_committed(1, 1, 300)
+        async with world.replica("two") as two:
+            await world.publisher.wait_committed(1, 2, 300)
+            assert same(two.weights, world.weights)
+            assert same(one.weights, world.weights)
+            assert "StageStream" not in two.calls
+    record = (await commits(world, 1))["two"]
+    assert (record["path"], record["bytes"], record["relayed_bytes"], record["source"]) == ("stream", 0, LAYOUT.nbytes, "one")
+
+
+async def test_replicas_on_the_trainers_host_neither_fetch_nor_serve(redis: Redis, redis_url: str, run_id: str) -> None:
+    async with AsyncExitStack() as stack:
+        world = await stack.enter_async_context(publishing(redis, redis_url, run_id, LAYOUT))
+        near = [await stack.enter_async_context(world.replica(f"near{i}")) for i in range(2)]
+        far = [world.receiver() for _ in range(2)]
+        for number, receiver in enumerate(far):
+            receiver.maps = False
+            await stack.enter_async_context(replica(world.registry, f"far{number}", receiver))
+        for version in range(3):
+            weights = await world.step(SPARSE)
+            await world.publisher.wait_committed(version, 4, 300)
+            assert all(same(receiver.weights, weights) for receiver in (*near, *far))
+            records = await commits(world, version)
+            assert [records[name]["path"] for name in ("near0", "near1")] == ["arena"] * 2
+            assert sorted(records[name]["hops"] for name in ("far0", "far1")) == [1, 2]
+        assert not {"Fetch", "StageRelay"} & {call for receiver in near for call in receiver.calls}
+
+
+async def test_a_relay_that_sends_other_bytes_is_refused_and_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damaged(offset: int, data: memoryview) -> bytes:
+        return encode_chunk(offset, memoryview(bytes(len(data))))
+
+    monkeypatch.setattr(relay, "encode_chunk", damaged)
+    async with world.replica("one") as one, world.replica("two") as two:
+        weights = await world.step()
+        await world.publisher.wait_committed(0, 2, 300)
+        assert same(one.weights, weights)
+        assert same(two.weights, weights)
+        await world.notice("could not fetch weights from replica", "DATA_LOSS: version 0: embed differs")
+        assert {record["bytes"] for record in (await commits(world, 0)).values()} == {LAYOUT.nbytes}
+        assert not [text for text in await world.notices() if "quarantined" in text]
+
+
+async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes that arrived are kept."""
+    monkeypatch.setattr(relay, "CHUNK_BYTES", 1000)
+    async with AsyncExitStack() as stack:
+        first, second = world.receiver(), world.receiver()
+        port = await stack.enter_async_context(serving(first))
+        proxy = await stack.enter_async_context(bad_network("127.0.0.1", port))
+        holder = await stack.enter_async_context(await world.registry.register(lease("a", proxy.port)))
+        assert holder
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        sent = 0
+
+        async def count(data: bytes) -> None:
+            nonlocal sent
+            sent += len(data)
+            if sent > LAYOUT.nbytes // 2:
+                proxy.refuse()
+
+        proxy.answer_listener = count
+        await stack.enter_async_context(replica(world.registry, "b", second))
+        await world.publisher.wait_committed(0, 2, 300)
+        assert same(second.weights, world.weights)
+        await world.notice("replica b could not fetch weights from replica a", "UNAVAILABLE")
+        record = (await commits(world, 0))["b"]
+        assert (record["hops"], "source" in record) == (1, False)
+        assert 0 < record["bytes"] <= LAYOUT.nbytes
+        proxy.heal()
+
+
+async def test_a_replica_that_cannot_reach_its_relay_receives_from_the_trainer(world: World) -> None:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(world.replica("a"))
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        receiver = world.receiver()
+        receiver.reaches_replicas = False
+        await stack.enter_async_context(replica(world.registry, "b", receiver))
+        for version in range(3):
+            await world.publisher.wait_committed(version, 2, 300)
+            assert same(receiver.weights, world.weights)
+            if version < 2:
+                await world.step()
+    assert len([text for text in await world.notices() if "could not fetch" in text]) == 1
+
+
+async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay's next two versions overwrite the bytes that a child still fetches."""
+    held = asyncio.Event()
+    real = relay.send
+
+    async def slow(parts: Any, request: Any, write: Any) -> int:
+        if not held.is_set() and request.id.version == 0:
+            await held.wait()
+        return await real(parts, request, write)
+
+    monkeypatch.setattr("polyreme_rollout.weights_service.send", slow)
+    monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
+    async with world.replica("a") as a:
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        async with world.replica("b") as b:
+            await until(lambda: "Fetch" in a.calls)
+            for version in (1, 2, 3):
+                await world.step()
+                await until(lambda version=version: a.versions[-1] == version)
+            held.set()
+            await world.publisher.wait_committed(3, 2, 300)
+            assert same(b.weights, world.weights)
+            assert not [text for text in await world.notices() if "could not fetch" in text]
+
+
+async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first replica has the version, the second one fetches it and ends, the third one waits for the second."""
+    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(relay_plan, "MAX_CHILDREN", 1)
+    real = relay.send
+    may_send = asyncio.Event()
+
+    async def held(parts: Any, request: Any, write: Any) -> int:
+        await may_send.wait()
+        return await real(parts, request, write)
+
+    async with AsyncExitStack() as stack:
+        a, b, c = (world.receiver() for _ in range(3))
+        await stack.enter_async_context(replica(world.registry, "a", a))
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        monkeypatch.setattr("polyreme_rollout.weights_service.send", held)
+        async with replica(world.registry, "b", b):
+            await until(lambda: "Fetch" in a.calls)
+            await stack.enter_async_context(replica(world.registry, "c", c))
+            await until(lambda: "Fetch" in b.calls)
+        may_send.set()
+        await world.publisher.wait_committed(0, 2, 300)
+        assert same(c.weights, world.weights)
+        await world.notice("replica c could not fetch weights from replica b")
+        assert not [text for text in await world.notices() if "quarantined" in text]
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_replicas_show_each_other_the_runs_token_and_certificates(
+    redis: Redis, redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    monkeypatch.setenv("POLYREME_TEST_TOKEN", "s3cret-token")
+    section = issue(tmp_path / "ours").section(token_env="POLYREME_TEST_TOKEN", mutual=True) if tls else {}
+    section = section or {"token_env": "POLYREME_TEST_TOKEN"}
+    security = SecurityConfig.model_validate(section)
+    async with AsyncExitStack() as stack:
+        world = await stack.enter_async_context(publishing(redis, redis_url, run_id, LAYOUT, security=section))
+        world.arena.unlink()
+        receivers = [Receiver(world.run.run_id, ["embed", "norm"], shown) for shown in (security, security, None)]
+        for number, receiver in enumerate(receivers):
+            port = await stack.enter_async_context(serving(receiver, security=security))
+            await stack.enter_async_context(await world.registry.register(lease(f"r{number}", port)))
+            if number != 1:
+                weights = await world.step()
+            await world.publisher.wait_committed(world.version, number + 1, 300)
+        assert all(same(receiver.weights, weights) for receiver in receivers)
+        await world.notice("replica r2 could not fetch weights", "UNAVAILABLE" if tls else "UNAUTHENTICATED")
+    assert not [text for text in await world.notices() if "could not fetch" in text and "replica r2 could" not in text]

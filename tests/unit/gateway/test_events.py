@@ -1,0 +1,36 @@
+"""Whole events, however the bytes arrive."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyreme.gateway.events import DONE, EventSplitter, is_done, versions
+
+STREAM = b'data: {"a":1}\n\n: a comment\n\ndata: {"b":"\xc3\xa9"}\n\n' + DONE
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=6))
+def test_events_are_whole_and_unchanged(cuts: list[int]) -> None:
+    places = [0, *sorted(cuts), len(STREAM)]
+    splitter = EventSplitter()
+    parts = [splitter.feed(STREAM[first:last]) for first, last in pairwise(places)]
+    assert b"".join(parts) == STREAM
+    assert all(part == b"" or part.endswith(b"\n\n") for part in parts)
+
+
+def test_an_incomplete_event_is_kept_back() -> None:
+    splitter = EventSplitter()
+    assert splitter.feed(b"data: 1\n\ndata: 2") == b"data: 1\n\n"
+    assert splitter.feed(b"\n") == b""
+    assert splitter.feed(b"\n") == b"data: 2\n\n"
+
+
+def test_the_end_of_a_stream() -> None:
+    assert is_done(STREAM)
+    assert not is_done(STREAM[: -len(DONE)])
+
+
+def test_the_versions_that_events_name() -> None:
+    events = b'data: {"system_fingerprint":"policy-7"}\n\ndata: {"system_fingerprint":"policy-7-8"}\n\ndata: {}\n\n' + DONE
+    assert versions(events) == {"7", "7-8"}
