@@ -24,6 +24,11 @@ def when(key: str, wanted: Any = True) -> Callable[[Any, Values], Any]:
     return lambda value, values: value if values.get(key) == wanted else NOTHING
 
 
+def adapters(alpha: str, default: float) -> Callable[[Any, Values], Any]:
+    """A rank of adapters with the value of the key `alpha`. Rank 0 stands for training all weights."""
+    return lambda rank, values: {"rank": rank, "alpha": values.get(alpha, default)} if rank else NOTHING
+
+
 def lookup(table: dict[Any, Any]) -> Callable[[Any, Values], Any]:
     """The table's entry of the value."""
     return lambda value, values: table.get(value, NOTHING)

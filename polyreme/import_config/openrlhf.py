@@ -7,7 +7,7 @@ Invariant: the tables below are the only place that knows OpenRLHF's options. Th
 
 from typing import Any
 
-from polyreme.import_config.convert import lookup, path, positive, product, ratio
+from polyreme.import_config.convert import adapters, lookup, path, positive, product, ratio
 from polyreme.import_config.openrlhf_names import RENAMED
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
@@ -174,7 +174,9 @@ RULES = (
     Rule("vllm.*", "", "an option of OpenRLHF's engines"),
     Rule("rollout.*", "", "replicas batch what they get"),
     Rule("ds.tensor_parallel_size", "trainer.parallel.tensor"),
-    Rule("ds.lora.*", "", "all weights are trained"),
+    Rule("ds.lora.rank", "trainer.lora", "0: all weights are trained", adapters("ds.lora.alpha", 16)),
+    *part_of("trainer.lora", "ds.lora.alpha"),
+    Rule("ds.lora.*", "", "see trainer.lora"),
     *part_of("model.dtype", "ds.param_dtype", "ds.bf16"),
     Rule("ds.*", "", "the learner is Megatron-Core, not DeepSpeed"),
     Rule("ckpt.save_steps", "trainer.save_interval", "-1: only after the last iteration", positive),

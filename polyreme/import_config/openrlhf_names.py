@@ -88,6 +88,7 @@ RENAMED = {
     "ds_tensor_parallel_size": "ds.tensor_parallel_size",
     "ring_attn_size": "ds.ring_attn_size",
     "lora_rank": "ds.lora.rank",
+    "lora_alpha": "ds.lora.alpha",
     "attn_implementation": "ds.attn_implementation",
     "enable_ema": "train.enable_ema",
     "ema_beta": "train.ema_beta",

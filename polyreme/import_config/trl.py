@@ -5,7 +5,7 @@ Invariant: the table below is the only place that knows TRL's keys.
 
 from typing import Any
 
-from polyreme.import_config.convert import lookup, path, positive, product, ratio, trackers
+from polyreme.import_config.convert import adapters, lookup, path, positive, product, ratio, trackers
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 AGGREGATIONS = {
@@ -128,8 +128,10 @@ RULES = (
     Rule("use_vllm", "", "replicas always run vLLM"),
     Rule("top_*", "", "samples are drawn from the whole distribution"),
     Rule("sync_ref_model", "", "set algorithm.kl.renew_interval"),
-    Rule("use_peft", "", "all weights are trained"),
-    Rule("lora_*", "", "all weights are trained"),
+    Rule("use_peft", "trainer.lora", "with lora_r and lora_alpha",
+         lambda value, values: adapters("lora_alpha", 32)(values.get("lora_r", 16), values) if value else NOTHING),
+    *part_of("trainer.lora", "lora_r", "lora_alpha"),
+    Rule("lora_*", "", "see trainer.lora"),
     Rule("gradient_checkpointing*", "", "activations are bounded by trainer.micro_batch_tokens"),
     Rule("dataset_*", "", "name a file, a directory or files with `*` in data.train"),
     Rule("per_device_eval_batch_size", "", "an evaluation sends all its prompts at once"),

@@ -7,7 +7,7 @@ Invariant: the table below is the only place that knows verl's keys.
 
 from typing import Any
 
-from polyreme.import_config.convert import KL, lookup, name, path, paths, positive, product, ratio, trackers, when
+from polyreme.import_config.convert import KL, adapters, lookup, name, path, paths, positive, product, ratio, trackers, when
 from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -94,7 +94,8 @@ RULES = (
     Rule(f"{MODEL}.path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
     Rule(f"{MODEL}.enable_gradient_checkpointing", "", "activations are bounded by trainer.micro_batch_tokens"),
     Rule(f"{MODEL}.use_remove_padding", "", "micro-batches hold samples of like lengths"),
-    Rule(f"{MODEL}.lora_rank", "", "all weights are trained"),
+    Rule(f"{MODEL}.lora_rank", "trainer.lora", "0: all weights are trained", adapters(f"{MODEL}.lora_alpha", 16)),
+    *part_of("trainer.lora", f"{MODEL}.lora_alpha"),
     Rule(f"{MODEL}.*", "", "an option of verl's model wrapper"),
     Rule(f"{ACTOR}.optim.lr", "trainer.optimizer.lr"),
     Rule(f"{ACTOR}.optim.weight_decay", "trainer.optimizer.weight_decay"),

@@ -126,6 +126,20 @@ def test_trl_counts_optimizer_steps(tmp_path: Path) -> None:
     assert found.values["algorithm.kl.coef"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("system", "text"),
+    [
+        ("verl", "{actor_rollout_ref: {model: {lora_rank: 8, lora_alpha: 24}}}"),
+        ("openrlhf", "{ds: {lora: {rank: 8, alpha: 24}}}"),
+        ("trl", "{model_name_or_path: m, use_peft: true, lora_r: 8, lora_alpha: 24}"),
+    ],
+)
+def test_adapters(system: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    _, found = import_file(tmp_path / "run.yaml", system)
+    assert (found.values["trainer.lora.rank"], found.values["trainer.lora.alpha"]) == (8, 24)
+
+
 def test_openrlhf_counts_samples_in_its_training_batch() -> None:
     flat, dotted = imported("openrlhf_ppo"), imported("openrlhf_dotted")
     assert (flat.groups_per_iteration, flat.group_size, flat.algorithm.minibatches) == (1024, 1, 8)
