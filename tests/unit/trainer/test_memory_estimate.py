@@ -135,6 +135,12 @@ def test_a_model_that_does_not_divide_is_refused_on_every_device(tmp_path: Path)
     assert isinstance(error, ConfigError) and "heads = 14" in error.found
 
 
+def test_expert_ranks_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "parallel": {"data": 2, "expert": 2}}
+    (error,) = refuse(run(tmp_path, trainer=trainer), None)
+    assert isinstance(error, ConfigError) and "qwen2 has no experts" in error.found
+
+
 def test_the_lines_add_up(tmp_path: Path) -> None:
     config = run(tmp_path, algorithm={"preset": "ppo"})
     header, *lines = memory_lines(config)
