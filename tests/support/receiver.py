@@ -16,7 +16,7 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.manifest import tensor_views
-from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadError, LoadResult, NewTokens, TensorDigest
+from polyreme_rollout.engine.protocol import ArenaSource, EngineRequest, LoadError, LoadResult, NewTokens, Slept, TensorDigest
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
@@ -64,6 +64,13 @@ class MemoryEngine:
     async def pause(self) -> None:
         self.paused = True
 
+    async def sleep(self) -> Slept:
+        assert self.paused
+        return Slept(0, weights=True, cache=True)
+
+    async def wake(self) -> None:
+        assert self.paused
+
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         assert self.paused
         await self.may_load.wait()
@@ -88,6 +95,14 @@ class MemoryEngine:
 
     async def resume(self) -> None:
         self.paused = False
+
+    async def sleep(self) -> Slept:
+        assert self.paused
+        self.weights.clear()
+        return Slept(0, weights=False, cache=False)
+
+    async def wake(self) -> None:
+        assert self.paused
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> Any:
         raise NotImplementedError

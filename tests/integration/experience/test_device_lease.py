@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from polyreme.errors import UnavailableError
 from polyreme.experience.device_lease import DeviceLease, Use, trains
+from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.scripts import Scripts, StaleGrantError
-from polyreme.experience.embedded_redis import EmbeddedServer
 from polyreme.experience.store import connect
 from support.configs import run_config
 from support.waiting import until
