@@ -39,9 +39,9 @@ BENCH = Path(__file__).resolve().parents[1]
 class Versions:
     """Versions of `nbytes` that differ in every tensor, in an arena of this process."""
 
-    def __init__(self, nbytes: int, run_id: str) -> None:
-        per_tensor = nbytes // TENSORS // 64 * 64
-        self.plan = plan_manifest([TensorSpec(name, "U8", (per_tensor,)) for name in names(TENSORS)])
+    def __init__(self, nbytes: int, run_id: str, tensors: int = TENSORS) -> None:
+        per_tensor = nbytes // tensors // 64 * 64
+        self.plan = plan_manifest([TensorSpec(name, "U8", (per_tensor,)) for name in names(tensors)])
         self.run_id, self.arena = run_id, Arena.create(run_id, self.plan.nbytes)
         self._noise = np.random.default_rng(0).integers(0, 256, per_tensor, np.uint8)
         self.number = -1

@@ -19,7 +19,7 @@ from polyreme.process.lifecycle import Child
 
 NETWORK = "10.213.77"  # a private one; the route to it is on our interface alone
 RATE = "2500mbit"
-_SHAPER = ("burst", "1mb", "latency", "50ms")
+BURST = "1mb"  # what passes at once after a pause; at least the rate's bytes in a tick of the kernel's clock
 
 
 @dataclass
@@ -36,10 +36,10 @@ class Machine:
         inner = f"mount -t tmpfs -o mode=1777 tmpfs /dev/shm && exec {shlex.join(argv)}"
         return (*_inside(self.name), "unshare", "-m", "sh", "-c", inner)
 
-    def shape(self, rate: str = RATE) -> None:
+    def shape(self, rate: str = RATE, burst: str = BURST) -> None:
         """Bounds what the link carries, each way."""
         for name, device in ((self.name, "eth0"), (self.switch, self.port)):
-            _run(*_inside(name), "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, *_SHAPER)
+            _run(*_inside(name), *_shaped(device, rate, burst))
 
     def cut(self) -> None:
         """Silently drops packets in both directions."""
@@ -57,6 +57,15 @@ class Network:
     switch: str
     address: str = f"{NETWORK}.254"
     machines: list[Machine] = field(default_factory=list)
+
+    def shape(self, rate: str, burst: str = BURST) -> None:
+        """Bounds what this process's own link carries, each way."""
+        _run(*_shaped(self.switch, rate, burst))
+        _run(*_inside(self.switch), *_shaped("port0", rate, burst))
+
+    def sent_bytes(self) -> int:
+        """What this process's own link has carried away so far, headers included."""
+        return int(Path(f"/sys/class/net/{self.switch}/statistics/tx_bytes").read_text())
 
     def add(self) -> Machine:
         number = len(self.machines) + 1
@@ -118,6 +127,10 @@ def missing() -> str:
     except subprocess.CalledProcessError as error:
         return f"the kernel or its guard refuses `{shlex.join(error.cmd)}`: {error.stderr.strip()}"
     return ""
+
+
+def _shaped(device: str, rate: str, burst: str) -> tuple[str, ...]:
+    return ("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
 
 
 def _inside(namespace: str) -> tuple[str, ...]:

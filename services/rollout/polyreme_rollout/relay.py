@@ -18,7 +18,7 @@ from polyreme_rollout.staged_parts import Refusal, VersionId
 MAX_FETCHES = 2  # replicas that fetch from this one at once: it also generates
 OFFER_TIMEOUT = 20.0  # the part's own stream begins, memory is allocated first
 RESUME_TIMEOUT = 10.0  # a broken stream of the part goes on from another source
-CONNECT_TIMEOUT = 5.0
+CONNECT_TIMEOUT = 10.0
 
 
 class SourceError(Exception):

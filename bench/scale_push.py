@@ -1,0 +1,167 @@
+"""A push of 1T parameters from 256 senders to 1,024 receivers, simulated from what one hop costs on this machine.
+
+    python bench/scale_push.py [--parameters 1e12] [--senders 256] [--receivers 1024] [--replicas 32] [--gbit 400] [--cores 32]
+
+Measured first, with the code of a push: the rate of one stream, and of comparing, applying and verifying a delta, each on one core; best
+of a few, since other work on these cores only makes them slower. Simulated then: every receiver takes its share of a replica's weights, a
+chain of receivers holds the same share, and a tensor moves on when it has arrived and is verified. A machine runs `--cores` streams in and
+as many out, and as many threads compare and apply. docs/scale.md has the arithmetic, and what of it is not built.
+
+`full_seconds` (<= 5), `delta_seconds` (<= 1): from the sealed version to the last receiver that has verified it. `trainer_copies`: bytes
+that the senders send together, over those of the model.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import numpy as np
+from weights_side.streams import against_socket
+
+from polyreme.weights import delta as deltas
+from polyreme.weights.digest import seal, verify
+from polyreme.weights.manifest import TensorSpec, plan_manifest
+from polyreme.weights.wire import CHUNK_BYTES
+
+MOST = {"full_seconds": 5.0, "delta_seconds": 1.0}
+BYTES = 2  # of a bfloat16 parameter
+LARGEST_TENSOR = 64 << 20  # bytes of it in a share; a relay sends a tensor when it is verified
+CHANGED = 0.01  # of the elements of a delta
+NETWORK_SECONDS = 10e-6  # one way, in a data centre
+CALL_SECONDS = 5e-3  # the order to fetch, and its call
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Bytes per second of one core, whole tensors: a stream, comparing, and copying, applying and verifying; a delta's share of the bytes."""
+
+    stream: float
+    compare: float
+    apply: float
+    delta_fraction: float
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """`replicas` hold the model; its receivers are spread over them evenly. `link`: bytes per second, each way."""
+
+    parameters: float
+    senders: int
+    receivers: int
+    replicas: int
+    link: float
+    cores: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes of one sender's share of the model."""
+        return self.parameters * BYTES / self.senders
+
+    @property
+    def received(self) -> float:
+        """Bytes of one receiver's share."""
+        return self.parameters * BYTES * self.replicas / self.receivers
+
+
+def fastest(act: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def measure(mib: int) -> Costs:
+    plan = plan_manifest([TensorSpec(f"tensor{number}", "BF16", (mib << 15,)) for number in range(16)])
+    rng = np.random.default_rng(0)
+    old = bytearray(rng.bytes(plan.nbytes))
+    new = np.frombuffer(old, np.uint16).copy()
+    places = rng.choice(len(new), int(CHANGED * len(new)), replace=False)
+    new[places] ^= 1
+    after = memoryview(new.tobytes())
+    manifests = seal(plan.stamped("bench", 1, 0), memoryview(old)), seal(plan.stamped("bench", 1, 1), after)
+    delta = deltas.diff(manifests[0], memoryview(old), manifests[1], after)
+    if delta is None:
+        raise SystemExit("expected a delta; found a whole version")
+    shadow = bytearray(plan.nbytes)
+
+    def apply() -> None:
+        shadow[:] = old
+        deltas.apply(delta.manifest, memoryview(delta.payload), memoryview(shadow))
+        verify(manifests[1], memoryview(shadow))
+
+    compare = fastest(lambda: deltas.diff(manifests[0], memoryview(old), manifests[1], after))
+    stream = asyncio.run(against_socket(plan.nbytes, REPEATS))["stream_gb_s"] * 1e9
+    return Costs(stream, plan.nbytes / compare, plan.nbytes / fastest(apply), len(delta.payload) / plan.nbytes)
+
+
+def chain_seconds(nbytes: float, length: int, rate: float, unit: float) -> float:
+    """When the last of `length` receivers in a row has everything; each sends `unit` bytes on when they have arrived."""
+    chunks = max(1, round(nbytes / max(unit, CHUNK_BYTES)))
+    seconds = nbytes / chunks / rate
+    arrived = np.arange(1, chunks + 1) * seconds  # at the first receiver
+    for hop in range(1, length):
+        free = np.arange(chunks) * seconds  # the link takes one chunk at a time
+        ready = np.maximum.accumulate(arrived + NETWORK_SECONDS - free)
+        arrived = np.maximum(ready + free, CALL_SECONDS + hop * NETWORK_SECONDS) + seconds
+    return float(arrived[-1]) + CALL_SECONDS
+
+
+def simulate(fleet: Fleet, costs: Costs) -> dict[str, float]:
+    """Senders share the first receivers of the chains, so the slower of both ends bounds a chain's beginning."""
+    rate = min(fleet.link, fleet.cores * costs.stream)
+    heads = fleet.receivers / fleet.replicas
+    first = min(rate, rate * fleet.senders / heads)
+    full = chain_seconds(fleet.received, fleet.replicas, first, LARGEST_TENSOR)
+    payload = chain_seconds(fleet.received * costs.delta_fraction, fleet.replicas, first, LARGEST_TENSOR * costs.delta_fraction)
+    compare = fleet.sent / (fleet.cores * costs.compare)
+    apply = fleet.received / (fleet.cores * costs.apply)
+    return {
+        "full_seconds": full,
+        "delta_seconds": compare + payload + apply,
+        "delta_compare_seconds": compare,
+        "delta_chain_seconds": payload,
+        "delta_apply_seconds": apply,
+        "without_relay_seconds": fleet.received * fleet.receivers / fleet.senders / rate,
+        "trainer_copies": fleet.received * heads / (fleet.parameters * BYTES),
+        "machine_gb_s": rate / 1e9,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=1e12)
+    parser.add_argument("--senders", type=int, default=256)
+    parser.add_argument("--receivers", type=int, default=1024)
+    parser.add_argument("--replicas", type=int, default=32, help="copies of the model that the receivers hold together")
+    parser.add_argument("--gbit", type=float, default=400, help="of each machine's link, each way")
+    parser.add_argument("--cores", type=int, default=32, help="of each machine, for streams and for deltas")
+    parser.add_argument("--mib", type=int, default=16, help="size of each of the 16 tensors that are measured")
+    options = parser.parse_args()
+    costs = measure(options.mib)
+    fleet = Fleet(options.parameters, options.senders, options.receivers, options.replicas, options.gbit * 1e9 / 8, options.cores)
+    measured = {
+        **simulate(fleet, costs),
+        "stream_gb_s": costs.stream / 1e9,
+        "compare_gb_s": costs.compare / 1e9,
+        "apply_gb_s": costs.apply / 1e9,
+        "delta_fraction": costs.delta_fraction,
+    }
+    for name, value in measured.items():
+        print(f"{name:28} {value:10.3f}")
+    met = all(measured[name] <= most for name, most in MOST.items())
+    print(json.dumps({"bench": "scale_push", "measured": measured, "target": MOST, "met": met}))
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
