@@ -17,6 +17,7 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
+from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.build import init_parallel
@@ -88,7 +89,9 @@ class Rank:
         self.engine.followers.begin()
         if config.algorithm.ptx is not None:
             self.engine.mix_in(*supervised_rows(self.engine.policy.arch.vocab))
-        if self.engine.algorithm.needs.reference and self.engine.reference is None:
+        if self.engine.algorithm.needs.reference and config.shares_reference:
+            self.engine.make_reference(config.model.path)
+        elif self.engine.algorithm.needs.reference and self.engine.reference is None:
             policy = self.engine.policy.frozen_copy()
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 
@@ -144,7 +147,7 @@ def warm_start(rank: Rank) -> list[float]:
         reports.append(values)
         return False
 
-    assert sft.run_phase(rank.engine, phase, sft.Rows(ids, mask), (0, 0), 0, report) == phase.steps
+    assert sft.run_phase(rank.engine, phase, StageRows(ids, mask), (0, 0), 0, report) == phase.steps
     return [report["loss"] for report in reports]
 
 
