@@ -89,6 +89,9 @@ class Lookup(torch.nn.Module):
     def forward(self, batch: Any) -> torch.Tensor:
         return self.table[batch.targets[batch.targets >= 0]]
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.state_dict()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.adam.zero_grad()
 
