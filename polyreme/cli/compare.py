@@ -15,7 +15,7 @@ import typer
 
 from polyreme.cli.run_directory import flat_settings, read_run_file, read_settings
 from polyreme.cli.run_records import read_records, read_summary
-from polyreme.cli.table import aligned
+from polyreme.cli.table import fitted
 from polyreme.cli.terminal import TerminalConsole
 from polyreme.errors import ConfigError
 
@@ -61,10 +61,11 @@ def compare(
         console.print(json.dumps({"runs": list(map(str, runs)), **fields}), soft_wrap=True)
         return
     names = [run_dir.name for run_dir in runs] if len({run_dir.name for run_dir in runs}) == len(runs) else list(map(str, runs))
-    lines = [*_table("CONFIGURATION", names, settings), "", *_table("RESULT", names, results)]
+    width = console.table_width
+    lines = [*_table("CONFIGURATION", names, settings, width), "", *_table("RESULT", names, results, width)]
     if metrics:
         title = f"MEAN OF ITERATIONS {first} TO {newest}"
-        lines += ["", *_table(title, names, metrics)]
+        lines += ["", *_table(title, names, metrics, width)]
     console.print("\n".join(lines), soft_wrap=True)
 
 
@@ -119,10 +120,10 @@ def _mean(values: Iterable[Any]) -> float | None:
     return math.fsum(numbers) / len(numbers) if numbers else None
 
 
-def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]]) -> list[str]:
+def _table(title: str, names: Sequence[str], rows: Mapping[str, Sequence[Any]], width: int | None) -> list[str]:
     if not rows:
         return [f"{title}: no difference"]
-    return aligned((title, *names), [(key, *map(_cell, values)) for key, values in rows.items()])
+    return fitted((title, *names), [(key, *map(_cell, values)) for key, values in rows.items()], width)
 
 
 def _cell(value: Any) -> str:

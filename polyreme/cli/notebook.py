@@ -156,7 +156,7 @@ class RunHandle:
                 "a run directory, which has the samples", "a Redis URL", "Create polyreme.Run from the run directory."
             )
         reader = RunReader(self.run_dir)
-        reader.refresh()
+        reader.catch_up()
         found = reader.read_samples(sample_query("eval" if evaluation else "train", iterations, reward, tokens, text))
         return to_table(itertools.islice(found, limit), library)
 

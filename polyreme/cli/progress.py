@@ -26,9 +26,17 @@ def stream_time(stream_id: str) -> float:
 
 
 def evaluation_of(record: Record) -> tuple[str, float]:
-    """The name and value of an `eval` record's result: `accuracy` when every answer is right or wrong, else the mean `score`."""
+    """The name and value of the result of an `eval` record, which decides about the best version: `eval_best` where there is one, else
+    `accuracy` when every answer is right or wrong, or the mean `score`."""
+    if result := record.get("result"):
+        return str(result["metric"]), float(result["value"])
     name = "accuracy" if "accuracy" in record else "score"
     return name, float(record[name])
+
+
+def evaluation_metrics(record: Record) -> dict[str, float]:
+    """The means of an `eval` record and its metrics over several answers, by name; those of a named set begin with SET/."""
+    return {key: float(value) for key, value in record.items() if key in ("accuracy", "score") or "@" in key or "/" in key}
 
 
 @dataclass
@@ -70,6 +78,7 @@ class Progress:
     tracker_failures: dict[str, int] = field(default_factory=dict)
     gates: dict[str, Record] = field(default_factory=dict)
     sft: Record | None = None
+    _sft_first: Record | None = None
     sft_seconds: float = 0.0
     saved: Record | None = None
     rollout: Record | None = None
@@ -107,7 +116,8 @@ class Progress:
             case "restart":
                 self.restarts[record["process"]] = self.restarts.get(record["process"], 0) + 1
             case "sft":
-                self.sft = record
+                same = self._sft_first is not None and self._sft_first["phase"] == record["phase"]
+                self._sft_first, self.sft = self._sft_first if same else record, record
             case "sft_done":
                 self.sft, self.sft_seconds = None, record["seconds"]
             case "saved":
@@ -161,6 +171,13 @@ class Progress:
         newest = [float(record["time/iteration"]) for record in self.recent][-20:]
         return max(0, iterations - self.newest) * sum(newest) / len(newest) if newest else None
 
+    def sft_remaining_seconds(self) -> float | None:
+        """Estimated seconds for the remaining steps of the warm start's phase; None before its second record."""
+        if self.sft is None or self._sft_first is None or self.sft["step"] <= self._sft_first["step"]:
+            return None
+        pace = (self.sft["time"] - self._sft_first["time"]) / (self.sft["step"] - self._sft_first["step"])
+        return float((self.sft["steps"] - self.sft["step"]) * pace)
+
     def reward_parts(self) -> dict[str, float]:
         """Mean unweighted value of each reward and sub-part in the newest iteration."""
         record = self.last or {}
@@ -199,7 +216,7 @@ class Progress:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
-        self.sft, self.learned = None, False
+        self.sft, self._sft_first, self.learned = None, None, False
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:

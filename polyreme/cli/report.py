@@ -32,7 +32,11 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "eval_failed":
             return f"EVALUATION FAILED: {record['text']}"
         case "sft":
-            return f"warm start {record['phase']}: step {record['step']}/{record['steps']}  loss {record['loss']:.4f}  tokens/s {record['tokens_per_second']:,.0f}"
+            left = progress.sft_remaining_seconds()
+            return (
+                f"warm start {record['phase']}: step {record['step']}/{record['steps']}  loss {record['loss']:.4f}"
+                f"  tokens/s {record['tokens_per_second']:,.0f}" + (f"  remaining about {duration(left)}" if left else "")
+            )
         case "sft_done":
             return f"warm start done in {record['seconds']:.1f} s"
         case "gate":

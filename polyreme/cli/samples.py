@@ -38,7 +38,7 @@ def samples(
     reader, kind = RunReader(run_dir), "eval" if evaluation else "train"
     scores, lengths = _range("--reward", reward), _range("--tokens", tokens)
     chosen = _range("--iteration", None if iteration == "newest" else iteration)
-    reader.refresh()
+    reader.catch_up()
     if iteration in (None, "newest"):
         newest = reader.newest_step(kind)
         chosen = (newest, newest)

@@ -16,7 +16,7 @@ import typer
 from polyreme.cli.reader import run_directories
 from polyreme.cli.report import duration
 from polyreme.cli.run_status import RunStatus, directory_status, redis_status
-from polyreme.cli.table import aligned
+from polyreme.cli.table import fitted
 from polyreme.cli.terminal import TerminalConsole
 from polyreme.experience.listing import list_runs
 from polyreme.experience.store import connect
@@ -40,16 +40,16 @@ def status(
         by_id |= {found.run_id: found for found in asyncio.run(_of_redis(redis))}
     found = sorted(by_id.values(), key=lambda status: (-(status.updated or 0.0), status.run_id))
     console = TerminalConsole(sys.stdout)
-    lines = [json.dumps(asdict(each)) for each in found] if as_json else status_lines(found, time.time())
+    lines = [json.dumps(asdict(each)) for each in found] if as_json else status_lines(found, time.time(), console.table_width)
     if lines:
         console.print("\n".join(lines), soft_wrap=True)
 
 
-def status_lines(found: list[RunStatus], now: float) -> list[str]:
-    """The table of `found` at Unix time `now`, and below it the reasons of the runs that did not end well."""
+def status_lines(found: list[RunStatus], now: float, width: int | None = None) -> list[str]:
+    """The table of `found` at Unix time `now`, and below it the reasons of the runs that did not end well. `width` as of `fitted`."""
     if not found:
         return ["no runs"]
-    lines = aligned(HEADER, [_cells(each, now) for each in found])
+    lines = fitted(HEADER, [_cells(each, now) for each in found], width)
     return lines + [f"{each.run_id}: {' '.join(each.reason.split())}" for each in found if each.reason]
 
 

@@ -1,6 +1,6 @@
 """Text tables that people read and other programs cut: aligned columns without borders or colours.
 
-Invariant: pure; no line is wrapped or truncated, so the output is the same on a terminal and in a pipe.
+Invariant: pure; no line is truncated, and what is written to a pipe does not depend on a width.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,3 +16,23 @@ def aligned(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
         "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(line, widths, strict=True)) for line in lines
     )
     return [line.rstrip() for line in padded]
+
+
+def fitted(header: Sequence[str], rows: Iterable[Sequence[str]], width: int | None) -> list[str]:
+    """As `aligned`; on a terminal where a row would take three lines or more, each row as a block: its first cell, then the others by
+    their header.
+
+    Args:
+        width: of the terminal; None: the output is no terminal.
+    """
+    kept = list(rows)
+    lines = aligned(header, kept)
+    if width is None or all(cell_len(line) <= 2 * width for line in lines):
+        return lines
+    names = header[1:]
+    return [f"{header[0]}:", *(line for row in kept for line in (row[0], *(f"  {part}" for part in _fields(names, row[1:]))))]
+
+
+def _fields(names: Sequence[str], cells: Sequence[str]) -> list[str]:
+    widest = max(map(cell_len, names))
+    return [f"{name}{' ' * (widest - cell_len(name))}  {cell}" for name, cell in zip(names, cells, strict=True)]

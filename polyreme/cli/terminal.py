@@ -18,6 +18,11 @@ class TerminalConsole(Console):
     def __init__(self, stream: IO[str]) -> None:
         super().__init__(file=cast(IO[str], _Stream(stream)), markup=False, emoji=False, highlight=False)
 
+    @property
+    def table_width(self) -> int | None:
+        """The width that a table has on a terminal; None: the output is no terminal."""
+        return self.width if self.is_terminal else None
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -156,6 +156,8 @@ def render(
     if progress.sft:
         sft = progress.sft
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
+        if (left := progress.sft_remaining_seconds()) is not None:
+            head.append(f"  remaining about {duration(left)}")
     bar = Table.grid()  # a bare ProgressBar does not end its line
     bar.add_row(ProgressBar(total=max(1, config.iterations), completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]

@@ -4,11 +4,12 @@ Invariant: a row has the values that the same row would have in JSON lines. File
 """
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polyreme.dataset.reading import advance
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
 
@@ -32,7 +33,10 @@ def _parquet_batches(path: Path) -> "Iterator[pa.RecordBatch]":
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_BATCH)
+        share = path.stat().st_size / max(1, file.metadata.num_rows)
+        for batch in file.iter_batches(batch_size=_BATCH):
+            yield batch
+            advance(round(share * len(batch)))
 
 
 def _arrow_batches(path: Path) -> "Iterator[pa.RecordBatch]":
@@ -42,10 +46,13 @@ def _arrow_batches(path: Path) -> "Iterator[pa.RecordBatch]":
         if mapped.read(6) == b"ARROW1":
             mapped.seek(0)
             file = pa.ipc.open_file(mapped)
-            yield from (file.get_batch(number) for number in range(file.num_record_batches))
+            batches: Iterable[pa.RecordBatch] = (file.get_batch(number) for number in range(file.num_record_batches))
         else:
             mapped.seek(0)
-            yield from pa.ipc.open_stream(mapped)
+            batches = pa.ipc.open_stream(mapped)
+        for batch in batches:
+            yield batch
+            advance(batch.nbytes)
 
 
 def _rows(path: Path, batches: "Iterator[pa.RecordBatch]") -> Iterator[Row]:

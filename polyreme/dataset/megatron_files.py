@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyreme.dataset.columns import TokenIds
+from polyreme.dataset.reading import advance
 from polyreme.dataset.text_files import Row
 from polyreme.errors import DataError
 
@@ -44,6 +45,7 @@ def read_megatron(path: Path) -> Iterator[Row]:
     if len(set(counts.values())) > 1:
         raise DataError(f"as many sequences in every file of {path}", str(counts), "Convert the data again.")
     for number, row in enumerate(zip(*columns.values(), strict=True), 1):
+        advance(row[0].nbytes)
         yield Row(f"{path} row {number}", {key: TokenIds(ids.tolist()) for key, ids in zip(columns, row, strict=True)})
 
 

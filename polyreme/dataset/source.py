@@ -61,6 +61,13 @@ def read_objects(data: Sources) -> Iterator[Row]:
         yield from rows
 
 
+def bytes_of(data: Sources) -> int:
+    """The size of the files of all sources; of Megatron's, of the first file's tokens. Raises DataError."""
+    paths = [path for source in as_sources(data) for path in files_of(source.path)]
+    tokens = (path.with_suffix(".bin") if path.suffix == ".idx" else path for path in paths)
+    return sum(path.stat().st_size for path in tokens if path.exists())
+
+
 def digest_of(data: Sources) -> str:
     """16 hex digits of the content of the sources' files; empty when a file is missing.
 

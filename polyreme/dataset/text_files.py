@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from polyreme.dataset.reading import advance
 from polyreme.errors import DataError
 
 _LONGEST_CELL = 1 << 27
@@ -73,7 +74,9 @@ def _read_array(path: Path) -> Iterator[Row]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with open(path, encoding="utf-8", newline="\n") as file:  # a string may contain other line endings
-            yield from enumerate(file, 1)
+            for number, line in enumerate(file, 1):
+                advance(len(line) if line.isascii() else len(line.encode(errors="replace")))
+                yield number, line
     except OSError as error:
         raise DataError(f"a data file at {path}", error.strerror or str(error), "Fix the path in `data`.") from error
     except UnicodeDecodeError as error:

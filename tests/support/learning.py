@@ -17,6 +17,7 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import CriticConfig, SftPhase
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
+from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import PlannedBatch
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron.build import init_parallel
@@ -146,7 +147,7 @@ def warm_start(rank: Rank) -> list[float]:
         reports.append(values)
         return False
 
-    assert sft.run_phase(rank.engine, phase, sft.Rows(ids, mask), (0, 0), 0, report) == phase.steps
+    assert sft.run_phase(rank.engine, phase, StageRows(ids, mask), (0, 0), 0, report) == phase.steps
     return [report["loss"] for report in reports]
 
 

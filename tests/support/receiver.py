@@ -96,6 +96,14 @@ class MemoryEngine:
     async def resume(self) -> None:
         self.paused = False
 
+    async def sleep(self) -> Slept:
+        assert self.paused
+        self.weights.clear()
+        return Slept(0, weights=False, cache=False)
+
+    async def wake(self) -> None:
+        assert self.paused
+
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> Any:
         raise NotImplementedError
 

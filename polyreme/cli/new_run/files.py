@@ -62,7 +62,8 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
     if answers.reward == "python":
         texts["reward.py"] = _REWARD if answers.data == SAMPLE else _EMPTY_REWARD
     if answers.data == SAMPLE:
-        texts |= {"train.jsonl": _lines(rows(answers.reward, 512, 1)), "eval.jsonl": _lines(rows(answers.reward, 64, 2))}
+        train = rows(answers.reward, 512, 1)
+        texts |= {"train.jsonl": _lines(train), "eval.jsonl": _lines(rows(answers.reward, 64, 2, train))}
         if answers.model == TINY:
             texts["sft.jsonl"] = _lines(supervised_rows(answers.reward, 1600, 3))
     written = [folder / name for name in texts]

@@ -5,12 +5,13 @@ Invariant: the same call returns the same rows. Every row has the columns `promp
 
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 Row = dict[str, str]
 Example = Callable[[random.Random], tuple[Row, str]]
 """Makes a row, and a response in the form of an answer, which need not be right."""
 
+_TRIES = 20
 _KINDS = {"vowels": "aeiouy", "early": "abcdefgh", "late": "stuvwxyz"}
 
 
@@ -42,10 +43,16 @@ EXAMPLES: dict[str, Example] = {"python": _letters, "exact": _reverse, "numeric"
 """By reward."""
 
 
-def rows(reward: str, count: int, seed: int) -> list[Row]:
-    """Prompts with labels."""
-    rng = random.Random(seed)
-    return [EXAMPLES[reward](rng)[0] for _ in range(count)]
+def rows(reward: str, count: int, seed: int, apart_from: Iterable[Row] = ()) -> list[Row]:
+    """Prompts with labels. A prompt repeats, or is in `apart_from`, only where there are few prompts of its kind."""
+    rng, found = random.Random(seed), list[Row]()
+    seen = {row["prompt"] for row in apart_from}
+    for _ in range(count):
+        drawn = (EXAMPLES[reward](rng)[0] for _ in range(_TRIES))
+        row = next((row for row in drawn if row["prompt"] not in seen), None) or EXAMPLES[reward](rng)[0]
+        seen.add(row["prompt"])
+        found.append(row)
+    return found
 
 
 def supervised_rows(reward: str, count: int, seed: int) -> list[Row]:

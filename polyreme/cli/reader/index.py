@@ -7,7 +7,7 @@ the file first. The index can always be rebuilt from the files.
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,25 +58,27 @@ class Index:
             connection.row_factory = sqlite3.Row
             yield connection
 
-    def update(self, run_id: str) -> bool:
+    def update(self, run_id: str, advance: Callable[[int], None] = lambda size: None) -> bool:
         """Adds what the run's files have beyond the index. Returns whether anything was added.
 
         Args:
             run_id: of the directory's run. An index of another run is rebuilt.
+            advance: called with the bytes of metrics.jsonl that were added since the last call.
         """
         files = self._files(run_id)
         if files == self._updated:
             return False
         added = False
-        while self._is_behind(run_id):
+        while self.unread(run_id) > 0:
             with self._connect() as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 self._create(connection, run_id)
-                more = self._add_records(connection, run_id)
+                size = self._add_records(connection, run_id)
                 connection.execute("COMMIT")
-            if not more:
+            if not size:
                 break
             added = True
+            advance(size)
         self._updated = files
         return added
 
@@ -86,13 +88,13 @@ class Index:
         metrics, index = self._run_dir / "metrics.jsonl", self._path
         return run_id, metrics.stat().st_size if metrics.exists() else 0, index.stat().st_ino if index.exists() else 0
 
-    def _is_behind(self, run_id: str) -> bool:
-        """Whether an update may find anything. Takes no write lock, so idle pollers do not disturb each other."""
+    def unread(self, run_id: str) -> int:
+        """The bytes of metrics.jsonl that an update would add; more than 0 for an index of another run."""
         with self._connect() as connection:
             meta = read_meta(connection)
-        if meta.get("run") != run_id or meta.get("schema") != str(SCHEMA):
-            return True
-        return self._files(run_id)[1] > int(meta["offset"])
+        known = meta.get("run") == run_id and meta.get("schema") == str(SCHEMA)
+        size = self._files(run_id)[1]
+        return size - int(meta["offset"]) if known else max(1, size)
 
     def _create(self, connection: sqlite3.Connection, run_id: str) -> None:
         """Empties an index of another run or another schema."""
@@ -106,12 +108,13 @@ class Index:
         values = {"run": run_id, "schema": str(SCHEMA), "offset": "0", "iteration": "0", "samples": "0"}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
 
-    def _add_records(self, connection: sqlite3.Connection, run_id: str) -> bool:
+    def _add_records(self, connection: sqlite3.Connection, run_id: str) -> int:
+        """Adds some lines of metrics.jsonl and the sample files that they announce. Returns the bytes of the lines."""
         meta = read_meta(connection)
         offset, iteration = int(meta["offset"]), int(meta["iteration"])
         lines, end = read_lines(self._run_dir / "metrics.jsonl", offset, _LINES_AT_ONCE)
         if end == offset:
-            return False
+            return 0
         metrics: dict[str, int] = dict(connection.execute("SELECT name, id FROM metric").fetchall())
         points, events, files = [], [], list[str]()
         for _, line in lines:
@@ -135,7 +138,7 @@ class Index:
             self._add_sample_files(connection, files)
             values["samples"] = str(connection.execute("SELECT count(*) FROM sample").fetchone()[0])
         _write_meta(connection, values)
-        return True
+        return end - offset
 
     def _add_sample_files(self, connection: sqlite3.Connection, names: Iterable[str]) -> None:
         prompts: dict[tuple[str, str], int] = {}

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from polyreme.cli.progress_bar import bar
 from polyreme.cli.reader import samples
 from polyreme.cli.reader.downsample import Series, downsample
 from polyreme.cli.reader.index import Index, read_meta
@@ -80,6 +81,12 @@ class RunReader:
         """Reads what was added to the run's files. Returns whether there was anything."""
         self.run_id = self._read_run_id()
         return self._index.update(self.run_id)
+
+    def catch_up(self) -> None:
+        """As `refresh`, with a progress bar: to read a long run for the first time takes a while."""
+        self.run_id = self._read_run_id()
+        with bar(f"reading {self.name}", self._index.unread(self.run_id)) as count:
+            self._index.update(self.run_id, count)
 
     # -- what the run is
 

@@ -39,7 +39,8 @@ def report(
     runs = Runs(run_dirs)
     if not runs.readers:
         raise ConfigError("run directories", f"none at {', '.join(map(str, run_dirs))}", "Pass output_dir/name of runs.")
-    runs.refresh()
+    for reader in runs.readers.values():
+        reader.catch_up()
     write_atomically(out, page(embedded(runs.readers, samples)))
     Console().print(f"{len(runs.readers)} run(s) in {out}, {out.stat().st_size / 2**20:.1f} MiB", soft_wrap=True, highlight=False)
 

@@ -16,12 +16,14 @@ from rich.console import Console
 from rich.text import Text
 
 from polyreme.cli.input_files import read_model_files
+from polyreme.cli.progress_bar import bar
 from polyreme.config.data import DataConfig
 from polyreme.config.load import load_any
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.columns import TokenIds
 from polyreme.dataset.formats import FORMATS, format_of, to_ours
-from polyreme.dataset.source import files_of, read_objects
+from polyreme.dataset.reading import watched
+from polyreme.dataset.source import bytes_of, files_of, name_of, read_objects
 from polyreme.dataset.text_files import Row
 from polyreme.errors import ConfigError, DataError
 from polyreme_trainer.data.prompts import Example
@@ -52,6 +54,10 @@ def check(
     template = Template(read_model_files(resolved.model.path), resolved.data)
 
     def report(sources: Any) -> Report:
+        with bar(f"reading {name_of(sources)}", bytes_of(sources)) as count, watched(count):
+            return report_of(sources)
+
+    def report_of(sources: Any) -> Report:
         if isinstance(resolved, StageConfig):
             return report_rows(sources, resolved, template, TABLE[resolved.stage].read)
         return report_prompts(sources, resolved, template)
@@ -86,7 +92,11 @@ def convert(
     if files_of(source)[0].suffix in (".idx", ".bin"):
         rows = map_tokens(rows, model)
     count, names = 0, dict[str, int]()
-    with tempfile.NamedTemporaryFile("w", dir=target.absolute().parent, suffix=".part", delete=False, encoding="utf-8") as file:
+    with (
+        bar(f"reading {source}", bytes_of(source)) as advance,
+        watched(advance),
+        tempfile.NamedTemporaryFile("w", dir=target.absolute().parent, suffix=".part", delete=False, encoding="utf-8") as file,
+    ):
         try:
             for where, fields in rows:
                 kind = format_of(fields) if format is None else kinds[format]

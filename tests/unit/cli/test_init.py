@@ -100,6 +100,13 @@ def test_sample_data_repeats_and_has_its_columns(reward: str) -> None:
     assert REWARDS.keys() == EXAMPLES.keys()
 
 
+@pytest.mark.parametrize("reward", ["python", "choice"])
+def test_sample_data_has_no_prompt_twice_where_there_are_many(reward: str) -> None:
+    train = rows(reward, 512, 1)
+    held_out = rows(reward, 64, 2, train)
+    assert len({row["prompt"] for row in [*train, *held_out]}) == 512 + 64
+
+
 def test_columns_are_read_from_json_lines(tmp_path: Path) -> None:
     _, data = own_files(tmp_path)
     assert columns_of(data) == ["id", "question", "solution"]

@@ -114,6 +114,20 @@ def test_the_time_that_is_left_follows_the_newest_iterations() -> None:
     assert progress.remaining_seconds(24) == 0.0
 
 
+def test_a_warm_start_says_how_long_its_phase_still_takes(tmp_path: Path) -> None:
+    def step(number: int, at: float, phase: int = 1) -> dict[str, Any]:
+        return {"kind": "sft", "phase": phase, "step": number, "steps": 50, "loss": 1.0, "tokens_per_second": 10.0, "time": at}
+
+    progress = Progress(8)
+    progress.add(step(10, 100.0))
+    assert progress.sft_remaining_seconds() is None
+    progress.add(step(20, 130.0))
+    assert progress.sft_remaining_seconds() == pytest.approx(90.0)
+    assert (plain_line(step(20, 130.0), progress, 1) or "").endswith("remaining about 1:30")
+    progress.add(step(10, 140.0, phase=2))
+    assert progress.sft_remaining_seconds() is None
+
+
 def test_a_mean_score_is_not_an_accuracy() -> None:
     scored = {**evaluation(0, 1.0, 0.0), "score": 1.3}
     del scored["accuracy"]

@@ -13,7 +13,7 @@ from polyreme.cli.run_directory import NO_REDIS, RunFile, owned, write_run_file
 from polyreme.cli.run_records import write_summary
 from polyreme.cli.run_status import RunStatus, directory_status
 from polyreme.cli.status import status_lines
-from polyreme.cli.table import aligned
+from polyreme.cli.table import aligned, fitted
 from polyreme.errors import ConfigError
 from polyreme.experience.run import RunState
 from support.recorded_run import record_run
@@ -80,6 +80,20 @@ def test_the_table_gives_the_reason_below(done: Path) -> None:
 
 def test_columns_are_as_wide_as_their_cells() -> None:
     assert aligned(("A", "B"), [("x", "1"), ("两两", "2")]) == ["A     B", "x     1", "两两  2"]
+
+
+def test_a_table_that_a_terminal_cannot_hold_is_a_block_per_row() -> None:
+    header, rows = ("RUN", "STATE", "AT"), [("first", "done", "1"), ("second", "running", "2")]
+    assert fitted(header, rows, None) == fitted(header, rows, 10) == aligned(header, rows)
+    assert fitted(header, rows, 9) == [
+        "RUN:",
+        "first",
+        "  STATE  done",
+        "  AT     1",
+        "second",
+        "  STATE  running",
+        "  AT     2",
+    ]
 
 
 def test_the_command_prints_json(done: Path) -> None:

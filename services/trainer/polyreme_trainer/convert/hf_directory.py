@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from polyreme.cli.progress_bar import counted
 from polyreme_trainer.megatron.export import classifier_config, with_dtype
 
 SHARD_BYTES = 4 << 30
@@ -52,7 +53,7 @@ def _shards(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Ten
     """Groups of consecutive tensors of at most `limit` bytes, or of a single tensor."""
     shard: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in tensors.items():
+    for name, tensor in counted(tensors.items(), "converting", len(tensors)):
         if shard and size + tensor.nbytes > limit:
             yield shard
             shard, size = {}, 0

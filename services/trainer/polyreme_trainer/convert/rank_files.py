@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyreme.cli.progress_bar import counted
 from polyreme.errors import ConfigError
 from polyreme_trainer.convert import pickles
 from polyreme_trainer.convert.names import CRITIC_BIAS, CRITIC_HEAD, OUTPUT_LAYER, check_shapes, engine_name, local_names
@@ -142,7 +143,7 @@ def write(target: Path, arch: Architecture, tensors: Mapping[str, Tensor], layou
         engine: name the parameters as Transformer Engine's layers do.
     """
     folder = target / f"iter_{ITERATION:07d}"
-    for rank in every_rank(layout):
+    for rank in counted(every_rank(layout), "converting", layout.tp * layout.pp * layout.ep):
         state: dict[str, Tensor] = {}
         for piece in file_slices(arch, rank):
             tensor = tensors[piece.hf_name]

@@ -3,7 +3,7 @@
 Invariant: both answers of a pair follow the same prompt.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ from polyreme.config.stage import ConversationData, PairData, PreferenceData, Re
 from polyreme.dataset.columns import value_at
 from polyreme.dataset.source import read_objects
 from polyreme.errors import DataError
-from polyreme_trainer.data.prompts import Example, column, each_or_blame, prompt_of
+from polyreme_trainer.data.prompts import Example, chunks, column, each_or_blame, prompt_of
 from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
 from polyreme_trainer.data.supervised import text_of
 from polyreme_trainer.data.template import PromptSource, Template
@@ -44,36 +44,41 @@ def read_scored_pairs(sources: Sources, config: RewardModelConfig, template: Tem
     Raises:
         DataError: the file is missing or empty, or a row is unusable.
     """
-    data, rows, ties = config.data, [], 0
-    for where, fields in islice(read_objects(sources), limit):
-        prompt, answers = _pair(fields, where, data)
-        tie = answers[0] == answers[1] or (data.tie_key is not None and _flag(fields, data.tie_key, where, "data.tie_key"))
-        margin = 0.0 if data.margin_key is None else _number(fields, data.margin_key, where)
-        if tie and config.ties == "skip":
-            ties += 1
-        else:
-            rows.append(Judged(where, prompt, answers, {"margin": margin, "tie": float(tie)}))
-    return _assemble(rows, sources, data, template, _whole, {"ties": ties})
+    data, left_out = config.data, {"ties": 0}
+
+    def judged() -> Iterator[Judged]:
+        for where, fields in islice(read_objects(sources), limit):
+            prompt, answers = _pair(fields, where, data)
+            tie = answers[0] == answers[1] or (data.tie_key is not None and _flag(fields, data.tie_key, where, "data.tie_key"))
+            margin = 0.0 if data.margin_key is None else _number(fields, data.margin_key, where)
+            if tie and config.ties == "skip":
+                left_out["ties"] += 1
+            else:
+                yield Judged(where, prompt, answers, {"margin": margin, "tie": float(tie)})
+
+    return _assemble(judged(), sources, data, template, _whole, left_out)
 
 
 def read_pairs(sources: Sources, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
     """The pairs of a preference loss: both answers are trained on. Arguments and errors as `read_scored_pairs`."""
-    rows = [Judged(where, *_pair(fields, where, data)) for where, fields in islice(read_objects(sources), limit)]
+    rows = (Judged(where, *_pair(fields, where, data)) for where, fields in islice(read_objects(sources), limit))
     return _assemble(rows, sources, data, template, examples_of)
 
 
 def read_labelled(sources: Sources, data: PreferenceData, template: Template, limit: int | None = None) -> StageRows:
     """The answers of KTO with the column `good`. Arguments and errors as `read_scored_pairs`."""
-    rows = []
-    for where, fields in islice(read_objects(sources), limit):
-        prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
-        answer = text_of(column(fields, data.response_key, where, "data.response_key"), data.response_key, where)
-        rows.append(Judged(where, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))}))
-    return _assemble(rows, sources, data, template, examples_of)
+
+    def judged() -> Iterator[Judged]:
+        for where, fields in islice(read_objects(sources), limit):
+            prompt = prompt_of(column(fields, data.prompt_key, where, "data.prompt_key"), f"{data.prompt_key!r} in {where}")
+            answer = text_of(column(fields, data.response_key, where, "data.response_key"), data.response_key, where)
+            yield Judged(where, prompt, (answer,), {"good": float(_flag(fields, data.label_key, where, "data.label_key"))})
+
+    return _assemble(judged(), sources, data, template, examples_of)
 
 
 def _assemble(
-    rows: Sequence[Judged],
+    rows: Iterator[Judged],
     sources: Sources,
     data: ConversationData,
     template: Template,
@@ -85,9 +90,12 @@ def _assemble(
         examples = iter(encode(template, prompts, [answer for row in some for answer in row.answers]))
         return [[next(examples) for _ in row.answers] for row in some]
 
-    encoded = each_or_blame(encode_rows, rows)
-    parts = [Encoded(row.where, examples, row.columns) for row, examples in zip(rows, encoded, strict=True)]
-    return assemble(parts, sources, data, template, left_out)
+    def encoded() -> Iterator[Encoded]:
+        for some in chunks(rows):
+            for row, examples in zip(some, each_or_blame(encode_rows, some), strict=True):
+                yield Encoded(row.where, examples, row.columns)
+
+    return assemble(encoded(), sources, data, template, left_out)
 
 
 def _whole(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:

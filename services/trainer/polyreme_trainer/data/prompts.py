@@ -23,7 +23,7 @@ from polyreme_trainer.data.template import PromptSource, Template
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1024
+_CHUNK = 256
 """Rows that are encoded together."""
 _MISSING = object()
 
@@ -37,6 +37,7 @@ class Located(Protocol):
 
 Result = TypeVar("Result")
 Source = TypeVar("Source", bound=Located)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def load_prompts(sources: Sources, data: DataConfig, template: Template) -> Data
     store, seen, sizes = PromptStore(), set[int](), list[int]()
     filtered = duplicates = 0
     for source in as_sources(sources):
-        before, rows = len(store), read_rows((source,), data)
-        while chunk := list(islice(rows, _CHUNK)):
+        before = len(store)
+        for chunk in chunks(read_rows((source,), data)):
             encoded = encode_prompts(chunk, data, template)
             filtered += encoded.filtered
             for prompt in encoded.prompts:
@@ -152,13 +153,20 @@ def none_usable(sources: Sources, data: DataConfig, filtered: int, duplicates: i
     )
 
 
-def load_examples(sources: Sources, data: DataConfig, template: Template, max_tokens: int) -> list[Example]:
-    """Supervised examples of data with a `response` column, in its order: the conversation as the template writes it.
+def chunks(rows: Iterator[Item]) -> Iterator[list[Item]]:
+    """The rows in lists that are encoded together."""
+    while chunk := list(islice(rows, _CHUNK)):
+        yield chunk
+
+
+def load_examples(sources: Sources, data: DataConfig, template: Template, max_tokens: int) -> Iterator[Example]:
+    """Supervised examples of data with a `response` column, in its order: the conversation as the template writes it. Reads lazily.
 
     Raises:
         DataError: a row is unusable, or has more than `max_tokens` tokens.
     """
-    return encode_examples(list(read_rows(sources, data, response_key="response")), template, max_tokens)
+    for rows in chunks(read_rows(sources, data, response_key="response")):
+        yield from encode_examples(rows, template, max_tokens)
 
 
 def encode_examples(rows: Sequence[DatasetRow], template: Template, max_tokens: int) -> list[Example]:

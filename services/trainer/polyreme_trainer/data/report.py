@@ -3,9 +3,8 @@
 Invariant: every row is read, rendered and encoded as in training. Rows themselves are not kept, only their lengths and digests.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ from polyreme.config.data import Sources
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.source import read_objects
-from polyreme_trainer.data.prompts import DatasetRow, Example, encode_examples, encode_prompts, read_rows
+from polyreme_trainer.data.prompts import Example, chunks, encode_examples, encode_prompts, read_rows
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
 
 Read = Callable[[Sources, Any, Template, int | None], StageRows]
 """Reads the rows of a stage, given its configuration and how many rows to read (None: all)."""
 
-_CHUNK = 256
 _ALL = 1 << 30
 """A limit on tokens that no row reaches, so that overlong rows are measured, too."""
 
@@ -78,12 +76,12 @@ def report_prompts(sources: Sources, config: RunConfig, template: Template) -> R
     first = next(read_objects(sources)).fields
     if "response" in first:
         found = Report(config.rollout.max_model_len)
-        for rows in _chunks(read_rows(sources, config.data, response_key="response")):
+        for rows in chunks(read_rows(sources, config.data, response_key="response")):
             for row, example in zip(rows, encode_examples(rows, template, _ALL), strict=True):
                 found.add(row.where, [example])
         return found
     found, data = Report(config.data.max_prompt_tokens, unlabelled=0), config.data.model_copy(update={"max_prompt_tokens": _ALL})
-    for rows in _chunks(read_rows(sources, data)):
+    for rows in chunks(read_rows(sources, data)):
         for row, prompt in zip(rows, encode_prompts(rows, data, template).prompts, strict=True):
             found.add(row.where, [Example(prompt.ids, np.zeros(len(prompt.ids), dtype=np.uint8))])
             found.unlabelled = (found.unlabelled or 0) + (prompt.label == "")
@@ -99,8 +97,3 @@ def report_rows(sources: Sources, config: StageConfig, template: Template, read:
         parts = range(place * rows.width, (place + 1) * rows.width)
         found.add(f"row {place + 1}", [Example(rows.ids[part], rows.loss_mask[part]) for part in parts])
     return found
-
-
-def _chunks(rows: Iterator[DatasetRow]) -> Iterator[list[DatasetRow]]:
-    while chunk := list(islice(rows, _CHUNK)):
-        yield chunk

@@ -1,9 +1,10 @@
 """Rows of a stage as token sequences, in the order of their file.
 
-Invariant: a row keeps all of its sequences or is left out, and what is left out is counted.
+Invariant: a row keeps all of its sequences or is left out, and what is left out is counted. The sequences are on disk, see `token_store`.
 """
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from polyreme.dataset.source import name_of
 from polyreme.errors import DataError
 from polyreme_trainer.data.prompts import Example, check_ids
 from polyreme_trainer.data.template import PromptSource, Template
+from polyreme_trainer.data.token_store import TokenStore
 
 
 @dataclass(frozen=True)
@@ -55,43 +57,46 @@ class Encoded:
 
 
 def assemble(
-    rows: Sequence[Encoded],
+    rows: Iterable[Encoded],
     sources: Sources,
     data: ConversationData,
     template: Template,
     left_out: Mapping[str, int] | None = None,
 ) -> StageRows:
-    """The rows within `data.max_tokens`.
+    """The rows within `data.max_tokens`. Reads `rows` once and keeps none of them in memory.
 
     Args:
-        left_out: rows that were left out before, by reason.
+        left_out: rows that were left out before, by reason; complete when `rows` has ended.
 
     Raises:
         DataError: a row is too long under `overlong: error`, has ids without an embedding, or no row is left.
     """
-    kept = []
+    store, width, kept, overlong = TokenStore(), 1, 0, 0
+    columns: dict[str, array[float]] = {}
     for row in rows:
         where, longest = row.where, max(len(each.ids) for each in row.sequences)
         if longest <= data.max_tokens:
             for each in row.sequences:
                 check_ids(each.ids, template, where)
-            kept.append(row)
+                store.append(each.ids, each.loss_mask)
+            for name, value in row.columns.items():
+                columns.setdefault(name, array("f")).append(value)
+            width, kept = len(row.sequences), kept + 1
         elif data.overlong == "error":
             raise DataError(
                 f"at most data.max_tokens = {data.max_tokens} tokens in {where}",
                 f"{longest}",
                 "Raise data.max_tokens, shorten the row, or set data.overlong: filter.",
             )
-    missing = {**(left_out or {}), f"longer than data.max_tokens = {data.max_tokens}": len(rows) - len(kept)}
+        else:
+            overlong += 1
+    missing = {**(left_out or {}), f"longer than data.max_tokens = {data.max_tokens}": overlong}
     missing = {reason: count for reason, count in missing.items() if count}
     if not kept:
         found = ", ".join(f"{count} {reason}" for reason, count in missing.items())
         raise DataError(f"rows to train on in {name_of(sources)}", found or "none", "Fix the file, or the section data.")
-    sequences = [each for row in kept for each in row.sequences]
-    columns = {name: np.array([row.columns[name] for row in kept], dtype=np.float32) for name in kept[0].columns}
-    return StageRows(
-        [each.ids for each in sequences], [each.loss_mask for each in sequences], len(kept[0].sequences), columns, missing
-    )
+    numbers = {name: np.array(values, dtype=np.float32) for name, values in columns.items()}
+    return StageRows(*store.close(), width, numbers, missing)
 
 
 def examples_of(template: Template, prompts: Sequence[PromptSource], responses: Sequence[str]) -> list[Example]:

@@ -3,8 +3,9 @@
 Invariant: a row's text is the conversation as the chat template writes it, with one end token after each answer that is trained on.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from polyreme.config.data import Sources
@@ -12,7 +13,7 @@ from polyreme.config.stage import SftData
 from polyreme.dataset.columns import chat_messages, value_at
 from polyreme.dataset.source import read_objects
 from polyreme.errors import DataError
-from polyreme_trainer.data.prompts import Example, column, each_or_blame, prompt_of
+from polyreme_trainer.data.prompts import Example, chunks, column, each_or_blame, prompt_of
 from polyreme_trainer.data.stage_rows import Encoded, StageRows, assemble, examples_of
 from polyreme_trainer.data.template import PromptSource, Template
 
@@ -43,15 +44,18 @@ def read_supervised(sources: Sources, data: SftData, template: Template, limit: 
     Raises:
         DataError: a file is missing or empty, or a row is unusable.
     """
-    rows = [_row(fields, where, data) for where, fields in islice(read_objects(sources), limit)]
+    rows = (_row(fields, where, data) for where, fields in islice(read_objects(sources), limit))
+    return assemble(chain.from_iterable(_encode(some, template) for some in chunks(rows)), sources, data, template)
+
+
+def _encode(rows: Sequence[Answered | Turns], template: Template) -> list[Encoded]:
     answered = [row for row in rows if isinstance(row, Answered)]
     turns = [row for row in rows if isinstance(row, Turns)]
     examples = iter(
         each_or_blame(lambda some: examples_of(template, [row.prompt for row in some], [row.response for row in some]), answered)
     )
     marked = iter(each_or_blame(lambda some: template.encode_turns([row.messages for row in some]), turns))
-    encoded = [Encoded(row.where, [next(examples) if isinstance(row, Answered) else Example(*next(marked))]) for row in rows]
-    return assemble(encoded, sources, data, template)
+    return [Encoded(row.where, [next(examples) if isinstance(row, Answered) else Example(*next(marked))]) for row in rows]
 
 
 def _row(fields: dict[str, Any], where: str, data: SftData) -> Answered | Turns:

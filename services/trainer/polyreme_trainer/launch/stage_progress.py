@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from polyreme.cli.report import duration
+
 Record = dict[str, Any]
 
 _NO_METRICS = ("run", "time", "kind", "step", "steps", "rows", "seconds")
@@ -70,7 +72,8 @@ def line_of(record: Record) -> str:
     match record["kind"]:
         case "step":
             numbers = _numbers(record, ("loss", "accuracy", "rewards/accuracies", "rewards/margins", "tokens_per_second"))
-            return f"step {record['step']}/{record['steps']}  {numbers}"
+            left = (record["steps"] - record["step"]) * record["time/step"]
+            return f"step {record['step']}/{record['steps']}  {numbers}" + (f"  remaining about {duration(left)}" if left else "")
         case "eval":
             return f"held out after step {record['step']}  {_numbers(record, metrics_of(record))}"
         case "saved":

@@ -21,6 +21,7 @@ from polyreme_trainer.learner.run_client import RunClient
 from polyreme_trainer.observe import alarms
 from polyreme_trainer.observe.metrics import iteration_record, observe
 from polyreme_trainer.stages import sft
+from polyreme_trainer.stages.share_rows import share_rows
 from polyreme_trainer.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ class Learner:
     def mix_in(self) -> None:
         """Gives the engine the supervised rows that iterations mix into their steps."""
         if (ptx := self.config.algorithm.ptx) is not None:
-            rows = sft.unpack(self.ranks.broadcast_from_leader(partial(sft.pack, ptx.data, self.config, self.files)))
+            rows = share_rows(self.ranks, partial(sft.read_examples, ptx.data, self.config, self.files))
             self.engine.mix_in(rows.ids, rows.loss_mask)
 
     def iterate(self, iteration: int) -> Written | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, cost_of
 from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
 from polyreme_trainer.megatron.pipeline import Job, run_stages, run_whole
@@ -52,12 +52,8 @@ class Role(Generic[Model]):
 
     def __init__(self, name: str, model: Model, forward: Forward, shard: DataShard) -> None:
         self.name, self.model, self.forward, self.shard = name, model, forward, shard
+        self.cost = cost_of(model.arch)
         self.optimizer: Optimizer | None = None
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the whole model."""
-        return self.model.arch.parameters
 
     def make_optimizer(self, adam: Adam) -> None:
         """Creates an optimizer with zero moments. With bfloat16 weights it takes a full-precision copy of them now."""
@@ -115,7 +111,7 @@ class Role(Generic[Model]):
                 return Job(batch.ids, lambda: 0 * forward(batch).sum())
             return Job(batch.ids, lambda: term.loss(batch, forward(batch)))
 
-        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.parameters))
+        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost))
         if self.shard.stages is None:
             run_whole(jobs, backward)
         else:

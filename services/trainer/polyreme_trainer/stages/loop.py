@@ -4,7 +4,6 @@ Invariant: which rows a step takes is a function of (seed, step), and a checkpoi
 killed anywhere and started again arrives at the same weights and records. No torch here: the engine runs the steps.
 """
 
-import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,9 +17,10 @@ from polyreme.config.data import Sources
 from polyreme.config.stage import StageConfig, StageTrainer
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.learner.leader import Ranks, join, split
+from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.stage_engine import StageEngine
 from polyreme_trainer.stages.sft import batches
+from polyreme_trainer.stages.share_rows import share_rows
 from polyreme_trainer.stages.stage import Read
 
 EXPORT = Path("hf", "final")
@@ -84,11 +84,7 @@ class StageLoop:
 
     def rows(self, sources: Sources) -> StageRows:
         """The rows of the data, which rank 0 reads, on every rank."""
-
-        async def read() -> bytes:
-            return pack(await asyncio.to_thread(self.read, sources, self.config, self.template, None))
-
-        return unpack(self.ranks.broadcast_from_leader(read))
+        return share_rows(self.ranks, lambda: self.read(sources, self.config, self.template, None))
 
     def train(self, number: int, steps: int, rows: StageRows) -> bool:
         """One optimizer step. Returns, the same on every rank, whether the stage drains."""
@@ -150,30 +146,3 @@ def total_steps(rows: int, trainer: StageTrainer) -> int:
 def is_due(number: int, interval: int) -> bool:
     """Whether an interval (0: never) ends with step `number`."""
     return interval > 0 and number % interval == 0
-
-
-def pack(rows: StageRows) -> bytes:
-    """Rows as bytes for `unpack`."""
-    names = list(rows.columns)
-    return join(
-        [
-            str(rows.width).encode(),
-            np.array([len(ids) for ids in rows.ids], dtype=np.int64).tobytes(),
-            np.concatenate(rows.ids).tobytes(),
-            np.concatenate(rows.loss_mask).tobytes(),
-            *(part for name in names for part in (name.encode(), rows.columns[name].tobytes())),
-        ]
-    )
-
-
-def unpack(packed: bytes) -> StageRows:
-    """The rows given to `pack`, without what was left out."""
-    width, lengths, ids, mask, *columns = split(packed)
-    ends = np.cumsum(np.frombuffer(lengths, np.int64))[:-1]
-    named = zip(columns[::2], columns[1::2], strict=True)
-    return StageRows(
-        np.split(np.frombuffer(ids, np.int32), ends),
-        np.split(np.frombuffer(mask, np.uint8), ends),
-        int(width),
-        {name.decode(): np.frombuffer(values, np.float32) for name, values in named},
-    )

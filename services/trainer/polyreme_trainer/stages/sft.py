@@ -4,10 +4,8 @@ Invariant: a step's rows and learning rate are functions of (seed, phase, step).
 when it was saved between two steps and continued. This module imports no torch: the engine runs the steps.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,12 @@ from numpy.typing import NDArray
 from polyreme.config.run import RunConfig
 from polyreme.config.trainer import SftPhase
 from polyreme_trainer.data.prompts import load_examples
+from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.data.token_store import TokenStore
 from polyreme_trainer.learner.engine import TrainEngine
-from polyreme_trainer.learner.leader import Ranks, join, split
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.stages.share_rows import share_rows
 
 FLOOR = 0.02
 """The learning rate at the cooldown's end, as a fraction of the phase's rate."""
@@ -28,14 +29,6 @@ REPORT_EVERY = 10
 
 Report = Callable[[dict[str, Any]], bool]
 """Takes a progress record. Returns whether the run drains, the same on every rank."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Supervised rows: `ids` int32 [length] each; `loss_mask` uint8 [length] each, 1 on the response."""
-
-    ids: Sequence[NDArray[np.int32]]
-    loss_mask: Sequence[NDArray[np.uint8]]
 
 
 def learning_rate(phase: SftPhase, step: int) -> float:
@@ -73,7 +66,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     saved = engine.load_warm_start() if phases else None
     first, start = (0, 0) if saved is None else (saved["phase"], saved["step"])
     for number, phase in enumerate(phases[first:], start=first):
-        rows = unpack(ranks.broadcast_from_leader(partial(pack, phase.data, config, files)))
+        rows = share_rows(ranks, partial(read_examples, phase.data, config, files))
         if start == 0:
             engine.begin_phase(phase)
         step = run_phase(engine, phase, rows, (config.seed, number), start, partial(_report, report, number, phase))
@@ -86,7 +79,7 @@ def warm_start(engine: TrainEngine, config: RunConfig, files: Mapping[str, bytes
     return True
 
 
-def run_phase(engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[int], start: int, report: Report) -> int:
+def run_phase(engine: TrainEngine, phase: SftPhase, rows: StageRows, seed: Sequence[int], start: int, report: Report) -> int:
     """Runs optimizer steps `start` to the phase's last. A step's loss is the token mean of the cross entropy of its rows' responses.
 
     Args:
@@ -111,24 +104,12 @@ def run_phase(engine: TrainEngine, phase: SftPhase, rows: Rows, seed: Sequence[i
     return phase.steps
 
 
-async def pack(path: Path, config: RunConfig, files: Mapping[str, bytes]) -> bytes:
-    """The tokenised rows of a file as bytes for `unpack`. Raises DataError."""
-    template = Template(files, config.data)
-    examples = await asyncio.to_thread(load_examples, path, config.data, template, config.rollout.max_model_len)
-    return join(
-        [
-            np.array([len(example.ids) for example in examples], dtype=np.int64).tobytes(),
-            np.concatenate([example.ids for example in examples]).tobytes(),
-            np.concatenate([example.loss_mask for example in examples]).tobytes(),
-        ]
-    )
-
-
-def unpack(packed: bytes) -> Rows:
-    """The rows given to `pack`."""
-    lengths, ids, mask = split(packed)
-    ends = np.cumsum(np.frombuffer(lengths, np.int64))[:-1]
-    return Rows(np.split(np.frombuffer(ids, np.int32), ends), np.split(np.frombuffer(mask, np.uint8), ends))
+def read_examples(path: Path, config: RunConfig, files: Mapping[str, bytes]) -> StageRows:
+    """The tokenised rows of a file. Raises DataError."""
+    store = TokenStore()
+    for example in load_examples(path, config.data, Template(files, config.data), config.rollout.max_model_len):
+        store.append(example.ids, example.loss_mask)
+    return StageRows(*store.close())
 
 
 def _report(report: Report, number: int, phase: SftPhase, values: dict[str, Any]) -> bool:

@@ -58,7 +58,7 @@ def test_the_rows_of_the_guide_become_what_it_shows(folder: Path) -> None:
     assert "".join(prompt.text for prompt in prompts) == (folder / "prompts.txt").read_text()
     assert [prompt.label for prompt in prompts] == ["5", "2"]
     assert json.loads(prompts[0].metadata_json)["source"] == "sums"
-    examples = load_examples(folder / "sft.jsonl", data, template, max_tokens=160)
+    examples = list(load_examples(folder / "sft.jsonl", data, template, max_tokens=160))
     labels = template.decode([example.ids[example.loss_mask == 1] for example in examples], special=True)
     assert "".join(f"{label}\n" for label in labels) == (folder / "labels.txt").read_text()
 

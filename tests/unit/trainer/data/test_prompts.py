@@ -84,7 +84,7 @@ def test_a_text_as_it_is_begins_with_what_the_tokenizer_puts_there(write: Write)
     bare, begun = prompts(path, files, template="none").prompts
     assert template.decode([bare.ids.tolist(), begun.ids.tolist()], special=True) == ["<bos>1+1="] * 2
     assert bare.text == "1+1="
-    examples = load_examples(path, data, template, max_tokens=20)
+    examples = list(load_examples(path, data, template, max_tokens=20))
     assert template.decode([e.ids.tolist() for e in examples], special=True) == ["<bos>1+1=2<eos>"] * 2
     assert examples[0].loss_mask.tolist() == [0] * 5 + [1] * 2
 
@@ -175,9 +175,9 @@ def test_examples_too_long_or_without_response(write: Write) -> None:
     data = section()
     template = Template(model_files(), data)
     with pytest.raises(DataError, match=r"within 8 tokens in .*:1; found 9"):
-        load_examples(write({"prompt": "1+1=", "response": "#2"}), data, template, max_tokens=8)
+        list(load_examples(write({"prompt": "1+1=", "response": "#2"}), data, template, max_tokens=8))
     with pytest.raises(DataError, match="a column 'response'"):
-        load_examples(write({"prompt": "1+1="}), data, template, max_tokens=8)
+        list(load_examples(write({"prompt": "1+1="}), data, template, max_tokens=8))
 
 
 def examples(path: Path, files: dict[str, bytes], **fields: Any) -> list[tuple[str, str]]:
@@ -249,7 +249,7 @@ def test_an_id_without_an_embedding_names_file_row_id_and_sizes(write: Write, ki
     fine = {"prompt": "x", "response": "x"}
     path = write(fine, fine | {kind: "z"})
     with pytest.raises(DataError) as caught:
-        load_examples(path, data, template, max_tokens=20)
+        list(load_examples(path, data, template, max_tokens=20))
     for piece in ("rows.jsonl:2", "46", "47", "48"):
         assert piece in str(caught.value)
     if kind == "prompt":

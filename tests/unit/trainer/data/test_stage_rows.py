@@ -1,6 +1,7 @@
 """Rows of the stages: what of a conversation is trained on, which rows are left out, and what is refused with file and line."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,22 @@ def test_kto_alone_has_no_pairs(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         pairs = config.model_copy(update={"loss": DpoConfig.model_validate(tree | {"loss": {"kind": "orpo"}}).loss})
         TABLE["dpo"].read(path, pairs, template_of(config.data), None)
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        path = tmp_path / f"{count}.jsonl"
+        with open(path, "w") as file:
+            for number in range(count):
+                file.write(json.dumps({"prompt": f"{number}+1=", "response": "7" * 200}) + "\n")
+        data = sft(path, max_tokens=1000)
+        template = template_of(data)
+        tracemalloc.start()
+        try:
+            rows = read_supervised(path, data, template)
+            assert len(rows) == count and len(rows.ids[count - 1]) > 200
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(4000) < 1.5 * peak(1000), "the rows of a chunk, and 8 bytes of each row"

@@ -11,7 +11,7 @@ from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.gates import Gate
 from polyreme_trainer.learner.stage_engine import mismatched
-from polyreme_trainer.stages.loop import StageLoop, pack, total_steps, unpack
+from polyreme_trainer.stages.loop import StageLoop, total_steps
 from polyreme_trainer.stages.table import TABLE
 from support.stages import DigestEngine, Recorded, one_rank, stage_config, write_data
 from support.tiny_tokenizer import model_files
@@ -92,19 +92,6 @@ def test_an_export_that_computes_something_else_fails_the_stage(config: StageCon
     with pytest.raises(GateError):
         run(config, recorded, Wrong(config))
     assert [record["kind"] for record in recorded.records[-1:]] == ["gate"]
-
-
-def test_rows_travel_as_bytes() -> None:
-    rows = StageRows(
-        [np.arange(n, dtype=np.int32) for n in (3, 1, 2, 5)],
-        [np.ones(n, dtype=np.uint8) for n in (3, 1, 2, 5)],
-        2,
-        {"margin": np.array([0.5, 1.5], np.float32), "tie": np.array([0, 1], np.float32)},
-    )
-    found = unpack(pack(rows))
-    assert found.width == 2 and len(found) == 2
-    assert [ids.tolist() for ids in found.ids] == [ids.tolist() for ids in rows.ids]
-    assert {name: values.tolist() for name, values in found.columns.items()} == {"margin": [0.5, 1.5], "tie": [0.0, 1.0]}
 
 
 def test_the_length_follows_from_steps_or_passes(tmp_path: Path) -> None:

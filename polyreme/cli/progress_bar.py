@@ -1,0 +1,43 @@
+"""Bars of long work on a terminal, with the remaining time.
+
+Invariant: nothing is printed where stderr is no terminal, and a bar that has ended leaves nothing on the terminal.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+Item = TypeVar("Item")
+
+_STEPS = 500
+"""How often a bar moves, at most: a move takes longer than reading a line."""
+
+
+@contextmanager
+def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function that counts so much of `total`."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
+    waiting = 0
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+
+        def count(done: int) -> None:
+            nonlocal waiting
+            waiting += done
+            if waiting * _STEPS >= total:
+                progress.advance(task, waiting)
+                waiting = 0
+
+        yield count
+
+
+def counted(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
+    """The items, of which there are `total`, with a bar."""
+    with bar(what, total) as count:
+        for item in items:
+            yield item
+            count(1)

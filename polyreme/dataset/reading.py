@@ -1,0 +1,27 @@
+"""How far the readers of data files are, for a progress bar.
+
+Invariant: what a reader returns does not depend on who watches it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Advance = Callable[[int], None]
+
+_advance: ContextVar[Advance] = ContextVar("advance", default=lambda size: None)
+
+
+@contextmanager
+def watched(advance: Advance) -> Iterator[None]:
+    """Within the block, `advance` is called with the number of bytes of a data file that were read since the last call."""
+    before = _advance.set(advance)
+    try:
+        yield
+    finally:
+        _advance.reset(before)
+
+
+def advance(size: int) -> None:
+    """Called by a reader when it has read so many bytes of its file."""
+    _advance.get()(size)

@@ -1,0 +1,75 @@
+"""Token sequences on disk, of which only those in use are in memory.
+
+Invariant: a sequence is read back as it was stored. The sequences are in unnamed temporary files (TMPDIR) that end with the process, and are
+read through a memory map; memory grows by 8 bytes per sequence.
+"""
+
+import tempfile
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+class Slices(Sequence[NDArray[Number]], Generic[Number]):
+    """n arrays that stand one after the other in one array.
+
+    Args:
+        values: of all arrays.
+        lengths: int64 [n].
+    """
+
+    def __init__(self, values: NDArray[Number], lengths: NDArray[np.int64]) -> None:
+        self._values, self._ends = values, np.cumsum(lengths)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, place: int) -> NDArray[Number]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[NDArray[Number]]: ...
+
+    def __getitem__(self, place: int | slice) -> NDArray[Number] | list[NDArray[Number]]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(place)
+        place %= len(self)
+        return self._values[int(self._ends[place - 1]) if place else 0 : int(self._ends[place])]
+
+
+class TokenStore:
+    """Sequences with their loss masks, a list that can only grow."""
+
+    def __init__(self) -> None:
+        self._ids, self._mask = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 a map keeps their content
+        for file in (self._ids, self._mask):
+            weakref.finalize(self, file.close)
+        self._lengths = array("q")
+
+    def append(self, ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> None:
+        """Adds a sequence, int32 [L] and uint8 [L]."""
+        self._ids.write(np.ascontiguousarray(ids, dtype=np.int32).tobytes())
+        self._mask.write(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
+        self._lengths.append(len(ids))
+
+    def close(self) -> tuple[Slices[np.int32], Slices[np.uint8]]:
+        """The ids and loss masks of all sequences. Nothing can be added any more."""
+        lengths = np.array(self._lengths, dtype=np.int64)
+        found = _mapped(self._ids, np.int32), _mapped(self._mask, np.uint8)
+        return Slices(found[0], lengths), Slices(found[1], lengths)
+
+
+def _mapped(file: Any, kind: type[Number]) -> NDArray[Number]:
+    with file:
+        if file.tell() == 0:  # no map may be empty
+            return np.empty(0, dtype=kind)
+        file.flush()
+        return np.asarray(np.memmap(file, dtype=kind, mode="r"))

@@ -1,0 +1,32 @@
+"""Bars of long work."""
+
+import io
+import sys
+
+import pytest
+
+from polyreme.cli.progress_bar import bar, counted
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_terminal_shows_a_bar_of_its_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    assert list(counted(range(1000), "reading", 1000)) == list(range(1000))
+    drawn = shown.getvalue()
+    assert "reading" in drawn and "100%" in drawn and "-:--:--" in drawn
+
+
+def test_without_a_terminal_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with bar("reading", 10) as count:
+        for _ in range(10):
+            count(1)
+    assert capsys.readouterr() == ("", "")

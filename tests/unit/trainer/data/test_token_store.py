@@ -1,0 +1,27 @@
+"""Token sequences on disk."""
+
+import numpy as np
+import pytest
+
+from polyreme_trainer.data.token_store import TokenStore
+
+
+def test_sequences_are_read_back_in_any_order() -> None:
+    stored = [np.arange(n, dtype=np.int32) for n in (3, 0, 5)]
+    store = TokenStore()
+    for ids in stored:
+        store.append(ids, (ids % 2).astype(np.uint8))
+    ids, mask = store.close()
+    assert len(ids) == len(mask) == 3
+    for place in (2, 0, 1, -1):
+        assert ids[place].tolist() == stored[place].tolist() and mask[place].tolist() == (stored[place] % 2).tolist()
+    assert [part.tolist() for part in ids[1:]] == [part.tolist() for part in stored[1:]]
+    assert not ids[0].flags.writeable
+    for place in (3, -4):
+        with pytest.raises(IndexError):
+            ids[place]
+
+
+def test_a_store_may_be_empty() -> None:
+    ids, mask = TokenStore().close()
+    assert list(ids) == list(mask) == []
