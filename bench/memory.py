@@ -31,6 +31,7 @@ WIDE: dict[str, Any] = {
 }
 CASES: dict[str, dict[str, Any]] = {
     "layers": {**WIDE, "algorithm": {"preset": "grpo"}},
+    "adapters": {**WIDE, "algorithm": {"preset": "rloo"}, "lora": {"rank": 16}},
     "vocabulary": {
         "model": ("Qwen2", {"vocab_size": 65536, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 2, "tie_word_embeddings": True}),
         "heads": (6, 2),
@@ -79,6 +80,7 @@ def config_of(case: str, path: Path) -> Any:
                 "optimizer": {"lr": 1e-5},
                 "micro_batch_tokens": CASES[case]["tokens"],
                 "parallel": CASES[case].get("parallel", {}),
+                "lora": CASES[case].get("lora"),
             },
         }
     )
