@@ -60,7 +60,7 @@ class Server:
             writer.write(answers.get(fault) or reply(GOOD % str(1 - int(fault) % 2).encode()))
         elif fault in ("hang", "trickle", "hang_in_body"):
             whole = reply(GOOD % b"1")
-            for byte in {"hang": b"", "trickle": whole, "hang_in_body": whole[:-5]}[fault]:
+            for byte in {"hang": b""}.get(fault, whole[:-5]):
                 writer.write(bytes([byte]))
                 await asyncio.sleep(0.5 if fault == "trickle" else 0)
             await asyncio.sleep(1000)

@@ -74,7 +74,11 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
     def _ended(self, seconds: float) -> int | None:
-        if self.returncode is None and select.select([self._pidfd], [], [], seconds)[0]:
+        if self.returncode is not None:
+            return self.returncode
+        ended = select.poll()  # not select.select, which takes no descriptor above 1023
+        ended.register(self._pidfd, select.POLLIN)
+        if ended.poll(seconds * 1000):
             os.close(self._pidfd)
             self.returncode = _parent().ask({"reap": self.pid})
         return self.returncode
@@ -242,7 +246,7 @@ class _Parent:
         self._process.kill()
         self._process.wait()
         self._socket.close()
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)  # forks that are dying may still write
 
 
 _parent = functools.cache(_Parent)
