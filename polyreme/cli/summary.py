@@ -143,8 +143,8 @@ def redis_bytes(config: RunConfig) -> int:
 
 def _when(interval: int, iterations: int, samples: int) -> str:
     if not iterations:
-        return f"{samples} held-out prompts, and trains nothing"
-    return f"{samples} held-out prompts before iteration 1 and {_points(interval, iterations)}"
+        return f"up to {samples} held-out prompts, and trains nothing"
+    return f"up to {samples} held-out prompts before iteration 1 and {_points(interval, iterations)}"
 
 
 def _points(interval: int, iterations: int) -> str:
