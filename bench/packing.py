@@ -62,7 +62,7 @@ def both_plans(policy: "Policy", count: int) -> "dict[str, list[MicroBatch]]":
     """The micro-batches of each side over the same sequences."""
     import numpy as np
 
-    from polyreme_trainer.megatron.batch import Sequences, pad
+    from polyreme_trainer.megatron.batch import Sequences, cost_of, pad
     from polyreme_trainer.megatron.shard import DataShard
 
     random = np.random.default_rng(0)
@@ -72,7 +72,7 @@ def both_plans(policy: "Policy", count: int) -> "dict[str, list[MicroBatch]]":
     device, every, rows = policy.device.torch, np.arange(count), max(1, BUDGET // int(lengths.max()))
     return {
         "padded": [pad(sequences, every[first : first + rows], device) for first in range(0, count, rows)],
-        "packed": list(DataShard(device, BUDGET).micro_batches(sequences, every, policy.arch.parameters)),
+        "packed": list(DataShard(device, BUDGET).micro_batches(sequences, every, cost_of(policy.arch))),
     }
 
 

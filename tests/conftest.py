@@ -14,8 +14,11 @@ from polyreme.experience.store import connect
 from support.configs import run_config
 from support.tiny_tokenizer import model_files
 
-# No verdict depends on the speed of the machine, and every run finds the same. `make test-slow` takes the profile with random seeds.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# No verdict depends on the speed of the machine, and every run finds the same. `make test-slow` takes the profile with random seeds and
+# more examples.
+settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("fuzz", deadline=None, max_examples=500, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 

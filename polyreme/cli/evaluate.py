@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from polyreme.cli.completion import Overrides
-from polyreme.cli.progress import Record
+from polyreme.cli.progress import Record, evaluation_metrics
 from polyreme.cli.run_records import read_records
 from polyreme.cli.start import prepared
 from polyreme.cli.table import aligned
@@ -62,9 +62,9 @@ def evaluate(
 
 
 def results(record: Record) -> dict[str, Any]:
-    """The metrics of an `eval` record by name: its mean, the metrics over several answers, the mean of each reward, the prompts."""
-    numbers = {name: value for name, value in record.items() if name in ("accuracy", "score", "samples") or "@" in name}
-    return {**numbers, **{f"reward/{name}": value for name, value in record["parts"].items()}}
+    """The metrics of an `eval` record by name: its mean, the metrics over several answers, the prompts, the mean of each reward."""
+    rewards = {f"reward/{name}": value for name, value in record["parts"].items()}
+    return {**evaluation_metrics(record), "samples": record["samples"], **rewards}
 
 
 def evaluation_overrides(config: Path, overrides: list[str], model: Path | None) -> list[str]:

@@ -47,6 +47,7 @@ def check_inputs(config: RunConfig) -> None:
         "Lower rollout.max_model_len, data.max_prompt_tokens and rollout.max_new_tokens, or use a model with a longer context.",
     )
     named: dict[str, Sources | None] = {"data.train": config.data.train, "data.eval": config.data.eval}
+    named |= {f"eval_sets.{place}.data": each.data for place, each in enumerate(config.eval_sets)}
     named |= {f"trainer.sft.{place}.data": phase.data for place, phase in enumerate(config.trainer.sft)}
     named["algorithm.ptx.data"] = config.algorithm.ptx.data if config.algorithm.ptx else None
     _check_files(named)

@@ -26,9 +26,17 @@ def stream_time(stream_id: str) -> float:
 
 
 def evaluation_of(record: Record) -> tuple[str, float]:
-    """The name and value of an `eval` record's result: `accuracy` when every answer is right or wrong, else the mean `score`."""
+    """The name and value of the result of an `eval` record, which decides about the best version: `eval_best` where there is one, else
+    `accuracy` when every answer is right or wrong, or the mean `score`."""
+    if result := record.get("result"):
+        return str(result["metric"]), float(result["value"])
     name = "accuracy" if "accuracy" in record else "score"
     return name, float(record[name])
+
+
+def evaluation_metrics(record: Record) -> dict[str, float]:
+    """The means of an `eval` record and its metrics over several answers, by name; those of a named set begin with SET/."""
+    return {key: float(value) for key, value in record.items() if key in ("accuracy", "score") or "@" in key or "/" in key}
 
 
 @dataclass

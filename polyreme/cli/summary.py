@@ -3,9 +3,10 @@
 Invariant: a pure function of the configuration and of the notices of the checks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from polyreme.config.data import Sources
+from polyreme.config.evaluation import EvaluationSet
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.config.trainer import OptimizerConfig
@@ -32,7 +33,7 @@ def summary_lines(config: RunConfig, notices: Iterable[str] = ()) -> list[str]:
         f" = {config.iterations * config.groups_per_iteration:,} groups, {config.iterations * config.samples_per_iteration:,} samples",
         f"mini-batches   {minibatch_line(config)}",
         f"learning rate  {learning_rate(trainer.optimizer, config.iterations)}",
-        f"evaluates      {_when(config.eval_interval, config.iterations, config.eval_samples) if config.data.eval else 'never: data.eval is not set'}",
+        f"evaluates      {_when(config.eval_interval, config.iterations, config.evaluation_sets) if config.evaluation_sets else 'never: data.eval is not set'}",
         f"saves          {_points(trainer.save_interval, config.iterations)}, keeping {trainer.keep_checkpoints}",
         f"trainer        {trainer.parallel.layout}{spread} on {config.device}, {config.model.dtype}",
         f"rollout        {config.rollout.replicas} replica(s), tensor {config.rollout.tensor_parallel},"
@@ -86,7 +87,7 @@ def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
 def _warnings(config: RunConfig) -> list[str]:
     """Settings that have no effect."""
     intervals = {"trainer.save_interval": config.trainer.save_interval}
-    if config.data.eval:
+    if config.evaluation_sets:
         intervals["eval_interval"] = config.eval_interval
     found = [
         f"{key} = {interval} is longer than the run, so it applies only after iteration {config.iterations}"
@@ -141,10 +142,10 @@ def redis_bytes(config: RunConfig) -> int:
     return group * config.groups_per_iteration * held
 
 
-def _when(interval: int, iterations: int, samples: int) -> str:
-    if not iterations:
-        return f"up to {samples} held-out prompts, and trains nothing"
-    return f"up to {samples} held-out prompts before iteration 1 and {_points(interval, iterations)}"
+def _when(interval: int, iterations: int, sets: Sequence[EvaluationSet]) -> str:
+    parts = [f"{each.samples} {each.name}".rstrip() for each in sets]
+    prompts = f"up to {' + '.join(parts)} held-out prompts"
+    return f"{prompts} before iteration 1 and {_points(interval, iterations)}" if iterations else f"{prompts}, and trains nothing"
 
 
 def _points(interval: int, iterations: int) -> str:

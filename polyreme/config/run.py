@@ -3,7 +3,6 @@
 Invariant: some part of the system reads every key, and an unknown key is an error.
 """
 
-import re
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -11,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.base import BaseConfig
 from polyreme.config.data import DataConfig
+from polyreme.config.evaluation import EvaluationSet, best_metric, check_pattern
 from polyreme.config.model import ModelConfig
 from polyreme.config.notices import ReceiverConfig
 from polyreme.config.recipe import Recipe, Zero
@@ -58,6 +58,12 @@ class RunConfig(BaseConfig):
         description="Regular expression that finds the answer in a response, for majority@k: its last match, or the first group of that."
         " null: the whole response.",
     )
+    eval_sets: Operational[list[EvaluationSet]] = Field([], description="Further sets of held-out prompts, beside data.eval.")
+    eval_best: Operational[str | None] = Field(
+        None,
+        description="SET/METRIC (METRIC for data.eval) that decides about hf/best, early stop and notices: mean, pass@k, mean@n, best@n,"
+        " majority@n or reward/NAME. null: the mean of the first set.",
+    )
     eval_stop_after: Operational[int] = Field(
         0, ge=0, description="Evaluations in a row without a new best result after which the run saves and stops. 0: never."
     )
@@ -97,11 +103,7 @@ class RunConfig(BaseConfig):
     @field_validator("eval_pattern")
     @classmethod
     def _is_a_pattern(cls, pattern: str | None) -> str | None:
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(f"eval_pattern is no regular expression: {error}") from None
-        return pattern
+        return check_pattern(pattern)
 
     @model_validator(mode="after")
     def _fits(self) -> "RunConfig":
@@ -140,21 +142,45 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"the section `reward` is missing, from which algorithm.advantage: {self.algorithm.advantage.kind} learns"
             )
-        if self.data.eval is None and (self.iterations == 0 or self.eval_stop_after):
+        self._check_evaluation()
+
+    def _check_evaluation(self) -> None:
+        """Raises ValueError unless the held-out sets fit together and are there where something needs them."""
+        if not self.evaluation_sets and (self.iterations == 0 or self.eval_stop_after):
             key = "iterations = 0" if self.iterations == 0 else "eval_stop_after"
-            raise ValueError(f"{key} needs data.eval, the held-out prompts")
-        if self.reward is None and self.data.eval is not None:
-            raise ValueError("data.eval needs the section `reward`, which scores the answers of an evaluation")
+            raise ValueError(f"{key} needs held-out prompts, data.eval or eval_sets")
+        if self.reward is None and self.evaluation_sets:
+            raise ValueError("data.eval and eval_sets need the section `reward`, which scores the answers of an evaluation")
+        names = [each.name for each in self.eval_sets]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"eval_sets has {', '.join(sorted(twice))} twice; each set has a name of its own")
+        if self.evaluation_sets or self.eval_best:
+            best_metric(self.evaluation_sets, self.eval_best)
+
+    @property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """The held-out sets: that of data.eval, which has no name, then `eval_sets`."""
+        if self.data.eval is None:
+            return tuple(self.eval_sets)
+        first = EvaluationSet.model_construct(
+            name="",
+            data=self.data.eval,
+            samples=self.eval_samples,
+            answers=self.eval_answers,
+            temperature=self.eval_temperature,
+            pattern=self.eval_pattern,
+        )
+        return (first, *self.eval_sets)
 
     def evaluates(self, version: int) -> bool:
         """Whether the schedule includes an evaluation of `version`. The run's first version is always evaluated."""
         scheduled = version == self.iterations or (self.eval_interval > 0 and version % self.eval_interval == 0)
-        return self.data.eval is not None and scheduled
+        return bool(self.evaluation_sets) and scheduled
 
     @property
     def holds_versions(self) -> bool:
         """Whether training can continue during an evaluation. An on-policy run has no samples to do so."""
-        return self.data.eval is not None and self.max_staleness > 0
+        return bool(self.evaluation_sets) and self.max_staleness > 0
 
     def holds(self, version: int) -> bool:
         """Whether replicas stay at `version` until its evaluation ends."""
@@ -164,6 +190,13 @@ class RunConfig(BaseConfig):
     def recipe(self) -> Recipe:
         """The algorithm as the learner runs it."""
         return self.algorithm.recipe(differs=self.max_staleness > 0 or self.model.dtype == "bfloat16")
+
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and when it is renewed, the
+        reference has adapters too, so it is a model of its own."""
+        kl = self.recipe.kl
+        return self.trainer.lora is not None and not self.trainer.sft and not (kl and kl.renew_interval)
 
     @property
     def samples_per_iteration(self) -> int:

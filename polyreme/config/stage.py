@@ -12,7 +12,7 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.data import TextConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.section import Operational, Section
-from polyreme.config.trainer import RECOMPUTE, OptimizerConfig, ParallelConfig, Recompute
+from polyreme.config.trainer import LORA, RECOMPUTE, LoraConfig, OptimizerConfig, ParallelConfig, Recompute
 
 
 class StageTrainer(Section):
@@ -24,6 +24,7 @@ class StageTrainer(Section):
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig
+    lora: LoraConfig | None = Field(None, description=LORA)
     batch_size: int = Field(ge=1, description="Rows per optimizer step.")
     epochs: Operational[float] = Field(1.0, gt=0, description="Passes over the data when `steps` is null.")
     steps: Operational[int | None] = Field(None, ge=1, description="Number of optimizer steps. null: set by `epochs`.")
@@ -166,6 +167,10 @@ class StageConfig(BaseConfig):
     def title(self) -> str:
         """The stage, for people."""
         return self.stage
+
+    def shares_reference(self, path: Path) -> bool:
+        """Whether a reference in this directory is the trained model without its adapters, in the same memory."""
+        return self.trainer.lora is not None and path == self.model.path
 
     def decisive_length(self) -> dict[str, Any]:
         trainer = self.trainer

@@ -3,6 +3,7 @@
 Invariant: the ranks divide evenly over the machines, and the ranks that share one copy of a model share a machine.
 """
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +78,30 @@ RECOMPUTE = (
 )
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters on linear layers, beside frozen weights (Hu et al. 2021)."""
+
+    rank: int = Field(16, ge=1, description="Rank of every adapter.")
+    alpha: float = Field(32.0, gt=0, description="Scale of the adapters: their output is multiplied by `alpha / rank`.")
+    rslora: bool = Field(False, description="true: multiply by `alpha / sqrt(rank)` instead (rank-stabilized LoRA).")
+    targets: list[LoraTarget] | None = Field(
+        None,
+        min_length=1,
+        description="Hugging Face names of the linear layers with an adapter. null: all; of a model with experts, those of attention.",
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' output."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+LORA = "Low-rank adapters: only they are trained, for actor and critic alike. null: all weights are trained."
+
+
 class CriticConfig(Section):
     """The critic of an algorithm that has one (preset ppo). It shares the actor's ranks."""
 
@@ -108,6 +133,7 @@ class TrainerConfig(Section):
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig
+    lora: LoraConfig | None = Field(None, description=LORA)
     critic: CriticConfig = CriticConfig()
     ema_decay: float | None = Field(
         None,

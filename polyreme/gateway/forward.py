@@ -25,7 +25,9 @@ from polyreme.gateway.reply import Reply
 ATTEMPTS = 3
 """Replicas that a request is sent to, at most."""
 VERSION_HEADER, REPLICA_HEADER = "polyreme-policy-version", "polyreme-replica"
-_TO_REPLICA = ("content-type", "accept", "x-request-id")
+_WANTED_HEADERS = ("polyreme-min-policy-version", "polyreme-exact-policy-version")
+"""A replica that serves another version answers 412."""
+_TO_REPLICA = ("content-type", "accept", "x-request-id", *_WANTED_HEADERS)
 _TO_CLIENT = ("content-type", VERSION_HEADER, "x-request-id")
 
 
@@ -149,6 +151,8 @@ class Forwarder:
         try:
             if answer.status_code == 503:
                 replica.version = None
+                return False
+            if answer.status_code == 412:
                 return False
             if answer.is_success and _other_version(request.wanted, {answer.headers.get(VERSION_HEADER, "")}):
                 return False

@@ -17,7 +17,7 @@ VERIFIERS = {
     **dict.fromkeys(["acc", "base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo", "math_verify_reward"], "math"),
     **dict.fromkeys(["format", "strict_format", "step"], "think_format"),
 }
-MEMORY = "memory of trainer and rollout is separate here: replicas have devices of their own"
+MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
 GAE = when(f"{RL}.adv_estimator", "gae")
 
 
@@ -49,6 +49,7 @@ def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
     kl = _kl(values)
     fixed: dict[str, tuple[Any, str]] = {
         "device": ("npu", "MindSpeed RL runs on Ascend"),
+        "placement": ("colocated", "MindSpeed RL generates on the trainer's devices"),
         "model.dtype": ("bfloat16", "bf16, its only precision"),
         "algorithm.preset": ("ppo" if values[f"{RL}.adv_estimator"] == "gae" else preset, "stage and adv_estimator"),
         "algorithm.aggregation": ("token-mean", "token_level_loss"),
@@ -58,7 +59,7 @@ def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
         ),
         "rollout.replicas": (
             ratio(devices, values[f"{GENERATE}.infer_tensor_parallel_size"]),
-            "num_npus / infer_tensor_parallel_size; MindSpeed RL generates on the trainer's devices",
+            "num_npus / infer_tensor_parallel_size",
         ),
         "rollout.max_model_len": (
             values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"],
@@ -155,14 +156,13 @@ RULES = (
     Rule(f"{RL}.use_wandb", "trackers", "", lambda value, _: [{"kind": "wandb"}] if value else NOTHING),
     Rule(f"{RL}.use_tensorboard", "", "TensorBoard files are always written"),
     Rule(f"{RL}.partial_rollout_max_split", "", "a lost replica's samples continue elsewhere; see max_staleness for overlap"),
-    Rule(f"{RL}.blocking", "", "set max_staleness: 1 to overlap generation and training"),
+    Rule(f"{RL}.blocking", "", "set placement: separate and max_staleness: 1 to overlap generation and training"),
     Rule(f"{RL}.*", "", "an option of MindSpeed RL's workers and queues"),
     Rule(f"{GENERATE}.infer_tensor_parallel_size", "rollout.tensor_parallel"),
     Rule(f"{GENERATE}.max_num_seqs", "rollout.max_num_seqs"),
     Rule(f"{GENERATE}.max_model_len", "rollout.max_model_len", "at least max_prompt_length + max_tokens",
          lambda value, values: max(value, values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
-    Rule(f"{GENERATE}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization",
-         "CHECK: MindSpeed RL shares the device with the trainer; a replica has its own"),
+    Rule(f"{GENERATE}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
     *part_of("model.dtype", f"{GENERATE}.dtype"),
     Rule(f"{GENERATE}.offload_*", "", MEMORY),
     Rule(f"{SAMPLING}.max_tokens", "rollout.max_new_tokens"),

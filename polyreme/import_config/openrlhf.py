@@ -19,7 +19,7 @@ PRESETS = {
     "reinforce": "reinforce_pp",
     "reinforce_baseline": "reinforce_pp_baseline",
 }
-MEMORY = "memory of trainer and rollout is separate here: replicas have devices of their own"
+MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
 
 
 def _gae(value: Any, values: Values) -> Any:
@@ -124,8 +124,10 @@ RULES = (
     Rule("train.enable_ema", "trainer.ema_decay", "with ema_beta, per iteration", lambda value, values: values.get("train.ema_beta", 0.992)),
     *part_of("trainer.ema_decay", "train.ema_beta"),
     Rule("train.async_enable", "max_staleness", "true: 1", lambda value, _: 1 if value else NOTHING),
+    Rule("train.colocate_all", "placement", "true: colocated; async_enable needs separate",
+         lambda value, values: "colocated" if value and not values.get("train.async_enable") else NOTHING),
     Rule("train.agent_func_path", "", "there are no tools and further turns"),
-    Rule("train.*", "", "roles share the learner's ranks; replicas have devices of their own"),
+    Rule("train.*", "", "roles share the learner's ranks; see placement"),
     Rule("actor.adam.lr", "trainer.optimizer.lr"),
     Rule("actor.adam.betas", "trainer.optimizer", "", _betas),
     Rule("actor.adam.weight_decay", "trainer.optimizer.weight_decay"),

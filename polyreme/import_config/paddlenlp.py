@@ -12,7 +12,7 @@ from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 PRESETS = {"ppo": "ppo", "grpo": "grpo", "reinforce_plus_plus": "reinforce_pp", "vapo": "ppo"}
 CRITIC = ("ppo", "vapo")
-MEMORY = "memory of trainer and rollout is separate here: replicas have devices of their own"
+MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
 
 
 def _samples(values: Values) -> int:

@@ -123,6 +123,7 @@ RULES = (
     Rule("output_dir", "output_dir", "", path),
     Rule("vllm_tensor_parallel_size", "rollout.tensor_parallel"),
     Rule("vllm_gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
+    Rule("vllm_mode", "placement", "colocate: colocated, server: separate", lookup({"colocate": "colocated", "server": "separate"})),
     Rule("vllm_*", "", "replicas are processes or machines of their own"),
     Rule("use_vllm", "", "replicas always run vLLM"),
     Rule("top_*", "", "samples are drawn from the whole distribution"),

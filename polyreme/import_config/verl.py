@@ -20,7 +20,7 @@ PRESETS = {
     "remax": "remax",
     "opo": "opo",
 }
-MEMORY = "memory of trainer and rollout is separate here: replicas have devices of their own"
+MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
 NO_GENERATION = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 
 
@@ -53,11 +53,12 @@ def _micro(value: Any, values: Values) -> Any:
 def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
     longest = values["data.max_prompt_length"] + values["data.max_response_length"]
     fixed: dict[str, tuple[Any, str]] = {
+        "placement": ("colocated", "verl generates on the trainer's devices"),
         "algorithm.kl": (None, "neither use_kl_loss nor use_kl_in_reward"),
         "rollout.max_model_len": (longest, "data.max_prompt_length + data.max_response_length"),
         "rollout.replicas": (
             ratio(_world(values), values[f"{ROLLOUT}.tensor_model_parallel_size"]),
-            "trainer.n_gpus_per_node x nnodes / rollout.tensor_model_parallel_size; verl generates on the trainer's devices",
+            "trainer.n_gpus_per_node x nnodes / rollout.tensor_model_parallel_size",
         ),
         "trainer.parallel.data": (_world(values), "trainer.n_gpus_per_node x nnodes; FSDP's ranks are data-parallel here"),
         "data.label_key": ("reward_model.ground_truth", "verl's column of reference answers"),
@@ -133,8 +134,7 @@ RULES = (
     Rule(f"{ROLLOUT}.top_p", "", NO_GENERATION),
     Rule(f"{ROLLOUT}.top_k", "", NO_GENERATION),
     Rule(f"{ROLLOUT}.tensor_model_parallel_size", "rollout.tensor_parallel"),
-    Rule(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization",
-         "CHECK: verl shares the device with the trainer; a replica has its own"),
+    Rule(f"{ROLLOUT}.gpu_memory_utilization", "rollout.vllm.gpu_memory_utilization"),
     Rule(f"{ROLLOUT}.max_num_seqs", "rollout.max_num_seqs"),
     Rule(f"{ROLLOUT}.max_model_len", "rollout.max_model_len", "", lambda value, values: value or NOTHING),
     Rule(f"{ROLLOUT}.name", "rollout.engine", "", lookup({"vllm": "vllm"})),

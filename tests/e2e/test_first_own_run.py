@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,24 +22,31 @@ def documented(name: str) -> bool:
     return any(re.fullmatch(re.sub(r"[A-Z]{3,}", r"\\S+", found), name) for found in names)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The guide's files, and what its first command makes of them."""
+    folder = tmp_path_factory.mktemp("made")
+    guide.write_files(PAGE, folder)
+    guide.write_files("v1.md", folder)
+    guide.run(MAKE, folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    guide.write_files(PAGE, tmp_path)
-    guide.write_files("v1.md", tmp_path)
-    guide.run(MAKE, tmp_path)
-    return tmp_path
+def folder(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "own")
 
 
 def test_the_way_to_a_run_that_can_start(folder: Path) -> None:
-    reward = guide.run(REWARD, folder)
+    reward = guide.run(REWARD, folder, forks=True)
     assert "mean 0.375 of 2, 0 without a score" in reward
-    assert "checks         passed" in guide.run(CHECK, folder)
+    assert "checks         passed" in guide.run(CHECK, folder, forks=True)
 
 
 def test_a_mistake_on_the_way_is_found_before_the_run(folder: Path) -> None:
     (folder / "train.jsonl").write_text('{"question": "vowels for tom", "answer": "aeiouy"}\n')
     with pytest.raises(AssertionError, match=r"train\.jsonl:1"):
-        guide.run(CHECK, folder)
+        guide.run(CHECK, folder, forks=True)
 
 
 @pytest.mark.real

@@ -34,7 +34,7 @@ def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 def test_the_guides_configuration_passes_its_checks(folder: Path) -> None:
     (check,) = guide.commands(PAGE, info="check")
-    assert "checks         passed" in guide.run(check, folder)
+    assert "checks         passed" in guide.run(check, folder, forks=True)
 
 
 @pytest.mark.real

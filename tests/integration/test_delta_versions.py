@@ -16,6 +16,7 @@ from polyreme_trainer.weight_sync.deltas import Deltas
 from support.proxy import bad_network
 from support.publishing import World, publishing, same
 from support.receiver import lease, serving
+from support.waiting import until
 
 LAYOUT = plan_manifest([TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,))], {"head": "embed"})
 SPARSE = 0.01
@@ -54,6 +55,25 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
         else:
             assert record["bytes"] == LAYOUT.nbytes
             assert "density" not in record
+
+
+async def test_a_replica_that_lags_receives_one_delta(world: World) -> None:
+    async with world.replica("far") as far, world.replica("quick") as quick:
+        await world.step(SPARSE)
+        await world.publisher.wait_committed(0, 2, 300)
+        far.engine.may_load.clear()
+        for version in (1, 2, 3):
+            weights = await world.step(SPARSE)
+            await until(lambda version=version: quick.versions[-1] == version)
+            if version == 1:
+                await until(lambda: far.calls.count("Commit") == 2)
+        far.engine.may_load.set()
+        await world.publisher.wait_committed(3, 2, 300)
+        assert same(far.weights, weights)
+        assert far.versions == [0, 1, 3]
+    records = {record["version"]: record for record in await commits(world) if record["replica"] == "far"}
+    assert records[3]["path"] == "delta"
+    assert records[1]["density"] < records[3]["density"] < 4 * SPARSE
 
 
 async def test_a_version_that_changed_too_much_is_sent_whole(world: World) -> None:

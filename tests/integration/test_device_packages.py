@@ -137,7 +137,7 @@ def test_torch_npu_has_what_the_device_module_calls(package: Get) -> None:
     assert npu.find("torch_npu.contrib", "transfer_to_npu") is not None
     nodes = [node for path in (OURS / "device.py", OURS / "self_test.py") for node in ast.walk(ast.parse(path.read_text()))]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute) and _names_a_backend(node.value)}
-    assert {"is_available", "set_device", "mem_get_info", "synchronize"} <= used
+    assert {"is_available", "set_device", "mem_get_info", "synchronize", "empty_cache", "max_memory_allocated"} <= used
     assert {name for name in used if npu.find("torch_npu.npu", name) is None} == set()
 
 
@@ -155,6 +155,62 @@ def test_vllm_ascend_reads_the_variable_that_keeps_weights_in_the_plain_format(p
     [variable] = {word for word in ast.walk(ast.parse(engine)) if isinstance(word, ast.Constant) and "ASCEND" in str(word.value)}
     folder = package("vllm-ascend").root / "vllm_ascend"
     assert any(str(variable.value) in path.read_text() for path in folder.rglob("*.py"))
+
+
+ENGINE = ROOT / "services/rollout/polyreme_rollout/engine"
+ASLEEP = {"sleep": ("level", "mode"), "wake_up": ("tags",)}
+"""What the engine calls of vLLM, with the keywords that it passes."""
+
+
+def test_vllm_takes_the_calls_of_a_colocated_replica() -> None:
+    """The engine's calls are read from its source, so that none is missing here."""
+    import importlib.util
+
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations
+    vllm = PackageSource(Path(next(iter(spec.submodule_search_locations))).parent)
+    llm = _methods(vllm, "vllm.v1.engine.async_llm", "AsyncLLM")
+    nodes = list(ast.walk(ast.parse((ENGINE / "vllm.py").read_text())))
+    asked = [n for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ASLEEP]
+    found = {call.func.attr: tuple(str(keyword.arg) for keyword in call.keywords) for call in asked}  # type: ignore[attr-defined]
+    assert found == ASLEEP
+    for name, keywords in ASLEEP.items():
+        assert set(keywords) <= llm[name], name
+    assert {"level"} <= _methods(vllm, "vllm.v1.worker.gpu_worker", "Worker")["sleep"]
+    arguments = vllm.find("vllm.engine.arg_utils", "AsyncEngineArgs")
+    assert isinstance(arguments, tuple) and "enable_sleep_mode" in vllm.parameters(*arguments).names
+    allocator = (vllm.root / "vllm/device_allocator/sleep_mode_backend.py").read_text()
+    assert {
+        tag for tag in _tags(nodes) if f'"{tag}"' not in (vllm.root / "vllm/v1/executor/abstract.py").read_text() + allocator
+    } == set()
+
+
+@pytest.mark.slow
+def test_vllm_ascend_sleeps_by_tags_and_refuses_what_we_refuse(package: Get) -> None:
+    ascend = package("vllm-ascend")
+    worker = _methods(ascend, "vllm_ascend.worker.worker", "NPUWorker")
+    assert {"level"} <= worker["sleep"] and {"tags"} <= worker["wake_up"]
+    source = (ascend.root / "vllm_ascend/worker/worker.py").read_text()
+    nodes = list(ast.walk(ast.parse((ENGINE / "vllm.py").read_text())))
+    assert _tags(nodes) == {"weights", "kv_cache"} and all(f'"{tag}"' in source for tag in _tags(nodes))
+    assert "VLLM_ASCEND_ENABLE_NZ" in source and "FRACTAL_NZ" in source
+    assert "expandable_segments:True" in (ascend.root / "vllm_ascend/device_allocator/camem.py").read_text()
+
+
+def _methods(package: PackageSource, module: str, name: str) -> dict[str, set[str]]:
+    """The parameters of each method of a class."""
+    found = package.find(module, name)
+    assert isinstance(found, tuple) and isinstance(found[1], ast.ClassDef), f"no {module}.{name}"
+    methods = [node for node in found[1].body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {node.name: {each.arg for each in (*node.args.args, *node.args.kwonlyargs)} for node in methods}
+
+
+def _tags(nodes: list[ast.AST]) -> set[str]:
+    """The memory tags that the engine wakes."""
+    lists = [
+        k.value for n in nodes if isinstance(n, ast.Call) for k in n.keywords if k.arg == "tags" and isinstance(k.value, ast.List)
+    ]
+    return {str(each.value) for found in lists for each in found.elts if isinstance(each, ast.Constant)}
 
 
 @pytest.mark.slow

@@ -48,6 +48,22 @@ async def test_a_late_joiner_is_brought_to_the_newest_version(world: World) -> N
         assert same(late.weights, weights)
 
 
+async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(world: World) -> None:
+    async with world.replica("a") as a:
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        await world.publisher.set_devices_train(True)
+        calls = len(a.calls)
+        weights = await world.step()
+        async with world.replica("late") as late:
+            await until(lambda: set(world.publisher._running.result(0).sync._replicas) == {"a", "late"})
+            await asyncio.sleep(0.1)
+            assert len(a.calls) == calls and not late.calls
+            await world.publisher.set_devices_train(False)
+            await world.publisher.wait_committed(1, 2, 300)
+            assert same(a.weights, weights) and same(late.weights, weights)
+
+
 async def test_the_newest_version_wins(world: World) -> None:
     async with world.replica("slow") as slow, world.replica("quick") as quick:
         slow.engine.may_load.clear()

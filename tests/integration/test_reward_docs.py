@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from polyreme_reward.rules import BUILTINS
 from support import guide
 from support.certificates import issue
+from support.commands import search_path
 from support.models import tiny_reward_model
 
 GUIDE = guide.ROOT / "docs" / "rewards.md"
@@ -36,8 +36,7 @@ def commands() -> list[str]:
 
 def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a snippet to its end, and ends whatever it leaves behind."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "NO_PROXY": "127.0.0.1"}
+    environment = {**os.environ, "PATH": search_path(), "NO_PROXY": "127.0.0.1"}
     script = f"trap 'kill $(jobs -p) || true' EXIT\n{script}".replace("8731", (folder / "port").read_text())
     return subprocess.run(["bash", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 

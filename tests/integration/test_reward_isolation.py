@@ -131,7 +131,7 @@ async def test_a_fault_gets_its_status_and_its_neighbours_their_scores(plugin: d
     assert not [p for p in descendants() if p.pid not in before]
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [120, pytest.param(1000, marks=pytest.mark.slow)])
 async def test_random_faults_among_good_items(
     plugin: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

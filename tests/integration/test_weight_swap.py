@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from polyreme.weights.canary import LIMITS, Canary
 from polyreme.weights.delta import diff
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, Version
+from support.gateways import gateway
 from support.models import Kind, tiny_model
 from support.replicas import Learner, generate, hf_weights, model_files, replica, request, rollout_config
 from support.worker_weights import digest, rank_weights
@@ -234,6 +236,7 @@ async def test_http_shows_the_live_policy_and_kill_leaves_nothing(redis_url: str
             assert told["choices"][0]["token_ids"] == answer.ids
             assert told["system_fingerprint"] == "policy-0"
             await http_keeps_the_replica_to_itself_and_says_what_it_can(base)
+            await a_gateway_answers_as_the_replica(there)
             await http_shares_no_prefix_with_an_earlier_policy(learner, there, model)
         finally:
             learner.arena.close()
@@ -258,6 +261,58 @@ async def http_keeps_the_replica_to_itself_and_says_what_it_can(base: str) -> No
     *_, error, _ = (await read(f"{base}/v1/chat/completions", no_brace | {"stream": True})).split(b"\n\n")[:-1]
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 400
     assert await fetch(f"{base}/v1/chat/completions", chat) == 200
+
+
+async def a_gateway_answers_as_the_replica(there: Any) -> None:
+    """To the byte, but for what vLLM makes anew for each request: its id and time. How many tokens an event has depends on time too."""
+    base = f"http://{there.lease.http_address}"
+    text = {
+        "model": "replica-test",
+        "prompt": PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": 3,
+        "return_token_ids": True,
+    }
+    chat = {"model": "replica-test", "messages": [{"role": "user", "content": "12"}], "max_tokens": 12, "temperature": 0}
+    asked = [
+        ("/v1/completions", text),
+        ("/v1/completions", text | {"echo": True}),
+        ("/v1/chat/completions", chat | {"logprobs": True, "top_logprobs": 2}),
+    ]
+    async with gateway(there.run) as http:
+        for path, body in asked:
+            direct, through = await read(base + path, body), await http.post(path, json=body)
+            assert len(direct) > 500 and anonymous(through.content) == anonymous(direct)
+            assert (through.headers["polyreme-policy-version"], through.headers["polyreme-replica"]) == ("0", there.lease.id)
+            body = body | {"stream": True}
+            direct, through = await read(base + path, body), await http.post(path, json=body | {"model": "replica-test@0"})
+            assert through.content.endswith(b"data: [DONE]\n\n")
+            assert merged(through.content) == merged(direct) != {}
+
+
+def anonymous(reply: bytes) -> bytes:
+    return re.sub(rb'"(id|created)":("[^"]*"|[0-9]+)', rb'"\1":0', reply)
+
+
+def merged(stream: bytes) -> dict[str, Any]:
+    """The choices of a stream's events, put together: texts and lists joined by their place in the choice, all else by its last value."""
+    found: dict[str, Any] = {}
+
+    def add(place: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                add(f"{place}.{name}", part)
+        elif isinstance(value, str | list) and not place.endswith("finish_reason"):
+            found[place] = found.get(place, type(value)()) + value
+        elif value is not None:
+            found[place] = value
+
+    for event in stream.split(b"\n\n"):
+        if event.startswith(b"data: {"):
+            for choice in json.loads(event.removeprefix(b"data: "))["choices"]:
+                add("", choice)
+    return found
 
 
 async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: Any, model: Path) -> None:

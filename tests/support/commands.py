@@ -123,6 +123,11 @@ def start(*argv: str, cwd: Path | None = None, together: bool = False, **environ
     return Started(argv, process, out, err)
 
 
+def search_path() -> str:
+    """PATH of shells whose `polyreme` is a fork, and whose `python` is this interpreter."""
+    return f"{_parent().folder}:{os.environ['PATH']}"
+
+
 def spawn(name: str, module: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
     """As `Child.spawn`: starts `python -m module argv`. `environment` is added to this process's; what it writes is appended to `log`.
 
@@ -181,11 +186,15 @@ def piped(module: str, argv: Sequence[str], environment: Mapping[str, str], exec
 
 _LAUNCHER = """#!{python} -IS
 import json, os, signal, socket, sys
-if sys.argv[1] != "-m" or sys.argv[2] not in {forked}:
+if sys.argv[0].endswith("/polyreme"):
+    module, argv = "polyreme", sys.argv[1:]
+elif sys.argv[1:2] == ["-m"] and sys.argv[2] in {forked}:
+    module, argv = sys.argv[2], sys.argv[3:]
+else:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 parent = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 parent.connect({address!r})
-order = {{"module": sys.argv[2], "argv": sys.argv[3:], "cwd": os.getcwd(), "environment": dict(os.environ)}}
+order = {{"module": module, "argv": argv, "cwd": os.getcwd(), "environment": dict(os.environ)}}
 order |= {{"executable": {python!r}, "terminal": False}}
 socket.send_fds(parent, [json.dumps(order).encode()], [1, 2])
 pid = int(parent.recv(64))
@@ -197,7 +206,8 @@ if status < 0:
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
-"""An interpreter's stand-in: its process lasts as long as the fork that it asks for, with the same end, and the fork ends with it."""
+"""A stand-in for the interpreter, or for `polyreme`. Its process lasts as long as the fork that it asks for, with the same end, and the fork
+ends with it."""
 
 
 class _Parent:
@@ -218,8 +228,9 @@ class _Parent:
                 command, stdin=theirs.fileno(), env=os.environ | one_thread, start_new_session=True, pass_fds=[listener.fileno()]
             )
         self.launcher = self.folder / "python"
-        self.launcher.write_text(_LAUNCHER.format(python=sys.executable, address=str(address), forked=FORKED))
-        self.launcher.chmod(0o700)
+        for path in (self.launcher, self.folder / "polyreme"):
+            path.write_text(_LAUNCHER.format(python=sys.executable, address=str(address), forked=FORKED))
+            path.chmod(0o700)
         atexit.register(self._close)
 
     def ask(self, order: Mapping[str, object], files: Sequence[int] = ()) -> int:

@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.commands import search_path
+
 ROOT = Path(__file__).resolve().parents[2]
 _DOCS = ROOT / "docs"
 _BLOCK = re.compile(
@@ -66,10 +68,14 @@ def commands(name: str, info: str = "run") -> list[str]:
     return [block.text for block in blocks(_DOCS / name) if (block.language, block.info) == ("sh", info)]
 
 
-def run(script: str, folder: Path, timeout: float = 300.0) -> str:
-    """Runs a block in the folder, with this interpreter's commands on the path. Returns what it printed; fails with it otherwise."""
+def run(script: str, folder: Path, timeout: float = 300.0, forks: bool = False) -> str:
+    """Runs a block in the folder, with this interpreter's commands on the path. Returns what it printed; fails with it otherwise.
+
+    Args:
+        forks: whether `polyreme` is a fork (see support/commands.py).
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYREME_")}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "160"}
+    environment |= {"PATH": search_path() if forks else f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "160"}
     words = ["bash", "-ec", script]
     done = subprocess.run(
         words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyreme.config.trainer import ParallelConfig
+from polyreme.config.trainer import LoraConfig, ParallelConfig
 from polyreme.weights.digest import verify
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint
@@ -21,6 +21,7 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, rank_slices
+from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.optimizer import Adam
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
@@ -40,9 +41,10 @@ def sequences(vocab: int) -> Sequences:
     return supervised(rows, [mask.astype(np.uint8) for mask in masks])
 
 
-def make_role(model: str, dtype: str, device: Device) -> Role[Policy]:
-    """The actor of a Hugging Face directory. A micro-batch has at most two of the rows."""
-    policy = Policy(load_architecture(Path(model)), dtype, device, trainable=True)
+def make_role(model: str, dtype: str, device: Device, lora: dict[str, Any] | None = None) -> Role[Policy]:
+    """The actor of a Hugging Face directory. A micro-batch has at most two of the rows. `lora`: the configuration of adapters."""
+    adapters = None if lora is None else LoraConfig.model_validate(lora)
+    policy = Policy(load_architecture(Path(model)), dtype, device, trainable=True, lora=adapters)
     policy.load_hf(Path(model))
     role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets, 0.9), data_shard(36, device))
     role.make_optimizer(ADAM)
@@ -65,7 +67,8 @@ def step(role: Role[Policy]) -> tuple[float, float]:
 
 
 def follow(script: str) -> None:
-    """Runs a script: {model, dtype, out, layout: [tensor, data], runs: [{resume: path | null, steps, save: {step: path}}]}.
+    """Runs a script: {model, dtype, out, layout: [tensor, data], lora: of the configuration | null, runs: [{resume: path | null, steps,
+    save: {step: path}}]}.
 
     Rank 0 writes {runs: [[[loss, norm] of each step]], state_bytes: of rank 0} to `out`.
     """
@@ -74,7 +77,7 @@ def follow(script: str) -> None:
     init_parallel(ParallelConfig(**order["layout"]), device)
     runs, role = [], None
     for run in order["runs"]:
-        role = make_role(order["model"], order["dtype"], device)
+        role = make_role(order["model"], order["dtype"], device, order.get("lora"))
         if run["resume"] is not None:
             step(role)  # leaves weights and moments that the checkpoint must replace
             found = checkpoint.read(Path(run["resume"]))
@@ -93,10 +96,13 @@ def follow(script: str) -> None:
 
 
 def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
-    """Kind of state -> Hugging Face name -> the whole tensor in a checkpoint of the actor, whatever layout has saved it."""
+    """Kind of state -> Hugging Face name -> the whole tensor in a checkpoint of the actor, whatever layout has saved it. With adapters,
+    the names are theirs."""
     found = checkpoint.read(path)
     assert found is not None and found.intact()
     arch, here = load_architecture(model), Rank()
+    if "lora" in found.layout:
+        arch = adapter_architecture(arch, LoraConfig.model_validate(found.layout["lora"]))
     layout = RankMesh(*(found.layout[name] for name in ("tensor", "pipeline", "data", "expert")))
     shards = [
         SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])

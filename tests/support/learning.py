@@ -89,7 +89,9 @@ class Rank:
         self.engine.followers.begin()
         if config.algorithm.ptx is not None:
             self.engine.mix_in(*supervised_rows(self.engine.policy.arch.vocab))
-        if self.engine.algorithm.needs.reference and self.engine.reference is None:
+        if self.engine.algorithm.needs.reference and config.shares_reference:
+            self.engine.make_reference(config.model.path)
+        elif self.engine.algorithm.needs.reference and self.engine.reference is None:
             policy = self.engine.policy.frozen_copy()
             self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
 

@@ -64,13 +64,6 @@ class MemoryEngine:
     async def pause(self) -> None:
         self.paused = True
 
-    async def sleep(self) -> Slept:
-        assert self.paused
-        return Slept(0, weights=True, cache=True)
-
-    async def wake(self) -> None:
-        assert self.paused
-
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:
         assert self.paused
         await self.may_load.wait()
@@ -95,6 +88,14 @@ class MemoryEngine:
 
     async def resume(self) -> None:
         self.paused = False
+
+    async def sleep(self) -> Slept:
+        assert self.paused
+        self.weights.clear()
+        return Slept(0, weights=False, cache=False)
+
+    async def wake(self) -> None:
+        assert self.paused
 
     async def openai_app(self, served_name: str, salt: Callable[[], Awaitable[str]]) -> Any:
         raise NotImplementedError

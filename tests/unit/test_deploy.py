@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from polyreme.cli.main import commands
 from polyreme.cli.progress import SPLIT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def test_services_that_scale_have_no_name_or_port_of_the_host() -> None:
         assert "container_name" not in service
         for port in service.get("ports", []):
             assert port.startswith("${POLYREME_BIND:-127.0.0.1}:"), name
-    assert {name for name, service in SERVICES.items() if service.get("ports")} == {"redis", "grafana"}
+    assert {name for name, service in SERVICES.items() if service.get("ports")} == {"redis", "grafana", "gateway"}
 
 
 def test_every_service_is_watched_restarted_and_given_time() -> None:
@@ -199,13 +200,31 @@ def documents(folder: Path) -> list[dict[str, Any]]:
 def test_kubernetes_objects_fit_their_published_schemas() -> None:
     import kubernetes_validate  # type: ignore[import-untyped]
 
-    for document in (*documents(KUBERNETES / "base"), *documents(KUBERNETES / "components" / "multi-node")):
+    for document in (
+        *documents(KUBERNETES / "base"),
+        *documents(KUBERNETES / "components" / "multi-node"),
+        *documents(KUBERNETES / "components" / "gateway"),
+    ):
         kubernetes_validate.validate(document, "1.33", strict=True)
     kinds = [document["kind"] for document in documents(KUBERNETES / "base")]
     assert {kind: kinds.count(kind) for kind in set(kinds)} == {
         **{"Service": 1, "StatefulSet": 1, "Deployment": 2, "Job": 1, "PersistentVolumeClaim": 2},
         **{"PodDisruptionBudget": 4, "HorizontalPodAutoscaler": 2, "NetworkPolicy": 1},
     }
+
+
+def test_the_gateway_is_an_option_of_both() -> None:
+    assert (
+        SERVICES["gateway"]["profiles"] == ["gateway"]
+        and "gateway" not in (KUBERNETES / "base" / "kustomization.yaml").read_text()
+    )
+    service, deployment = documents(KUBERNETES / "components" / "gateway")
+    template = deployment["spec"]["template"]
+    assert service["spec"]["selector"] == template["metadata"]["labels"]
+    [container] = template["spec"]["containers"]
+    from_compose = [*SERVICES["gateway"]["command"].split()]
+    assert container["args"] == from_compose and container["image"] == SERVICES["gateway"]["image"].partition(":")[0]
+    assert from_compose[0] in {command.name for command in commands()}
 
 
 def test_the_base_trains_the_demo() -> None:

@@ -32,43 +32,48 @@ SILENCE = (f"{TRAINER}/orchestrator/straggler_detection.py", f"{TRAINER}/orchest
 """Silence is here a measured quantity, not a timeout."""
 
 
-def modules() -> list[Path]:
-    return [
+@pytest.fixture(scope="module")
+def sources() -> dict[str, str]:
+    """The text of every module, by its path in the repository."""
+    paths = [
         path for package in PACKAGES for path in sorted(package.rglob("*.py")) if "api" not in path.relative_to(package).parts
     ]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+@pytest.fixture(scope="module")
+def trees(sources: dict[str, str]) -> dict[str, ast.Module]:
+    return {name: ast.parse(source) for name, source in sources.items()}
 
 
-def test_a_public_class_name_means_one_thing() -> None:
+def test_a_public_class_name_means_one_thing(trees: dict[str, ast.Module]) -> None:
     places: dict[str, list[str]] = defaultdict(list)
-    for path in modules():
-        for node in ast.parse(path.read_text()).body:
+    for name, tree in trees.items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(name_of(path))
-    twice = {name: found for name, found in places.items() if len(found) > 1}
-    assert not twice
+                places[node.name].append(name)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_replaced_names_do_not_come_back() -> None:
-    assert not [name_of(path) for path in modules() if path.stem in BANNED_MODULES]
-    for path in modules():
-        classes = {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
-        assert not classes & BANNED_CLASSES, name_of(path)
+def test_replaced_names_do_not_come_back(trees: dict[str, ast.Module]) -> None:
+    assert not [name for name in trees if Path(name).stem in BANNED_MODULES]
+    classes = {name: {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} for name, tree in trees.items()}
+    assert not {name: found & BANNED_CLASSES for name, found in classes.items() if found & BANNED_CLASSES}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_a_module_uses_the_vocabulary(path: Path) -> None:
-    source = path.read_text()
-    allowed = {"drafts", "draft"} if name_of(path) in DRAFT_STORAGE else set()
-    allowed |= {"silence"} if name_of(path) in SILENCE else set()
-    assert not {word for word in BANNED_WORDS.findall(source) if word.lower() not in allowed}
-    assert not re.search(r"^_?log = logging\.", source, re.MULTILINE), "a logger is called `logger`"
+def test_every_module_uses_the_vocabulary(sources: dict[str, str]) -> None:
+    found: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        allowed = {"drafts", "draft"} if name in DRAFT_STORAGE else {"silence"} if name in SILENCE else set()
+        found[name] = {word for word in BANNED_WORDS.findall(source) if word.lower() not in allowed}
+    assert not {name: words for name, words in found.items() if words}
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if path.stem not in ("__init__", "__main__")], ids=name_of)
-def test_a_module_states_its_invariant(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    assert "Invariant" in docstring, "expected `Invariant: ...` in the module's docstring"
+def test_a_logger_is_called_logger(sources: dict[str, str]) -> None:
+    assert not [name for name, source in sources.items() if re.search(r"^_?log = logging\.", source, re.MULTILINE)]
+
+
+def test_every_module_states_its_invariant(trees: dict[str, ast.Module]) -> None:
+    stated = {name: "Invariant" in (ast.get_docstring(tree) or "") for name, tree in trees.items()}
+    missing = [name for name, found in stated.items() if not found and Path(name).stem not in ("__init__", "__main__")]
+    assert not missing, "expected `Invariant: ...` in the modules' docstrings"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from polyreme.cli.progress import Record, evaluation_of
+from polyreme.cli.progress import Record, evaluation_metrics
 
 COMMIT_METRICS = {
     "stall_seconds",
@@ -36,8 +36,7 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
             numbers = ((key, value) for key, value in line.items() if key not in ("iteration", "time") and is_number(value))
             yield from ((key, float(value), line["iteration"]) for key, value in numbers)
         case "eval" if "version" in line:
-            yield *evaluation_of(line), line["version"]
-            yield from ((key, float(value), line["version"]) for key, value in line.items() if "@" in key)
+            yield from ((name, value, line["version"]) for name, value in evaluation_metrics(line).items())
         case "commit":
             for key in sorted(COMMIT_METRICS & line.keys()):
                 yield f"weights/{key}", float(line[key]), line["version"]

@@ -1,18 +1,48 @@
-"""Names the policy version in every reply of /v1: in a header, and as `system_fingerprint` of completions.
+"""Names the policy version in every reply of /v1: in a header, and as `system_fingerprint` of completions. Refuses other versions than
+a request asks for.
 
-Invariant: each token of a reply is by one of the versions that were served from the first named one to the last.
+Invariant: each token of a reply is by one of the versions that were served from the first named one to the last, and by no version that
+the request excludes.
 """
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "polyreme-policy-version"
 """`7`, or `7-8` when the reply began on version 7 and ended on version 8."""
 
+MIN_HEADER = "polyreme-min-policy-version"
+"""Of a request: the oldest version that may answer."""
+EXACT_HEADER = "polyreme-exact-policy-version"
+"""Of a request: the only version that may answer."""
+
 _EVENT = b"data: "
+
+
+@dataclass(frozen=True)
+class WantedVersion:
+    """What a request asks for; None: any."""
+
+    minimum: int | None
+    exact: int | None
+
+    @classmethod
+    def of(cls, headers: Headers) -> "WantedVersion":
+        """Raises ValueError for headers that are not numbers."""
+        return cls(*(int(text) if (text := headers.get(name)) is not None else None for name in (MIN_HEADER, EXACT_HEADER)))
+
+    def refusal(self, served: int | None) -> str | None:
+        """Why this version may not answer; None: it may."""
+        if self.exact is not None and served != self.exact:
+            return f"expected policy version {self.exact}; found {served}"
+        if self.minimum is not None and (served is None or served < self.minimum):
+            return f"expected policy version {self.minimum} or newer; found {served}"
+        return None
 
 
 class VersionedReplies:
@@ -29,20 +59,34 @@ class VersionedReplies:
         self._app, self._version = app, version
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, _Reply(send, self._version, await self._version()).send)
+        served = await self._version()
+        try:
+            wanted = WantedVersion.of(Headers(scope=scope))
+        except ValueError as error:
+            return await JSONResponse(_error(f"expected a policy version; {error}"), 400)(scope, receive, send)
+        if (refusal := wanted.refusal(served)) is not None:
+            headers = {HEADER: "none" if served is None else str(served)}
+            return await JSONResponse(_error(refusal), 412, headers)(scope, receive, send)
+        await self._app(scope, receive, _Reply(send, self._version, served, wanted).send)
 
 
 class _Reply:
-    """Takes the messages of one reply and sends them on."""
+    """Takes the messages of one reply and sends them on, until a version samples that the request excludes."""
 
-    def __init__(self, send: Send, version: Callable[[], Awaitable[int | None]], first: int | None) -> None:
-        self._send, self._version, self._first = send, version, first
+    def __init__(
+        self, send: Send, version: Callable[[], Awaitable[int | None]], first: int | None, wanted: WantedVersion
+    ) -> None:
+        self._send, self._version, self._first, self._wanted = send, version, first, wanted
+        self._refused = False
         self._start: Message | None = None
         self._events = False
         self._rest = b""  # of a body: what is not sent yet
 
     async def send(self, message: Message) -> None:
-        versions = await self._versions()
+        if self._refused:
+            return
+        last = await self._version()
+        versions = self._named(last)
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers[HEADER] = versions
@@ -55,18 +99,23 @@ class _Reply:
             self._rest += message.get("body", b"")
             if message.get("more_body"):
                 return
-            message = {**message, "body": stamped(self._rest, versions)}
+            refusal = self._wanted.refusal(last)
+            message = {**message, "body": _encoded(_error(refusal)) if refusal else stamped(self._rest, versions)}
+            self._start["status"] = 412 if refusal else self._start["status"]
             headers = MutableHeaders(scope=self._start)
             headers["content-length"], headers[HEADER] = str(len(message["body"])), versions
             await self._send(self._start)
+        elif self._events and (refusal := self._wanted.refusal(last)):
+            self._refused = True
+            message = {"type": "http.response.body", "body": _EVENT + _encoded(_error(refusal)) + b"\n\n"}
         elif self._events:
             *lines, self._rest = (self._rest + message.get("body", b"")).split(b"\n")
-            last = b"" if message.get("more_body") else self._rest
-            message = {**message, "body": b"".join(_stamped_line(line, versions) + b"\n" for line in lines) + last}
+            end = b"" if message.get("more_body") else self._rest
+            message = {**message, "body": b"".join(_stamped_line(line, versions) + b"\n" for line in lines) + end}
         await self._send(message)
 
-    async def _versions(self) -> str:
-        served = (self._first, await self._version())
+    def _named(self, last: int | None) -> str:
+        served = (self._first, last)
         return "-".join(dict.fromkeys(str(version) for version in served if version is not None)) or "none"
 
 
@@ -79,7 +128,15 @@ def stamped(body: bytes, versions: str) -> bytes:
     if not isinstance(reply, dict) or "choices" not in reply:
         return body
     reply["system_fingerprint"] = f"policy-{versions}"
-    return json.dumps(reply, ensure_ascii=False, separators=(",", ":")).encode()
+    return _encoded(reply)
+
+
+def _error(text: str) -> dict[str, object]:
+    return {"error": {"message": text, "type": "policy_version", "code": "policy_version"}}
+
+
+def _encoded(body: object) -> bytes:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _stamped_line(line: bytes, versions: str) -> bytes:

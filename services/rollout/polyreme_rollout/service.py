@@ -39,10 +39,15 @@ class _PolicyLostError(Exception):
     """The replica serves no policy any more, so running sequences cannot finish here."""
 
 
-class _Call:
-    """The results of one Generate call that wait to be sent."""
+class _PolicyChangedError(Exception):
+    """The replica serves another version than the call may use."""
 
-    def __init__(self) -> None:
+
+class _Call:
+    """The results of one Generate call that wait to be sent. `exact_version`: the only one that may sample; None: any."""
+
+    def __init__(self, exact_version: int | None) -> None:
+        self.exact_version = exact_version
         self.response = pb.GenerateResponse()
         self.must_send = asyncio.Event()
         self.open_sequences = 0
@@ -115,6 +120,9 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         version's, while all its tokens would be those of this one.
         """
         for sequence in self._running.values():
+            exact = sequence.call.exact_version
+            if exact is not None and exact != version:
+                sequence.call.fail(_PolicyChangedError(f"expected version {exact} up to the end; found version {version}"))
             count = max(sampled.get(sequence.request_id, 0), sequence.progress.sampled)
             sequence.progress.change_version(version, count)
             if sequence.sampling is not None and not count:
@@ -145,7 +153,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             )
         sampling = request.sampling
         shared = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop_token_ids))
-        call = _Call()
+        call = _Call(request.exact_version if request.HasField("exact_version") else None)
         tasks = [self._start(sequence, shared, call) for sequence in sequences]
         try:
             while call.open_sequences or call.must_send.is_set():  # the last sequences may end while a response is sent
@@ -187,6 +195,10 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
             found = "a quarantined replica" if self._swapper.quarantined else "none" if version is None else f"version {version}"
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"expected version {request.min_version} or newer; found {found}"
+            )
+        if request.HasField("exact_version") and version != request.exact_version:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"expected version {request.exact_version}; found version {version}"
             )
 
     def _start(self, request: SequenceRequest, sampling: Sampling, call: _Call) -> "asyncio.Task[None]":
@@ -245,4 +257,6 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
     async def _abort_failed(self, failure: Exception, context: Any) -> None:
         if isinstance(failure, EngineDeadError | _PolicyLostError):
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(failure))
+        if isinstance(failure, _PolicyChangedError):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(failure))
         raise failure

@@ -11,6 +11,8 @@ from polyreme.config.run import RunConfig
 from polyreme.config.stage import DpoConfig, RewardModelConfig, StageConfig
 from polyreme.errors import ConfigError, PolyremeError
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
 from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, largest_rank
 from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
@@ -21,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 2**30
 _SMALLER = (
-    "Use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, an algorithm with"
-    " fewer models, a smaller model, or larger devices."
+    "Use more tensor ranks or stages (trainer.parallel), a smaller trainer.micro_batch_tokens, model.dtype: bfloat16, trainer.lora, an"
+    " algorithm with fewer models, a smaller model, or larger devices."
 )
 
 
@@ -59,17 +61,22 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
 
 def models_of(config: RunConfig | StageConfig) -> list[Model]:
     """The models that the learner holds, the trained policy first. Raises ConfigError."""
-    arch, dtype = load_architecture(config.model.path), config.model.dtype
+    arch, dtype, lora = load_architecture(config.model.path), config.model.dtype, config.trainer.lora
+
+    def trained(role: str, arch: Architecture) -> Model:
+        return Model(role, arch, dtype, trained=True, adapter=None if lora is None else adapter_architecture(arch, lora))
+
     if isinstance(config, StageConfig):
-        trained = replace(arch, head="value") if isinstance(config, RewardModelConfig) else arch
         reference = TABLE[config.stage].reference(config)
-        frozen = [] if reference is None else [Model("reference", load_architecture(reference), dtype, trained=False)]
-        return [Model("model", trained, dtype, trained=True), *frozen]
-    models = [Model("actor", arch, dtype, trained=True)]
+        model = trained("model", replace(arch, head="value") if isinstance(config, RewardModelConfig) else arch)
+        if reference is None or config.shares_reference(reference):
+            return [model]
+        return [model, Model("reference", load_architecture(reference), dtype, trained=False)]
+    models = [trained("actor", arch)]
     if config.algorithm.has_critic:
         critic = load_architecture(config.trainer.critic.path or config.model.path)
-        models.append(Model("critic", replace(critic, head="value"), dtype, trained=True))
-    if config.recipe.kl is not None:
+        models.append(trained("critic", replace(critic, head="value")))
+    if config.recipe.kl is not None and not config.shares_reference:
         models.append(Model("reference", arch, dtype, trained=False))
     if config.trainer.ema_decay is not None:
         models.append(Model("moving average", arch, "float32", trained=False))

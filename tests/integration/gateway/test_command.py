@@ -4,6 +4,8 @@ import asyncio
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 from redis.asyncio import Redis
@@ -15,7 +17,7 @@ from polyreme.process.lifecycle import Child
 from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.serving import serve
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
-from support.simulated import CONTEXT, ROWS, VOCAB, Replica, config_tree, idle_learner, make_run
+from support.simulated import CONTEXT, ROWS, VOCAB, config_tree, idle_learner, make_run
 from support.waiting import until
 
 PROMPT = {"prompt": [5, 6, 7], "max_tokens": 40, "temperature": 0, "logprobs": 1}
@@ -35,7 +37,7 @@ async def test_the_command_answers_as_a_replica_does_until_its_run_is_over(
         match = re.search(rf"ready: run {run_id} at (http://127\.0\.0\.1:\d+)/v1", child.log_tail(50))
         assert match, child.log_tail(50)
         async with (
-            idle_learner(run, [Replica(lease.id, engine, None, lease)], version=7),  # type: ignore[arg-type]
+            idle_learner(run, [cast(Any, SimpleNamespace(id=lease.id, lease=lease))], version=7),
             httpx.AsyncClient(trust_env=False, timeout=300, verify=False) as http,
         ):
             direct, through = f"http://{lease.http_address}", match[1]

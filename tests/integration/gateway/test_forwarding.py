@@ -55,6 +55,21 @@ async def test_a_stream_passes_through_as_it_comes(run: Run) -> None:
         assert (reply.headers["polyreme-policy-version"], reply.headers["polyreme-replica"]) == ("3", replica.id)
 
 
+async def test_a_replica_that_refuses_the_version_of_a_header_leaves_the_request_to_another(run: Run) -> None:
+    wanted = {"polyreme-min-policy-version": "3"}
+    async with scripted_replica(run, "a", reply_with(BODY), version=2) as behind, gateway(run) as http:
+        refused = await http.post("/v1/completions", json=completion(), headers=wanted)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_answer")
+        assert not behind.bodies
+        async with scripted_replica(run, "b", reply_with(BODY), version=3) as replica:
+            reply = await http.post("/v1/completions", json=completion("latest"), headers=wanted)
+            async with asyncio.timeout(300):
+                while reply.status_code == 503:  # the gateway has not seen the new replica yet
+                    await asyncio.sleep(0.02)
+                    reply = await http.post("/v1/completions", json=completion("latest"), headers=wanted)
+            assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, replica.id)
+
+
 async def test_an_error_of_the_replica_is_the_clients(run: Run) -> None:
     error = b'{"error":{"message":"a prompt that is too long"}}'
     async with scripted_replica(run, "a", reply_with(error, status=400)) as replica, gateway(run) as http:

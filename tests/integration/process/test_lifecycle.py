@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from polyreme.process.lifecycle import Child
+from support.waiting import wait_until
 
 SERVICE = """
 import asyncio, time
@@ -45,6 +45,13 @@ def test_a_group_is_ended_with_its_leader_and_not_again(monkeypatch: pytest.Monk
     assert ended == [child.pid]
 
 
+def is_pending(pid: int, number: int) -> bool:
+    """Whether a process has a signal that it has not received yet."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
+
+
 @pytest.mark.parametrize("numbers", [(INT, INT), (TERM, TERM), (INT, TERM)])
 @pytest.mark.parametrize("busy", [0.0, 1.0], ids=["one after the other", "both while it is busy"])
 def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], busy: float) -> None:
@@ -56,7 +63,7 @@ def test_a_second_signal_ends_a_service_that_drains(numbers: tuple[int, int], bu
         service.send_signal(numbers[0])
         if not busy:
             assert service.stdout.readline() == "draining\n"
-        time.sleep(0.2)  # two of a kind that are both pending are one
+        wait_until(lambda: not is_pending(service.pid, numbers[0]))  # two of a kind that are both pending are one
         service.send_signal(numbers[1])
         output, _ = service.communicate(timeout=300)
     finally:

@@ -73,6 +73,7 @@ def test_verl_grpo() -> None:
     assert (run.trainer.optimizer.lr, run.trainer.save_interval, run.eval_interval) == (1e-6, 20, 5)
     assert run.data.overlong == "filter" and run.data.label_key == "reward_model.ground_truth"
     assert [tracker.kind for tracker in run.trackers] == ["wandb"] and run.device == "cuda"
+    assert run.placement == "colocated"
 
 
 def test_verl_ppo() -> None:
@@ -94,6 +95,7 @@ def test_mindspeed_ppo() -> None:
     assert (run.trainer.parallel.tensor, run.trainer.parallel.data, run.rollout.replicas) == (8, 2, 2)
     assert run.trainer.critic.optimizer is not None and run.trainer.critic.optimizer.beta2 == 0.95
     assert (run.device, run.data.shuffle, run.data.prompt_key, run.data.label_key) == ("npu", False, "input_ids", "labels")
+    assert run.placement == "colocated"
 
 
 def test_mindspeed_multiplies_its_mini_batches_by_the_samples_of_a_prompt() -> None:
@@ -127,6 +129,7 @@ def test_trl_counts_optimizer_steps(tmp_path: Path) -> None:
 def test_openrlhf_counts_samples_in_its_training_batch() -> None:
     flat, dotted = imported("openrlhf_ppo"), imported("openrlhf_dotted")
     assert (flat.groups_per_iteration, flat.group_size, flat.algorithm.minibatches) == (1024, 1, 8)
+    assert (flat.placement, dotted.placement) == ("colocated", "separate")
     assert flat.algorithm.preset == "ppo" and flat.algorithm.kl == Kl(place="reward", estimator="k1", coef=0.01)
     assert (flat.trainer.optimizer.beta2, flat.trainer.optimizer.schedule) == (0.95, "cosine")
     assert flat.reward is not None and flat.reward.rewards[0].model is not None

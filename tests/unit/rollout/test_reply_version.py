@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from polyreme_rollout.reply_version import HEADER, VersionedReplies
+from polyreme_rollout.reply_version import EXACT_HEADER, HEADER, MIN_HEADER, VersionedReplies
 
 CHAT = {"object": "chat.completion", "choices": [{"text": "é\u2028"}], "system_fingerprint": "engine"}
 EVENTS = [{"choices": [{"delta": {"content": text}}]} for text in "äbc"]
@@ -38,10 +38,10 @@ class Replier:
             await send({"type": "http.response.body", "body": piece, "more_body": number < len(self.pieces)})
 
 
-async def ask(app: Replier) -> httpx.Response:
+async def ask(app: Replier, headers: dict[str, str] | None = None) -> httpx.Response:
     transport = httpx.ASGITransport(VersionedReplies(app, app.version))
     async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
-        return await client.get("/v1/anything")
+        return await client.get("/v1/anything", headers=headers)
 
 
 def cut(body: bytes, places: list[int]) -> Iterator[bytes]:
@@ -96,3 +96,34 @@ async def test_any_other_body_is_passed_on_as_it_is(content_type: str, body: byt
 async def test_a_version_that_is_lost_meanwhile_stays_named() -> None:
     body = json.dumps(CHAT).encode()
     assert (await ask(Replier("application/json", [body], [7, None]))).json()["system_fingerprint"] == "policy-7"
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "served", "status"),
+    [
+        *((MIN_HEADER, "7", served, status) for served, status in ((6, 412), (7, 200), (8, 200), (None, 412))),
+        *((EXACT_HEADER, "7", served, status) for served, status in ((6, 412), (7, 200), (8, 412), (None, 412))),
+        (MIN_HEADER, "new", 7, 400),
+    ],
+)
+async def test_a_request_asks_for_a_version(header: str, value: str, served: int | None, status: int) -> None:
+    reply = await ask(Replier("application/json", [json.dumps(CHAT).encode()], [served]), {header: value})
+    assert reply.status_code == status
+    if status == 412:
+        assert reply.headers[HEADER] == ("none" if served is None else str(served))
+        assert f"found {served}" in reply.json()["error"]["message"]
+
+
+async def test_a_completion_that_another_version_ended_is_refused() -> None:
+    reply = await ask(Replier("application/json", [json.dumps(CHAT).encode()], [7, 8]), {EXACT_HEADER: "7"})
+    assert (reply.status_code, reply.headers[HEADER]) == (412, "7-8")
+    assert reply.json()["error"]["code"] == "policy_version"
+    assert int(reply.headers["content-length"]) == len(reply.content)
+
+
+async def test_a_stream_ends_with_an_error_where_another_version_begins() -> None:
+    pieces = [line + b"\n" for line in STREAM.split(b"\n")[:-1]]
+    reply = await ask(Replier("text/event-stream", pieces, [7, 7, 7, 8]), {EXACT_HEADER: "7"})
+    *good, error = [json.loads(line.removeprefix(b"data: ")) for line in reply.content.split(b"\n") if line]
+    assert good == [EVENTS[0] | {"system_fingerprint": "policy-7"}]
+    assert error["error"]["message"] == "expected policy version 7; found 8"

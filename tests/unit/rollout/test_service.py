@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
+import pytest
+
 from polyreme.api.v1 import rollout_pb2 as pb
 from polyreme_rollout.engine.protocol import EngineRequest, NewTokens
 from polyreme_rollout.metrics import ReplicaMetrics
@@ -39,11 +42,22 @@ def serving(engine: BusyEngine) -> tuple[RolloutService, WeightSwapper]:
     return service, swapper
 
 
-async def answer(service: RolloutService) -> list[pb.GenerateResponse]:
+class Refused(Exception):
+    """A call's status."""
+
+
+class Context:
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        raise Refused(code.name, text)
+
+
+async def answer(service: RolloutService, **versions: int) -> list[pb.GenerateResponse]:
     slot = pb.Slot(index=0, max_new=20, seed=1)
     sampling = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=[2])
-    request = pb.GenerateRequest(run_id="run", request_id="r", prompt_ids=pack_ids([3, 4]), slots=[slot], sampling=sampling)
-    context: Any = None  # it is used to refuse a call only
+    request = pb.GenerateRequest(
+        run_id="run", request_id="r", prompt_ids=pack_ids([3, 4]), slots=[slot], sampling=sampling, **versions
+    )
+    context: Any = Context()
     return [response async for response in service.Generate(request, context)]
 
 
@@ -86,3 +100,34 @@ async def test_a_cancelled_call_is_not_started_anew() -> None:
     await asyncio.gather(answering, return_exceptions=True)
     await asyncio.wait_for(service.drained(), 60)
     assert answering.cancelled() and len(engine.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "served"),
+    [({"min_version": 1}, True), ({"min_version": 2}, False), ({"exact_version": 1}, True)]
+    + [({"exact_version": other}, False) for other in (0, 2)],
+)
+async def test_a_call_asks_for_a_version(asked: dict[str, int], served: bool) -> None:
+    engine = BusyEngine()
+    engine.has_place.set()
+    service, _ = serving(engine)
+    if served:
+        assert await answer(service, **asked)
+    else:
+        with pytest.raises(Refused, match="found version 1") as refused:
+            await answer(service, **asked)
+        assert refused.value.args[0] == "FAILED_PRECONDITION"
+        assert not engine.asked
+
+
+async def test_a_call_for_one_version_ends_when_the_policy_changes() -> None:
+    engine = BusyEngine()
+    service, swapper = serving(engine)
+    answering = asyncio.create_task(answer(service, exact_version=1))
+    await until(lambda: len(engine.asked) == 1)
+    swapper.served = Served(VersionId(1, 2), ())
+    service.on_swap(2, {})
+    with pytest.raises(Refused, match="expected version 1 up to the end; found version 2") as refused:
+        await asyncio.wait_for(answering, 60)
+    assert refused.value.args[0] == "FAILED_PRECONDITION"
+    assert service.running == 0

@@ -289,6 +289,67 @@ async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     assert not engine.paused
 
 
+@pytest.fixture
+async def asleep(arena: Arena) -> tuple[WeightSwapper, MemoryEngine, list[str]]:
+    """A replica that served version 1, whose engine has slept without its weights, and what it has lost."""
+    engine, lost = MemoryEngine(sorted(NAMES)), list[str]()
+    swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: lost.append("lost"))
+    await bring(swapper, arena, 1)
+    async with swapper.at_rest():
+        commit = asyncio.ensure_future(bring(swapper, arena, 2))
+        await engine.sleep()
+        await asyncio.sleep(0)
+        assert not commit.done() and engine.paused
+        commit.cancel()
+    return swapper, engine, lost
+
+
+async def bring(swapper: WeightSwapper, arena: Arena, version: int) -> None:
+    manifest, generation = write(arena, version % 3, 1, version, float(version))
+    await swapper.stage(manifest, str(arena.path), version % 3, generation)
+    await swapper.commit("run", VersionId(1, version))
+
+
+async def test_an_engine_that_dropped_its_weights_loads_them_again(asleep: tuple[WeightSwapper, MemoryEngine, list[str]]) -> None:
+    swapper, engine, lost = asleep
+    salt = asyncio.ensure_future(swapper.steady_salt())
+    await asyncio.sleep(0)
+    assert not salt.done()
+    await swapper.go_on(weights=False)
+    assert not engine.paused and engine.weights["a"][0] == swapper.version == 1
+    assert (await salt).startswith("1.1.") and not lost
+
+
+async def test_an_engine_that_kept_its_weights_goes_on(asleep: tuple[WeightSwapper, MemoryEngine, list[str]]) -> None:
+    swapper, engine, _ = asleep
+    before = swapper.salt
+    await swapper.go_on(weights=True)
+    assert not engine.paused and swapper.salt == before
+
+
+async def test_a_commit_after_a_rest_continues_and_leaves_nothing_to_do(
+    asleep: tuple[WeightSwapper, MemoryEngine, list[str]], arena: Arena
+) -> None:
+    swapper, engine, _ = asleep
+    await bring(swapper, arena, 2)
+    assert not engine.paused and swapper.version == 2
+    engine.broken_loads = 1
+    await swapper.go_on(weights=False)
+    assert engine.broken_loads == 1 and swapper.version == 2
+
+
+async def test_weights_that_cannot_be_loaded_again_are_served_no_more(
+    asleep: tuple[WeightSwapper, MemoryEngine, list[str]], arena: Arena
+) -> None:
+    swapper, engine, lost = asleep
+    engine.broken_loads = 1
+    await swapper.go_on(weights=False)
+    assert swapper.version is None and lost == ["lost"]
+    assert swapper.steady.is_set()  # calls are refused, not kept
+    await bring(swapper, arena, 2)
+    assert swapper.version == 2 and not engine.paused
+
+
 def test_a_replaced_arena_is_detected() -> None:
     run_id, cache = f"test-{uuid.uuid4().hex[:12]}", ArenaCache()
     first = Arena.create(run_id, LAYOUT.nbytes)

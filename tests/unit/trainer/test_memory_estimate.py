@@ -51,6 +51,31 @@ def test_each_role_adds_its_bytes(algorithm: dict[str, Any], ema: float | None, 
     assert state_bytes(config) == each * PARAMETERS[NAME]
 
 
+@pytest.mark.parametrize(
+    ("changes", "algorithm", "references"),
+    [
+        ({}, {"preset": "rloo"}, 0),
+        ({"sft": [{"data": "rows.jsonl", "steps": 1, "batch_size": 1, "lr": 1e-6}]}, {"preset": "rloo"}, 1),
+        ({}, {"preset": "rloo", "kl": {"renew_interval": 2}}, 1),
+        ({}, {"preset": "dapo"}, 0),
+    ],
+)
+def test_with_adapters_only_a_reference_with_adapters_of_its_own_takes_memory(
+    changes: dict[str, Any], algorithm: dict[str, Any], references: int, tmp_path: Path
+) -> None:
+    config = run(tmp_path, algorithm=algorithm, trainer={"optimizer": {"lr": 1e-6}, "lora": {"rank": 8}, **changes})
+    actor = models_of(config)[0]
+    assert actor.adapter is not None
+    assert state_bytes(config) == 2 * (1 + references) * PARAMETERS[NAME] + 18 * actor.adapter.parameters
+
+
+def test_a_critic_with_adapters_trains_its_value_head(tmp_path: Path) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "lora": {"rank": 8}}
+    actor, critic = models_of(run(tmp_path, algorithm={"preset": "ppo"}, trainer=trainer))
+    assert actor.adapter is not None and critic.adapter is not None
+    assert critic.adapter.parameters == actor.adapter.parameters + 896
+
+
 def test_a_critic_has_a_value_head_in_place_of_the_tied_output(tmp_path: Path) -> None:
     config = run(tmp_path, algorithm={"preset": "ppo"})
     assert [(model.role, model.arch.head, model.trained) for model in models_of(config)] == [

@@ -6,7 +6,7 @@ import {source} from "./source.js";
 
 function text(event) {
   switch (event.kind) {
-    case "eval": return `version ${event.version ?? event.step}: ${["accuracy", "score", "loss"].filter((name) => name in event).map((name) => `${name} ${number(event[name])}`).join(", ")} (${seconds(event.seconds)})`;
+    case "eval": return `version ${event.version ?? event.step}: ${["accuracy", "score", "loss", ...Object.keys(event).filter((name) => name.includes("/"))].filter((name) => name in event).map((name) => `${name} ${number(event[name])}`).join(", ")} (${seconds(event.seconds)})`;
     case "saved": return `checkpoint ${event.iteration ?? event.step} in ${seconds(event.seconds)}: ${event.path}`;
     case "gate": return `${event.name}: ${number(event.value)}, limit ${number(event.limit)}`;
     case "start": return event.start > 1 ? `start ${event.start}: resumed` : "first start";

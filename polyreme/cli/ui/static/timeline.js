@@ -31,7 +31,7 @@ export function lanes({iterations, groups, events}) {
     if (event.kind === "commit") {
       lane(event.replica).push({kind: "swap", begin: event.time - event.stall_seconds, end: event.time, title: `takes version ${event.version}: generation pauses ${seconds(event.stall_seconds)}`});
     } else if (event.kind === "eval" && event.seconds) {
-      marks.push({kind: "mark", begin: event.time - event.seconds, end: event.time, title: `evaluation of version ${event.version}: ${number(event.accuracy ?? event.score)}`});
+      marks.push({kind: "mark", begin: event.time - event.seconds, end: event.time, title: `evaluation of version ${event.version}: ${number(event.result?.value ?? event.accuracy ?? event.score)}`});
     } else {
       marks.push({kind: "mark", begin: event.time - (event.kind === "saved" ? event.seconds ?? 0 : 0), end: event.time, title: event.kind === "saved" ? `checkpoint ${event.iteration}` : `${event.kind}${event.text ? ": " + event.text : ""}`});
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyreme.errors import ConfigError
 from polyreme_trainer.convert import hf_directory, rank_files, state_dict, torch_dist
+from polyreme_trainer.convert.adapter import with_adapter
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.atomic import new_directory
 from polyreme_trainer.megatron.critic import critic_architecture
@@ -42,6 +43,9 @@ def convert(
     orm: Annotated[
         bool, typer.Option("--orm", "--critic", help="The model is a critic or reward model, with one output.")
     ] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Directory of a LoRA adapter (PEFT) to merge into the weights.", show_default=False)
+    ] = None,
     iteration: Annotated[
         int | None, typer.Option(min=0, help="Of a Megatron checkpoint; none: the newest.", show_default=False)
     ] = None,
@@ -53,14 +57,17 @@ def convert(
     ] = 128,
     layers: Annotated[Layers, typer.Option(help="Whose names its parameters have.")] = Layers.local,
 ) -> None:
-    """Convert weights between Hugging Face directories, Megatron checkpoints and state dicts, bit for bit."""
+    """Convert weights between Hugging Face directories, Megatron checkpoints and state dicts, bit for bit.
+
+    With --adapter, a Hugging Face directory becomes one with the adapter merged into its weights.
+    """
     if target.exists():
         raise ConfigError(
             f"no {target} yet",
             "something is there",
             "Name a new directory. Actor and critic have files of equal names: each needs a directory of its own.",
         )
-    to_megatron = config is None and (source / "config.json").is_file()
+    to_megatron = adapter is None and config is None and (source / "config.json").is_file()
     described = source if config is None else config
     arch = load_architecture(described)
     arch = critic_architecture(arch) if orm else arch
@@ -69,6 +76,8 @@ def convert(
         check_layout(arch, layout, layers)
     with ExitStack() as stack:
         tensors = read(stack, source, arch, iteration)
+        if adapter is not None:
+            tensors = with_adapter(tensors, adapter, hf_mapping.hf_shapes(arch))
         folder = stack.enter_context(new_directory(target))
         if to_megatron:
             rank_files.write(folder, arch, tensors, layout, engine=layers is Layers.transformer_engine)

@@ -117,9 +117,8 @@ class LeaseThread:
         await self._ask(self._lease.give_up())
 
     async def check(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-        await self._ask(self._lease.renew())
+        """Renews the grant. Raises StaleGrantError, now and at every later call, when it has ended."""
+        await self._ask(self._renewed())
 
     def close(self) -> None:
         """Idempotent."""
@@ -139,6 +138,15 @@ class LeaseThread:
             await self._wait_for_replicas(limit)
         await self._lease.acquire(limit, self._run.check)
         logger.debug("took the devices after %.3f s", time.perf_counter() - began)
+
+    async def _renewed(self) -> None:
+        if self._lost is None:
+            try:
+                await self._lease.renew()
+            except StaleGrantError as error:
+                self._lost = error
+        if self._lost is not None:
+            raise self._lost
 
     async def _wait_for_replicas(self, seconds: float) -> None:
         wanted, registry = self._config.rollout.replicas, Registry(self._run)
@@ -183,9 +191,9 @@ class LeaseThread:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), TTL / 3)
             try:
-                await self._lease.renew()
+                await self._renewed()
             except StaleGrantError as error:
                 logger.error("%s", error)
-                self._lost = error
+                await self._stop.wait()  # the learner's next call raises it
             except StoreError as error:
                 logger.warning("the grant of the devices could not be renewed: %s", error)

@@ -2,8 +2,8 @@
 on any other.
 
 A checkpoint is a directory. `state-R.pt` has what rank R saves of every role that changes: the moments that it updates, and on data rank 0
-the weights of its shard. `rng-R.pt` has its random generators. `checkpoint.json` has the format, the iteration, the layout, the learner's
-facts, the xxh3_64 of every file, and its own digest.
+the weights of its shard that training changes (of a model with adapters, these alone). `rng-R.pt` has its random generators.
+`checkpoint.json` has the format, the iteration, the layout, the learner's facts, the xxh3_64 of every file, and its own digest.
 
 Invariant: a checkpoint directory is complete, because it is built under another name, synced and renamed. A damaged checkpoint, whatever
 the damage, never prevents finding, pruning or saving others; the log has the reason. Loading unpickles only tensors and plain containers.
@@ -104,14 +104,15 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
         raise ConfigError(
             f"the models of checkpoint {checkpoint.path.name}, {saved}",
             f"{_models(roles)}",
-            "Set model.dtype and the algorithm as they were, or start from the checkpoint's Hugging Face export.",
+            "Set model.dtype, trainer.lora and the algorithm as they were, or start from the checkpoint's Hugging Face export.",
         )
     device, here = roles[0].model.device, roles[0].model.rank
     sources = [(rank, [_read(checkpoint.path / _state_file(each)) for each in numbers]) for rank, numbers in layout.files(here)]
     for role in roles:
-        shards = [SavedShard(role.model.arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
+        arch = role.model.trained_arch
+        shards = [SavedShard(arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
         steps = sources[0][1][0][role.name]["steps"]
-        role.restore(steps, partial(_reshard, role.model.arch, here, shards))
+        role.restore(steps, partial(_reshard, arch, here, shards))
     generators = checkpoint.path / _random_file(torch.distributed.get_rank())
     if generators.name in checkpoint.files:
         device.set_rng_state(_read(generators))
@@ -197,6 +198,22 @@ def digest_of(file: Path) -> str:
     return digest.hexdigest()
 
 
+def weights_digest(directory: Path) -> str:
+    """The digest of a Hugging Face directory's weight files."""
+    files = {file.name: digest_of(file) for file in sorted(directory.glob("*.safetensors"))}
+    return xxhash.xxh3_64_hexdigest(json.dumps(files).encode())
+
+
+def check_weights(expected: str | None, directory: Path, use: str) -> None:
+    """Raises ConfigError unless the directory's weights are those that a checkpoint has recorded. `use`: what they are for."""
+    if expected != (found := weights_digest(directory)):
+        raise ConfigError(
+            f"digest {expected} of the weights in {directory}, {use}, as the checkpoint has it",
+            found,
+            "Restore the directory from a copy.",
+        )
+
+
 def _manifest_digest(fields: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
@@ -221,4 +238,6 @@ def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:
-    return {"dtype": roles[0].model.dtype, "roles": [role.name for role in roles]}
+    adapters = roles[0].model.adapters
+    lora = {} if adapters is None else {"lora": adapters.lora.model_dump(mode="json")}
+    return {"dtype": roles[0].model.dtype, "roles": [role.name for role in roles], **lora}

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polyreme.config.trainer import Recompute
+from polyreme.config.trainer import LoraConfig, Recompute
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
@@ -33,7 +33,7 @@ class Critic(ShardedModel):
     @torch.no_grad()
     def copy_backbone(self, model: ShardedModel) -> None:
         """Copies the weights of a model of the same sizes, except its head. The values become 0."""
-        theirs = model.state_dict()
+        theirs = model.weights()
         for name, param in self._params.items():
             if name == "output_layer.weight":
                 param.zero_()
@@ -48,14 +48,30 @@ class Critic(ShardedModel):
             tensors.check({name: shape for name, shape in shapes.items() if name not in fresh}, {})
             self.load_slices(ChainMap(fresh, tensors))  # type: ignore[arg-type]  # it is only read
 
+    def load_base(self, path: Path) -> None:
+        """Loads the frozen weights beside the adapters from a language model. Adapters and head keep their values. Raises ConfigError."""
+        trained = {name: param.clone() for name, param in self.state_dict().items()}
+        self.load_hf(path)
+        self.load_state_dict(trained)
+
 
 def critic_architecture(arch: Architecture) -> Architecture:
     """The same architecture with a value head."""
     return replace(arch, head="value")
 
 
-def build_critic(path: Path, dtype: str, device: Device, *, trainable: bool = True, recompute: Recompute | None = None) -> Critic:
+def build_critic(
+    path: Path,
+    dtype: str,
+    device: Device,
+    *,
+    trainable: bool = True,
+    recompute: Recompute | None = None,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
+) -> Critic:
     """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
-    critic = Critic(critic_architecture(load_architecture(path)), dtype, device, trainable=trainable, recompute=recompute)
+    arch = critic_architecture(load_architecture(path))
+    critic = Critic(arch, dtype, device, trainable=trainable, recompute=recompute, lora=lora, seed=seed)
     critic.load_hf(path)
     return critic

@@ -88,11 +88,10 @@ class Device:
         the process since its start."""
         if self.kind == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        module = getattr(torch, self.kind)
-        module.synchronize()
-        module.empty_cache()
-        peak = int(module.max_memory_allocated())
-        module.reset_peak_memory_stats()
+        self.synchronize()
+        getattr(torch, self.kind).empty_cache()
+        peak = int(getattr(torch, self.kind).max_memory_allocated())
+        getattr(torch, self.kind).reset_peak_memory_stats()
         return peak
 
     def megatron(self) -> contextlib.AbstractContextManager[Any]:

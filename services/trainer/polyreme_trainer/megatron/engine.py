@@ -37,7 +37,7 @@ from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy, build_policy
-from polyreme_trainer.megatron.roles import Forward, Role
+from polyreme_trainer.megatron.roles import BaseRole, Forward, Role
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.step import Iteration, train_iteration
@@ -130,6 +130,9 @@ class MegatronEngine:
         self.state = AlgorithmState.from_json(self.facts["algorithm"])
         if self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(self.saves.check_reference(self.facts))
+        settings = self.config.trainer
+        if self.critic is not None and self.critic.model.adapters is not None and settings.critic.path is None and settings.sft:
+            self.critic.model.load_base(self.saves.check_reference(self.facts))  # it started from the actor after the warm start
         return version
 
     def begin_phase(self, phase: SftPhase) -> None:
@@ -188,13 +191,20 @@ class MegatronEngine:
     def make_critic(self) -> Role[Critic]:
         """Creates the critic role with the weights of its Hugging Face directory."""
         path = self.config.trainer.critic.path or self.config.model.path
-        critic = build_critic(path, self.config.model.dtype, self.device, recompute=self.config.trainer.recompute)
+        settings = self.config.trainer
+        critic = build_critic(
+            path, self.config.model.dtype, self.device, recompute=settings.recompute, lora=settings.lora, seed=self.config.seed
+        )
         role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
         role.make_optimizer(adam_of(self.critic_optimizer))
         return role
 
     def make_reference(self, path: Path) -> None:
-        """Creates the reference role with the weights of a Hugging Face directory."""
+        """Creates the reference role with the weights of a Hugging Face directory, version 0's. Where adapters have started from nothing,
+        these are the actor's without its adapters."""
+        if self.config.shares_reference:
+            self.reference = BaseRole("reference", self.policy, self.actor.forward, self.shard)
+            return
         self.reference = self.frozen_role("reference", self.policy.dtype)
         self.reference.model.load_hf(path)
 
@@ -240,8 +250,9 @@ class MegatronEngine:
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
         facts = {**facts, "algorithm": self.state.to_json()}
-        further = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
-        saved = self.saves.save(version, self.saved, facts, tensors, {name: model for name, model in further.items() if model})
+        others = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
+        further = {name: model for name, model in others.items() if model}
+        saved = self.saves.save(version, self.saved, facts, tensors, further, self.policy.adapter(self.config.model.path))
         if version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
             self.make_reference(self.saves.hf_path(0))
         return saved

@@ -1,4 +1,5 @@
-"""Exports a policy as a Hugging Face directory that transformers and vLLM load, with its critic and its moving average as subdirectories.
+"""Exports a policy as a Hugging Face directory that transformers and vLLM load, with its critic, its moving average and its adapters as
+subdirectories.
 
 Invariant: an exported directory is complete, including its subdirectories.
 """
@@ -14,11 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from polyreme_trainer.megatron.atomic import new_directory
+from polyreme_trainer.megatron.peft_files import PeftAdapter
 
 CRITIC = "critic"
 """The critic's directory within the policy's."""
 EMA = "ema"
 """Likewise of the moving average."""
+ADAPTER = "adapter"
+"""Likewise of the adapters in PEFT's format. Beside the merged weights, transformers would add them a second time."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,12 @@ class Export:
         tensors: every Hugging Face tensor, whole and of one dtype, without aliases (a tied lm_head follows from the config). They may be
             views into an arena slot.
         model_files: config.json and the tokenizer's files by name, as at the run's start.
+        adapter: the adapters, which `tensors` already contains.
     """
 
     tensors: Mapping[str, Tensor]
     model_files: Mapping[str, bytes]
+    adapter: PeftAdapter | None = None
 
 
 def export_hf(directory: Path, policy: Export, further: Mapping[str, Export] = MappingProxyType({})) -> None:
@@ -61,6 +67,9 @@ def _write(folder: Path, model: Export) -> None:
     for name, content in model.model_files.items():
         (folder / name).write_bytes(with_dtype(content, dtype) if name == "config.json" else content)
     save_file(dict(model.tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    if model.adapter is not None:
+        (folder / ADAPTER).mkdir()
+        model.adapter.write(folder / ADAPTER)
 
 
 def classifier_config(config: bytes) -> bytes:

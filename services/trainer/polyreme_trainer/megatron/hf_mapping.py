@@ -71,7 +71,7 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
         raise ValueError(f"{arch.family.name} has no experts that {rank.ep} expert ranks could share")
     if arch.experts % rank.ep:
         raise ValueError(f"{arch.experts} experts do not divide over {rank.ep} expert ranks")
-    if first:
+    if first and not arch.adapter:
         yield EMBEDDING_ROW, leads
     per_stage, rest = divmod(arch.layers, rank.pp)
     if rest:
@@ -79,10 +79,10 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
     for local in range(per_stage):
         for row, same in arch.layer_rows(rank.ep_rank, rank.ep):
             yield row.in_layer(local, rank.pp_rank * per_stage + local), leads or not same
-    if last:
+    if last and not arch.adapter:
         yield FINAL_NORM_ROW, leads
-        if not (first and arch.head == "tied"):
-            yield arch.head_row(), leads and arch.head != "tied"
+    if last and (arch.head == "value" if arch.adapter else not (first and arch.head == "tied")):
+        yield arch.head_row(), leads and arch.head != "tied"
 
 
 def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:
@@ -107,7 +107,8 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
     for row, writes in stage_rows(arch, rank):
         for name, param_index, hf_index in _SHARES[row.share](arch, rank, list(arch.shapes(row).items())):
             primary = writes and (row.share != "all" or rank.tp_rank == 0)
-            slices.append(Slice(row.param, name, param_index, hf_index, primary))
+            if name not in row.absent:
+                slices.append(Slice(row.param, name, param_index, hf_index, primary))
     return slices
 
 
@@ -128,7 +129,7 @@ def padded_vocab(arch: Architecture, tp: int, multiple: int = VOCAB_MULTIPLE) ->
 
 def hf_shapes(arch: Architecture) -> dict[str, Shape]:
     """Name and shape of every Hugging Face tensor, in model order, without a tied lm_head (see `hf_aliases`)."""
-    return {name: shape for row in arch.rows() for name, shape in arch.shapes(row).items()}
+    return arch.hf_shapes()
 
 
 def hf_aliases(arch: Architecture) -> dict[str, str]:
@@ -144,6 +145,8 @@ def param_shapes(arch: Architecture, rank: Rank) -> dict[str, Shape]:
         first, *rest = parts[0]
         if row.share in ("gate_up", "qkv"):
             first = sum(part[0] for part in parts) // rank.tp
+        elif row.share == "all":
+            first = sum(part[0] for part in parts)
         elif row.share == "vocab":
             first = padded_vocab(arch, rank.tp, rank.vocab_multiple) // rank.tp
         elif row.share == "columns":
@@ -157,9 +160,10 @@ _Piece = tuple[str, Index, Index]
 
 
 def _all(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Piece]:
-    ((name, shape),) = parts
-    whole = tuple(slice(0, n) for n in shape)
-    yield name, whole, whole
+    at = 0
+    for name, shape in parts:
+        yield _rows(name, shape, at, 0, shape[0])
+        at += shape[0]
 
 
 def _columns(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Piece]:

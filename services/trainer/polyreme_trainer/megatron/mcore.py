@@ -47,7 +47,7 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
-    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, mappings
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region, mappings
     from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -103,6 +103,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "TransformerLayerSubmodules",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "forward_backward_pipelining_without_interleaving",
     "gather_from_sequence_parallel_region",

@@ -1,6 +1,7 @@
 """One rank's shard of a model: built, loaded, copied, gathered and written as Hugging Face tensors.
 
-Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both directions.
+Invariant: weights enter and leave only through `hf_mapping`, so loading, export and weight sync use one mapping in both directions. What
+leaves has the adapters added to it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from polyreme.config.trainer import Recompute
+from polyreme.config.trainer import LoraConfig, Recompute
 from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.megatron import hf_mapping
@@ -20,7 +21,9 @@ from polyreme_trainer.megatron.build import build_module, pick_spec, rank
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
+from polyreme_trainer.megatron.lora import Adapters
 from polyreme_trainer.megatron.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, parallel_state
+from polyreme_trainer.megatron.peft_files import PeftAdapter
 from polyreme_trainer.megatron.rotary import angles
 from polyreme_trainer.megatron.spec import Angles, ModelSpec
 
@@ -33,9 +36,12 @@ class ShardedModel:
     Args:
         spec: the model spec; None for the device's.
         recompute: the activations that a backward pass computes again.
+        lora: trains low-rank adapters in place of the weights. None: trains the weights.
+        seed: of new adapters.
 
     Attributes:
         module: megatron-core's GPTModel.
+        adapters: None without LoRA.
         ddp: the same wrapped for data parallelism, with its gradient buffers; None when frozen.
     """
 
@@ -48,6 +54,8 @@ class ShardedModel:
         trainable: bool,
         spec: ModelSpec | None = None,
         recompute: Recompute | None = None,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
         self.spec = spec or pick_spec(device)
@@ -55,6 +63,8 @@ class ShardedModel:
         self.rank = rank()
         self.slices = hf_mapping.rank_slices(arch, self.rank)
         self._params = dict(self.module.named_parameters())
+        self.adapters = None if lora is None else Adapters(self.module, arch, self.rank, lora, seed)
+        self._trained = self._params if self.adapters is None else self.adapters.params
         self.ddp: DistributedDataParallel | None = None
         if trainable:
             several = parallel_state.get_data_parallel_world_size() > 1
@@ -63,6 +73,15 @@ class ShardedModel:
                 self.ddp = DistributedDataParallel(self.module.config, config, self.module)
         else:
             self.module.requires_grad_(False)
+
+    @property
+    def trained_arch(self) -> Architecture:
+        """The mapping table of the parameters that training changes."""
+        return self.arch if self.adapters is None else self.adapters.arch
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """This rank's parameters by name, without adapters because these are added to them. Only what an adapter changes is a copy."""
+        return self.state_dict() if self.adapters is None else self.adapters.merge(self._params)
 
     def load_hf(self, path: Path) -> None:
         """Loads this rank's slices from the safetensors of a Hugging Face directory. Raises ConfigError when they do not fit."""
@@ -85,32 +104,42 @@ class ShardedModel:
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
         """Copies this rank's primary slices into whole Hugging Face tensors. The ranks that have `writes` together fill them."""
+        weights = self.weights()
         for piece in self.slices:
             if piece.primary:
-                views[piece.hf_name][piece.hf_index].copy_(self._params[piece.param][piece.param_index])
+                views[piece.hf_name][piece.hf_index].copy_(weights[piece.param][piece.param_index])
 
-    @torch.no_grad()
     def full_tensors(self) -> dict[str, Tensor] | None:
         """Whole Hugging Face tensors, on the CPU of the first stage's first tensor and expert rank; None on the others. Collective over all
         of these."""
+        return self._full(self.arch, self.weights())
+
+    def adapter(self, base: Path) -> PeftAdapter | None:
+        """The adapters for PEFT, likewise; also None without adapters. `base`: the directory of the frozen weights."""
+        tensors = None if self.adapters is None else self._full(self.adapters.arch, self.adapters.params)
+        return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base)
+
+    @torch.no_grad()
+    def _full(self, arch: Architecture, mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The whole tensors of a table, of which this rank has the parameters `mine`. Collective as `full_tensors`."""
         here = self.rank
         ranks = [replace(here, tp_rank=tensor, ep_rank=expert) for expert in range(here.ep) for tensor in range(here.tp)]
         if here != ranks[0]:
-            for _ in self._gather_params(len(ranks)):
+            for _ in self._gather(mine, len(ranks)):
                 pass
             return None
-        owners = hf_mapping.stage_of_tensors(self.arch, here)
+        owners = hf_mapping.stage_of_tensors(arch, here)
         full = {
             name: torch.empty(shape, dtype=DTYPES[self.dtype][0])
-            for name, shape in hf_mapping.hf_shapes(self.arch).items()
+            for name, shape in hf_mapping.hf_shapes(arch).items()
             if here.pp_rank in (0, owners[name])
         }
-        pieces: dict[str, list[tuple[int, hf_mapping.Slice]]] = {name: [] for name in self._params}
+        pieces: dict[str, list[tuple[int, hf_mapping.Slice]]] = {name: [] for name in mine}
         for number, place in enumerate(ranks):
-            for piece in hf_mapping.rank_slices(self.arch, place):
+            for piece in hf_mapping.rank_slices(arch, place):
                 if piece.primary:
                     pieces[piece.param].append((number, piece))
-        for name, parts in self._gather_params(len(ranks)):
+        for name, parts in self._gather(mine, len(ranks)):
             for number, piece in pieces[name]:
                 full[piece.hf_name][piece.hf_index].copy_(parts[number][piece.param_index])
         return self._collect_stages(full, owners) if here.pp > 1 else full
@@ -132,19 +161,19 @@ class ShardedModel:
     def frozen_copy(self) -> Self:
         """A copy of the present weights without gradient buffers."""
         copy = type(self)(self.arch, self.dtype, self.device, trainable=False, spec=self.spec)
-        copy.load_state_dict(self.state_dict())
+        copy.load_state_dict(self.weights())
         return copy
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's parameters by name (not copies)."""
-        return {name: param.detach() for name, param in self._params.items()}
+        """The parameters of this rank that training changes, by name (not copies)."""
+        return {name: param.detach() for name, param in self._trained.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restores the result of `state_dict` on a rank of the same layout. Raises KeyError or RuntimeError when it does not fit."""
-        if state.keys() != self._params.keys():
-            raise KeyError(f"parameters {sorted(state.keys() ^ self._params.keys())} are not on both sides")
-        for name, param in self._params.items():
+        if state.keys() != self._trained.keys():
+            raise KeyError(f"parameters {sorted(state.keys() ^ self._trained.keys())} are not on both sides")
+        for name, param in self._trained.items():
             param.copy_(state[name])
 
     def own_state_dict(self) -> dict[str, Tensor]:
@@ -170,11 +199,11 @@ class ShardedModel:
         whole = not self.module.post_process or width == padded.shape[1]
         return hidden if whole else hidden.unflatten(0, padded.shape)[:, :width].flatten(0, 1)
 
-    def _gather_params(self, count: int) -> Iterator[tuple[str, list[Tensor]]]:
+    def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
         """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
         leads = torch.distributed.get_rank(group) == 0
-        for name, param in self._params.items():
+        for name, param in mine.items():
             if count == 1:
                 yield name, [param]
                 continue
@@ -187,7 +216,7 @@ def check_same_weights(model: ShardedModel) -> None:
     """Compares the weights that the data ranks have read on their machines. Collective. Raises ConfigError when they differ."""
     groups = parallel_state.get_data_parallel_group(), parallel_state.get_expert_data_parallel_group()
     digests = xxhash.xxh3_64(), xxhash.xxh3_64()  # of the parameters that each group shares
-    for name, param in model.state_dict().items():
+    for name, param in model.weights().items():
         digests[hf_mapping.is_expert(name)].update(param.cpu().contiguous().view(torch.uint8).numpy().data)
     for group, digest in zip(groups, digests, strict=True):
         mine = torch.tensor([digest.intdigest() - 2**63], dtype=torch.int64, device=model.device.torch)

@@ -115,7 +115,7 @@ class Optimizer:
         parameters = list(model.module.named_parameters())
         self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
         # Of a parameter that all expert ranks have, each counts its own fragments.
-        mine = {piece.param for piece in rank_slices(model.arch, replace(model.rank, ep_rank=0)) if piece.primary}
+        mine = {piece.param for piece in rank_slices(model.trained_arch, replace(model.rank, ep_rank=0)) if piece.primary}
         self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
         self.zero_grad()
 
@@ -141,6 +141,8 @@ class Optimizer:
                 norm, are not finite; the model is unusable then.
         """
         mcore.finalize_model_grads([self._ddp])
+        if self.model.adapters is not None:
+            self.model.adapters.sum_gradients()
         norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")

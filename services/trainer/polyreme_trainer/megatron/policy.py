@@ -90,7 +90,15 @@ class Policy(ShardedModel):
 
 def build_policy(config: RunConfig, device: Device, *, trainable: bool = True) -> Policy:
     """The run's model with the weights of its Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
-    arch, recompute = load_architecture(config.model.path), config.trainer.recompute
-    policy = Policy(arch, config.model.dtype, device, trainable=trainable, recompute=recompute)
+    arch, settings = load_architecture(config.model.path), config.trainer
+    policy = Policy(
+        arch,
+        config.model.dtype,
+        device,
+        trainable=trainable,
+        recompute=settings.recompute,
+        lora=settings.lora if trainable else None,
+        seed=config.seed,
+    )
     policy.load_hf(config.model.path)
     return policy

@@ -1,5 +1,7 @@
 """Roles: actor, critic, reference and moving average are the same kind of object, a model with an optimizer if it is trained.
 
+With adapters, a reference that is the actor's initial model needs no model of its own, see `BaseRole`.
+
 Invariant: a role without an optimizer changes only between two iterations, if at all. Checkpoints and resumes iterate over roles and handle
 all of them alike.
 """
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences
+from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, cost_of
 from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
 from polyreme_trainer.megatron.pipeline import Job, run_stages, run_whole
@@ -50,12 +52,8 @@ class Role(Generic[Model]):
 
     def __init__(self, name: str, model: Model, forward: Forward, shard: DataShard) -> None:
         self.name, self.model, self.forward, self.shard = name, model, forward, shard
+        self.cost = cost_of(model.arch)
         self.optimizer: Optimizer | None = None
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the whole model."""
-        return self.model.arch.parameters
 
     def make_optimizer(self, adam: Adam) -> None:
         """Creates an optimizer with zero moments. With bfloat16 weights it takes a full-precision copy of them now."""
@@ -113,7 +111,7 @@ class Role(Generic[Model]):
                 return Job(batch.ids, lambda: 0 * forward(batch).sum())
             return Job(batch.ids, lambda: term.loss(batch, forward(batch)))
 
-        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.parameters))
+        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost))
         if self.shard.stages is None:
             run_whole(jobs, backward)
         else:
@@ -127,7 +125,8 @@ class Role(Generic[Model]):
             yield from self.optimizer.tensors()
 
     def rank_state(self) -> RankState:
-        """The weights and moments that this rank saves (not copies). Of the ranks that have the same weights, the first saves them."""
+        """What training changes, weights and moments, as far as this rank saves it (not copies). Of the ranks that have the same weights, the
+        first saves them."""
         weights = {name: (0, param.flatten()) for name, param in self.model.own_state_dict().items()}
         state: dict[str, Any] = {"steps": 0, WEIGHTS: weights}
         if self.optimizer is not None:
@@ -144,6 +143,15 @@ class Role(Generic[Model]):
         self.model.load_state_dict(read(WEIGHTS, self.model.state_dict()))
         if self.optimizer is not None:
             self.optimizer.restore(steps, read)
+
+
+class BaseRole(Role[Model]):
+    """A frozen role: another role's model without its adapters, in the same memory."""
+
+    def _run(self, term: LossTerm, backward: bool) -> None:
+        assert self.model.adapters is not None and not backward
+        with self.model.adapters.off():
+            super()._run(term, backward)
 
 
 def everything(sequences: Sequences) -> IntArray:

@@ -18,6 +18,7 @@ from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic, checkpoint
 from polyreme_trainer.megatron.export import Export, export_hf
+from polyreme_trainer.megatron.peft_files import PeftAdapter
 from polyreme_trainer.megatron.roles import Role
 
 WARM_START = "warm-start"
@@ -76,13 +77,14 @@ class Saves:
             Its version and facts; None when the run has no checkpoint yet.
 
         Raises:
-            ConfigError: there are checkpoints, but all of them are damaged.
+            ConfigError: there are checkpoints, but all of them are damaged. Or they belong to adapters of other weights.
         """
 
         found = find_newest(self._ranks, self._root)
         if found is None:
             return None
         self.newest = found.iteration
+        self._check_bases(found.facts)
         checkpoint.load(found, roles)
         return self.newest, found.facts
 
@@ -93,6 +95,7 @@ class Saves:
         facts: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
         further: Mapping[str, Export],
+        adapter: PeftAdapter | None = None,
     ) -> Saved:
         """Writes the Hugging Face directory and the checkpoint of `version`, and removes those beyond `keep_checkpoints`. Collective.
 
@@ -101,17 +104,19 @@ class Saves:
             facts: facts for the checkpoint; rank 0's are stored.
             tensors: the version's tensors by Hugging Face name, without aliases; used on rank 0.
             further: more models to export, by the name of their subdirectory; used on rank 0.
+            adapter: the adapters that `tensors` contains; used on rank 0.
         """
         path = checkpoint.iteration_path(self._root, version)
 
         async def export() -> None:
-            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files), further)
+            await asyncio.to_thread(export_hf, self.hf_path(version), Export(tensors, self._files, adapter), further)
 
         async def prune() -> None:
             await asyncio.to_thread(self._prune, version)
 
         self._ranks.on_leader(export)
-        checkpoint.save(path, roles, {**facts, "reference": self._reference_digest} if self._ranks.leads else facts)
+        digests = {"reference": self._reference_digest, **self._base_digests} if self._ranks.leads else {}
+        checkpoint.save(path, roles, {**facts, **digests})
         self.newest = version
         self._ranks.on_leader(prune)
         oldest = checkpoint.find(self._root)[0].iteration if self._ranks.leads else version
@@ -140,12 +145,16 @@ class Saves:
             return found.path.name.encode() if found else b""
 
         name = self._ranks.broadcast_from_leader(find).decode()
-        return read_shared(self._root / name) if name else None
+        if not name:
+            return None
+        found = read_shared(self._root / name)
+        self._check_bases(found.facts)
+        return found
 
     def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
         """Writes a checkpoint between two steps of a warm start and removes older ones. `step` counts the steps of all phases. Collective."""
         path = self._root / f"{WARM_START}-{step:06d}"
-        checkpoint.save(path, roles, facts)
+        checkpoint.save(path, roles, {**facts, **(self._base_digests if self._ranks.leads else {})})
         if self._ranks.leads:
             self._discard_warm_starts(except_for=path)
 
@@ -161,6 +170,27 @@ class Saves:
         for path in self._root.glob(f"{WARM_START}-*"):
             if path != except_for:
                 atomic.discard(path)
+
+    def _check_bases(self, facts: Mapping[str, Any]) -> None:
+        """Raises ConfigError when the frozen weights are not those of the checkpoint with these facts. Collective."""
+
+        async def check() -> None:
+            for use, path in self._bases.items():
+                await asyncio.to_thread(checkpoint.check_weights, facts[use], path, f"the {use}")
+
+        self._ranks.on_leader(check)
+
+    @property
+    def _bases(self) -> dict[str, Path]:
+        """The directories of the weights beside which adapters are trained, by their use."""
+        if self._config.trainer.lora is None:
+            return {}
+        critic = self._config.trainer.critic.path if self._config.algorithm.has_critic else None
+        return {"base": self._config.model.path} | ({} if critic is None else {"critic_base": critic})
+
+    @cached_property
+    def _base_digests(self) -> dict[str, str]:
+        return {use: checkpoint.weights_digest(path) for use, path in self._bases.items()}
 
     @cached_property
     def _reference_digest(self) -> str:

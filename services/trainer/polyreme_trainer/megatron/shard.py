@@ -4,7 +4,7 @@ Invariant: the data ranks' shares of a step are disjoint and together cover it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme_trainer.megatron.batch import (
-    OVERHEAD_FLOPS,
+    Cost,
     IntArray,
     MicroBatch,
     Sequences,
@@ -42,18 +42,18 @@ class DataShard:
     group: dist.ProcessGroup | None = None
     stages: dist.ProcessGroup | None = None
 
-    def micro_batches(self, sequences: Sequences, indices: IntArray, parameters: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, sequences: Sequences, indices: IntArray, cost: Cost) -> Iterator[MicroBatch]:
         """This rank's share of `indices`, padded: as many micro-batches as on every other rank, of which some may have no sequence.
 
         Args:
             indices: the sequences; those that belong together are all there, one after the other.
-            parameters: the parameters of the whole model; they decide how many tokens cost as much as one more micro-batch.
+            cost: what the model's sequences and micro-batches cost.
         """
         together = sequences.together
         lengths = sequences.lengths.reshape(-1, together).max(axis=1)  # of each row of sequences that stay together
         rows = indices[::together] // together
-        budget, overhead = self.micro_batch_tokens // together, OVERHEAD_FLOPS / (6 * parameters) / together
-        for part in plan_ranks(lengths, rows, self.ranks, budget, overhead)[self.rank]:
+        budget, row_cost = self.micro_batch_tokens // together, replace(cost, overhead=cost.overhead / together)
+        for part in plan_ranks(lengths, rows, self.ranks, budget, row_cost)[self.rank]:
             yield pad(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device)
 
     def sum(self, tensor: Tensor) -> Tensor:

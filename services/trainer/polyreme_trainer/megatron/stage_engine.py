@@ -7,16 +7,15 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from polyreme.config.stage import StageConfig
-from polyreme.errors import ConfigError
 from polyreme_trainer.algorithms.metrics import Metrics, finish
 from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
@@ -32,7 +31,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy
-from polyreme_trainer.megatron.roles import Loss, LossTerm, Role
+from polyreme_trainer.megatron.roles import BaseRole, Loss, LossTerm, Role
 from polyreme_trainer.megatron.saves import find_newest
 from polyreme_trainer.megatron.shard import DataShard, data_shard
 from polyreme_trainer.megatron.step import over_ranks
@@ -83,31 +82,34 @@ class MegatronStageEngine:
         self.model = self.make_model()
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
         self.reference_path = reference
-        self.reference = None if reference is None else policy_role("reference", reference, config, self.shard, device, False)
+        self.reference = None if reference is None else self.make_reference(reference)
 
     def make_model(self) -> Role[Any]:
         """The trained model, with the weights of its Hugging Face directory."""
-        model = self.config.model
+        model, settings = self.config.model, self.config.trainer
         if self.objective.head == "language":
             return policy_role("model", model.path, self.config, self.shard, self.device, True)
-        critic = build_critic(model.path, model.dtype, self.device, recompute=self.config.trainer.recompute)
+        critic = build_critic(
+            model.path, model.dtype, self.device, recompute=settings.recompute, lora=settings.lora, seed=self.config.seed
+        )
         return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
+
+    def make_reference(self, path: Path) -> Role[Policy]:
+        """The reference. With adapters, the initial model is the trained one without them."""
+        if self.config.shares_reference(path):
+            return BaseRole("reference", self.model.model, self.model.forward, self.shard)
+        return policy_role("reference", path, self.config, self.shard, self.device, False)
 
     def load(self) -> int:
         found = find_newest(self.ranks, self.root, self.prefix)
         if found is None:
             return 0
-        saved = found.facts["reference"]
 
-        async def check_reference() -> None:
-            if saved != (digest := await asyncio.to_thread(self.reference_digest)):
-                raise ConfigError(
-                    f"digest {saved} of the reference's weights in {self.reference_path}, as the checkpoint has it",
-                    str(digest),
-                    "Restore the directory from a copy.",
-                )
+        async def check_frozen() -> None:
+            for use, path in self.frozen_weights.items():
+                await asyncio.to_thread(checkpoint.check_weights, found.facts[use], path, f"the {use}")
 
-        self.ranks.on_leader(check_reference)
+        self.ranks.on_leader(check_frozen)
         checkpoint.load(found, [self.model])
         return found.iteration
 
@@ -127,8 +129,7 @@ class MegatronStageEngine:
 
     def save(self, number: int, facts: Mapping[str, Any]) -> Path:
         path = checkpoint.iteration_path(self.root, number, self.prefix)
-        digest = self.reference_digest() if self.ranks.leads else None
-        checkpoint.save(path, [self.model], {**facts, "reference": digest})
+        checkpoint.save(path, [self.model], {**facts, **(self.frozen_digests if self.ranks.leads else {})})
 
         async def prune() -> None:
             keep = self.config.trainer.keep_checkpoints
@@ -138,14 +139,14 @@ class MegatronStageEngine:
         return path
 
     def export(self, path: Path) -> Sequence[Gate]:
-        tensors = self.model.model.full_tensors()
+        tensors, adapter = self.model.model.full_tensors(), self.model.model.adapter(self.config.model.path)
         ids = self.probe_ids()
         mine = self.probe(ids.to(self.device.torch))
         outcomes: list[Gate] = []
 
         async def write_and_compare() -> None:
             assert tensors is not None
-            export = Export(tensors, self.files)
+            export = Export(tensors, self.files, adapter)
             if self.objective.head == "value":
                 export = as_classifier(export, pad_token_id=self.classifier_pad())
             await asyncio.to_thread(export_hf, path, export)
@@ -197,12 +198,16 @@ class MegatronStageEngine:
 
         return loss
 
-    def reference_digest(self) -> str | None:
-        """Of the reference's weight files; None without a reference. On rank 0."""
-        if self.reference_path is None:
-            return None
-        files = {file.name: checkpoint.digest_of(file) for file in sorted(self.reference_path.glob("*.safetensors"))}
-        return xxhash.xxh3_64_hexdigest(json.dumps(files).encode())
+    @property
+    def frozen_weights(self) -> dict[str, Path]:
+        """The directories of weights that a resume reads again, by their use. Checkpoints have their digests."""
+        base = {} if self.config.trainer.lora is None else {"base": self.config.model.path}
+        return base if self.reference_path is None else {"reference": self.reference_path, **base}
+
+    @cached_property
+    def frozen_digests(self) -> dict[str, str]:
+        """The digests of `frozen_weights`. On rank 0."""
+        return {use: checkpoint.weights_digest(path) for use, path in self.frozen_weights.items()}
 
     def classifier_pad(self) -> int | None:
         """The padding token for config.json. transformers scores a sequence at its last token that is none, so a stop token is never it."""
@@ -232,7 +237,15 @@ class MegatronStageEngine:
 
 def policy_role(name: str, path: Path, config: StageConfig, shard: DataShard, device: Device, trainable: bool) -> Role[Policy]:
     """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
-    arch, recompute = load_architecture(path), config.trainer.recompute
-    policy = Policy(arch, config.model.dtype, device, trainable=trainable, recompute=recompute)
+    arch, settings = load_architecture(path), config.trainer
+    policy = Policy(
+        arch,
+        config.model.dtype,
+        device,
+        trainable=trainable,
+        recompute=settings.recompute,
+        lora=settings.lora if trainable else None,
+        seed=config.seed,
+    )
     policy.load_hf(path)
     return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), shard)

@@ -129,7 +129,7 @@ def throughput(tokens: int, timing: Mapping[str, float], update: float, config: 
     """
     ranks, replicas = config.trainer.parallel.world_size, max(1, config.rollout.replicas) * config.rollout.tensor_parallel
     parts = {
-        "e2e_tps": (ranks + replicas, timing["timing/all"]),
+        "e2e_tps": (max(ranks, replicas) if config.placement == "colocated" else ranks + replicas, timing["timing/all"]),
         "update_tps": (ranks, update),
         "vllm_tps": (replicas, timing["timing/rollout"]),
     }

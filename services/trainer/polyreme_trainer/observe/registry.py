@@ -172,7 +172,11 @@ TIMING = (
 )
 _TOKENS = "(response_length/mean + prompt_length/mean) x samples, greedy baselines included,"
 THROUGHPUT = (
-    Metric("e2e_tps", "tokens/s per device", f"{_TOKENS} / (learner ranks + devices of the configured replicas) / timing/all."),
+    Metric(
+        "e2e_tps",
+        "tokens/s per device",
+        f"{_TOKENS} / (learner ranks + devices of the configured replicas; the larger of both where they share them) / timing/all.",
+    ),
     Metric("update_tps", "tokens/s per device", f"{_TOKENS} / learner ranks / timing/update.", "where the actor is trained"),
     Metric("vllm_tps", "tokens/s per device", f"{_TOKENS} / devices of the configured replicas / timing/rollout."),
     Metric("tokens/generated", "tokens", "Sampled tokens of the iteration."),
@@ -194,6 +198,12 @@ BESIDE = (
     Metric("rollout/pass_rate", "1", "Solved samples of the other prompts.", "`rollout` records with `skip_prompts`"),
     Metric("accuracy", "1", "Right answers among the held-out prompts, greedy.", "`eval` records of rewards that are 0 or 1"),
     Metric("score", "score", "Mean score of the held-out prompts, greedy.", "other `eval` records"),
+    Metric(
+        "SET/METRIC",
+        "1 or score",
+        "Of a named held-out set: its mean, its metrics over several answers, reward/NAME.",
+        "`eval` records",
+    ),
     Metric("sft_NAME/loss", "nats", "Mean cross entropy of the step's trained tokens.", "`sft` records; NAME is the phase"),
     Metric("weights/stall_seconds", "s", "How long generation paused while a replica took a version.", "`commit` records"),
     Metric("weights/reload_seconds", "s", "How long a replica's engine loaded the version's weights.", "`commit` records"),

@@ -8,6 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from polyreme.config.evaluation import pass_sizes
+
 
 def pass_at(answers: int, right: int, k: int) -> float:
     """Probability that at least one of k answers, drawn from `answers` of which `right` are right, is right (k <= answers).
@@ -40,9 +42,8 @@ def answer_metrics(
         f"majority@{n}": math.fsum(majority(*each, pattern) for each in zip(scores, texts, strict=True)) / prompts,
     }
     if correctness:
-        sizes = sorted({*(2**power for power in range(n.bit_length()) if 2**power <= n), n})
         right = [sum(score == 1.0 for score in each) for each in scores]
-        found |= {f"pass@{k}": math.fsum(pass_at(n, count, k) for count in right) / prompts for k in sizes}
+        found |= {f"pass@{k}": math.fsum(pass_at(n, count, k) for count in right) / prompts for k in pass_sizes(n)}
     return found
 
 

@@ -1,4 +1,5 @@
-"""Evaluates one policy version: one greedy answer or several sampled ones to each held-out prompt, by the replicas and rewards of training.
+"""Evaluates one policy version: one greedy answer or several sampled ones to each prompt of each held-out set, by the replicas and rewards
+of training.
 
 Invariant: a result belongs to exactly one version, and its samples never reach the experience log: they are in the run directory,
 samples/evaluation_VERSION.jsonl, before the result is on record.
@@ -8,13 +9,16 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from polyreme.api.v1 import reward_pb2
 from polyreme.api.v1.experience_pb2 import FinishReason
+from polyreme.cli.progress import evaluation_of
 from polyreme.cli.run_records import write_atomically
+from polyreme.config.evaluation import EvaluationSet, best_metric
 from polyreme.config.run import RunConfig
 from polyreme.experience.run import Run
 from polyreme_trainer.data.prompt_store import Prompt
@@ -39,59 +43,113 @@ class EvaluationError(Exception):
     """This version could not be evaluated. Training continues."""
 
 
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A set of held-out prompts, and how each is answered."""
+
+    settings: EvaluationSet
+    prompts: Sequence[Prompt]
+
+    def asked(self) -> list[Prompt]:
+        """The prompt of each answer."""
+        return [prompt for prompt in self.prompts for _ in range(self.settings.answers)]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a set's evaluation found: its metrics and the means of its rewards by name, and a line for each answer."""
+
+    metrics: Mapping[str, float]
+    parts: Mapping[str, float]
+    lines: Sequence[dict[str, Any]]
+
+
 class Evaluator:
-    """Evaluates versions on the first `eval_samples` held-out prompts."""
+    """Evaluates versions on sets of held-out prompts, one set after the other."""
 
     def __init__(
-        self, run: Run, config: RunConfig, template: Template, prompts: Sequence[Prompt], pool: ReplicaPool, rewards: RewardClient
+        self,
+        run: Run,
+        config: RunConfig,
+        template: Template,
+        sets: Sequence[HeldOutSet],
+        pool: ReplicaPool,
+        rewards: RewardClient,
     ) -> None:
         self._run, self._config, self._template, self._pool, self._rewards = run, config, template, pool, rewards
-        self._prompts = prompts[: config.eval_samples]
+        self._sets = sets
 
     async def evaluate(self, version: int) -> float:
-        """Emits the `eval` record of a version, and returns the mean score.
+        """Emits the `eval` record of a version, and returns the result that decides about the best version.
 
         Raises:
-            EvaluationError: generation or scoring failed, or another version sampled some tokens.
+            EvaluationError: generation or scoring failed, another version sampled some tokens, or there is no metric `eval_best`.
             UnavailableError: there is no replica or no reward server.
         """
-        begin, count = time.monotonic(), self._config.eval_answers
+        begin = time.monotonic()
+        results: list[_Result] = []
         try:
-            samples = await self._answers(version)
-            responses, questions = self._questions(version, samples)
-            starts = range(0, len(questions), _SCORED_AT_ONCE)
-            batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
+            for held_out in self._sets:
+                rows = sum(len(each.prompts) for each in self._sets[: len(results)])
+                results.append(await self._evaluate_set(version, held_out, rows, sum(len(each.lines) for each in results)))
         except (GenerateError, ScoreError) as error:
             raise EvaluationError(f"version {version} could not be evaluated: {error}") from error
+        await self._write(version, [line for each in results for line in each.lines])
+        found = list(zip((each.settings for each in self._sets), results, strict=True))
+        record = {
+            "kind": "eval",
+            "version": version,
+            **{settings.metric(name): value for settings, result in found for name, value in result.metrics.items()},
+            **{f"{each.name}/reward/{part}": mean for each, result in found if each.name for part, mean in result.parts.items()},
+            **self._deciding(found),
+            "parts": next((dict(result.parts) for each, result in found if not each.name), {}),
+            "samples": sum(len(each.prompts) for each in self._sets),
+            "seconds": time.monotonic() - begin,
+            "examples": [
+                {key: line[key] for key in ("prompt", "response", "label", "score")}
+                for line in results[0].lines[: EXAMPLES * self._sets[0].settings.answers : self._sets[0].settings.answers]
+            ],
+        }
+        await self._run.emit(record)
+        return evaluation_of(record)[1]
+
+    def _deciding(self, found: Sequence[tuple[EvaluationSet, _Result]]) -> dict[str, Any]:
+        """The result that decides about the best version, where it is not the mean of the only set, which has no name."""
+        if self._config.eval_best is None and not found[0][0].name:
+            return {}
+        settings, metric = best_metric([each for each, _ in found], self._config.eval_best)
+        result = next(each for chosen, each in found if chosen is settings)
+        values = {**result.metrics, **{f"reward/{name}": mean for name, mean in result.parts.items()}}
+        name = next(iter(result.metrics)) if metric == "mean" else metric
+        if name not in values:
+            raise EvaluationError(
+                f"expected the metric eval_best = {self._config.eval_best}; found {', '.join(map(settings.metric, values))}. "
+                "pass@k is there where each score is 1 for a right or 0 for a wrong answer. Fix eval_best."
+            )
+        return {"result": {"metric": settings.metric(name), "value": values[name]}}
+
+    async def _evaluate_set(self, version: int, held_out: HeldOutSet, first_row: int, first_answer: int) -> _Result:
+        """Args: first_row, first_answer: the numbers of the set's first prompt and answer within the evaluation."""
+        settings, count = held_out.settings, held_out.settings.answers
+        samples = await self._answers(version, held_out)
+        responses, questions = self._questions(version, held_out, samples, first_answer)
+        starts = range(0, len(questions), _SCORED_AT_ONCE)
+        batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
         results = [result for batch in batches for result in batch]
         scores = [result.score for result in results]
         lines = [
-            {"version": version, "row": place // count, **({"answer": place % count} if count > 1 else {}), **answer_line(*parts)}
-            for place, parts in enumerate(zip(self._asked(), samples, responses, results, strict=True))
-        ]
-        await self._write(version, lines)
-        name = metric_name(self._rewards.measure_correctness, scores)
-        several = answer_metrics(_groups(scores, count), _groups(responses, count), name == "accuracy", self._config.eval_pattern)
-        await self._run.emit(
             {
-                "kind": "eval",
                 "version": version,
-                name: sum(scores) / len(scores),
-                **several,
-                "parts": part_means(results),
-                "samples": len(self._prompts),
-                "seconds": time.monotonic() - begin,
-                "examples": [
-                    {key: line[key] for key in ("prompt", "response", "label", "score")}
-                    for line in lines[: EXAMPLES * count : count]
-                ],
+                "row": first_row + place // count,
+                **({"set": settings.name} if settings.name else {}),
+                **({"answer": place % count} if count > 1 else {}),
+                **answer_line(*parts),
             }
-        )
-        return sum(scores) / len(scores)
-
-    def _asked(self) -> list[Prompt]:
-        """The prompt of each answer."""
-        return [prompt for prompt in self._prompts for _ in range(self._config.eval_answers)]
+            for place, parts in enumerate(zip(held_out.asked(), samples, responses, results, strict=True))
+        ]
+        name = metric_name(self._rewards.measure_correctness, scores)
+        several = answer_metrics(_groups(scores, count), _groups(responses, count), name == "accuracy", settings.pattern)
+        return _Result({name: sum(scores) / len(scores), **several}, part_means(results), lines)
 
     async def _write(self, version: int, lines: Sequence[dict[str, Any]]) -> None:
         """Writes the file of a version's answers; one that cannot be written is a notice, since the result is known all the same."""
@@ -105,19 +163,19 @@ class Evaluator:
             notice = f"the answers of the evaluation of version {version} could not be written: {error}"
             await self._run.emit({"kind": "notice", "service": "orchestrator", "text": notice})
 
-    async def _answers(self, version: int) -> list[PartialRollout]:
-        """`eval_answers` answers to each prompt, prompt by prompt. Their seeds depend on the prompt's position and not on the version."""
-        config, count = self._config, self._config.eval_answers
+    async def _answers(self, version: int, held_out: HeldOutSet) -> list[PartialRollout]:
+        """The answers to each prompt, prompt by prompt. Their seeds depend on the prompt's position in its set and not on the version."""
+        config, count = self._config, held_out.settings.answers
         capacity = asyncio.Semaphore(max(1, config.rollout.max_num_seqs * max(1, len(self._pool)) // count))
 
         async def answer(position: int, prompt: Prompt) -> list[PartialRollout]:
             wanted = Generation(
                 run_id=self._run.run_id,
-                name=f"eval-{version}-{position}",
+                name="-".join(filter(None, ("eval", str(version), held_out.settings.name, str(position)))),
                 prompt_ids=prompt.ids,
                 count=count,
                 max_new=config.rollout.max_new_tokens,
-                temperature=0.0 if count == 1 else config.eval_temperature,
+                temperature=0.0 if count == 1 else held_out.settings.temperature,
                 stop_ids=self._template.stop_ids,
                 seed=partial(sequence_seed, config.seed, position, 0),
                 min_version=version,
@@ -131,15 +189,18 @@ class Evaluator:
                 raise EvaluationError(f"expected version {version} throughout its evaluation; found tokens of {sorted(strays)}")
             return list(samples)
 
-        groups = await together([answer(position, prompt) for position, prompt in enumerate(self._prompts)])
+        groups = await together([answer(position, prompt) for position, prompt in enumerate(held_out.prompts)])
         return [sample for group in groups for sample in group]
 
-    def _questions(self, version: int, samples: Sequence[PartialRollout]) -> tuple[list[str], list[Question]]:
+    def _questions(
+        self, version: int, held_out: HeldOutSet, samples: Sequence[PartialRollout], first: int
+    ) -> tuple[list[str], list[Question]]:
+        """The responses as text, and what is scored. `first`: number of the set's first answer within the evaluation."""
         ids = [sample.token_ids().tolist() for sample in samples]
         clean, raw = self._template.decode(ids, special=False), self._template.decode(ids, special=True)
         questions = [
             Question(
-                (self._run.run_id, "eval", version, i),
+                (self._run.run_id, "eval", version, first + i),
                 prompt.plain,
                 clean[i],
                 raw[i],
@@ -148,7 +209,7 @@ class Evaluator:
                 prompt.text,
                 tuple(ids[i]),
             )
-            for i, prompt in enumerate(self._asked())
+            for i, prompt in enumerate(held_out.asked())
         ]
         return clean, questions
 

@@ -20,7 +20,7 @@ from polyreme.process.lifecycle import settle
 from polyreme_trainer.data.prompts import load_prompts
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.orchestrator.dynamic_sampling import DynamicSampling
-from polyreme_trainer.orchestrator.evaluate import Evaluator
+from polyreme_trainer.orchestrator.evaluate import Evaluator, HeldOutSet
 from polyreme_trainer.orchestrator.generate import GenerateError
 from polyreme_trainer.orchestrator.group import GroupMaker
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
@@ -62,13 +62,12 @@ async def _orchestrate(run: Run) -> None:
     config, experience = await run.config(), ExperienceLog(run)
     template = Template(await run.model_files(), config.data)
     train = load_prompts(config.data.train, config.data, template)
-    held_out = load_prompts(config.data.eval, config.data, template) if config.data.eval else None
-    for name, data in (("training", train), ("held-out", held_out)):
-        if data:
-            await _notice(
-                run,
-                f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long, {data.duplicates} as repeated (template {template.digest})",
-            )
+    held_out = [(each, load_prompts(each.data, config.data, template)) for each in config.evaluation_sets]
+    for name, data in (("training", train), *((f"held-out {each.name}".rstrip(), data) for each, data in held_out)):
+        await _notice(
+            run,
+            f"{len(data.prompts)} {name} prompts, {data.filtered} filtered as too long, {data.duplicates} as repeated (template {template.digest})",
+        )
     term = await experience.take(Writer.ORCHESTRATOR)
     logger.info("term %d", term.counter)
     pool = ReplicaPool(run, experience, config.rollout.start_timeout, config.rollout.max_num_seqs, config.security)
@@ -85,7 +84,8 @@ async def _orchestrate(run: Run) -> None:
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
     maker = GroupMaker(run.run_id, config, template, train, pool, scoring, PartialRolloutLog(experience))
-    evaluator = Evaluator(run, config, template, held_out.prompts, pool, rewards) if held_out and rewards else None
+    sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
+    evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None
     settle()
     try:
         await Orchestrator(run, config, experience, pool, scoring, maker, evaluator).work()

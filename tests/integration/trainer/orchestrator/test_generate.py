@@ -104,6 +104,25 @@ async def test_a_claim_that_is_cut_as_a_message_comes_ends_its_call(world, monke
         assert one.length == 96
 
 
+async def test_replicas_that_are_asleep_get_no_call_and_their_calls_have_no_deadline(world):
+    (replica,) = await world.start({"step_seconds": 0.01, "lengths": Lengths(1e9)})
+    running = asyncio.create_task(world.generate(max_new=200))
+    await world.a_chunk_came()
+    await replica.engine.pause()
+    [claim] = world.pool._claims
+    assert claim.deadline.when() is not None
+    world.pool.set_asleep(True)
+    waiting = asyncio.create_task(world.generate())
+    await until(lambda: bool(world.pool._waiting))
+    assert claim.deadline.when() is None and len(replica.calls) == 1
+    await replica.engine.resume()
+    world.pool.set_asleep(False)
+    assert claim.deadline.when() is not None
+    for samples in await asyncio.gather(running, waiting):
+        assert len(samples) == 4
+    assert len(replica.calls) == 2  # the first call went on
+
+
 async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
     """Not to the one that it would have waited at: neither long answers nor a full pool keep a replica idle."""
     slow, fast = await world.start(

@@ -9,8 +9,8 @@ from polyreme_trainer.data.token_store import TokenStore
 def test_sequences_are_read_back_in_any_order() -> None:
     stored = [np.arange(n, dtype=np.int32) for n in (3, 0, 5)]
     store = TokenStore()
-    for ids in stored:
-        store.append(ids, (ids % 2).astype(np.uint8))
+    for each in stored:
+        store.append(each, (each % 2).astype(np.uint8))
     ids, mask = store.close()
     assert len(ids) == len(mask) == 3
     for place in (2, 0, 1, -1):

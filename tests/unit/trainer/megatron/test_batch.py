@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.megatron.batch import (
     IGNORE,
+    Cost,
     Sequences,
     collect,
+    cost_of,
     pad,
     plan_micro_batches,
     plan_ranks,
@@ -22,6 +24,9 @@ from polyreme_trainer.megatron.batch import (
     split_steps,
     supervised,
 )
+from polyreme_trainer.megatron.families import read_architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from support.published import CONFIGS
 
 lengths_of = st.lists(st.integers(2, 60), min_size=0, max_size=40).map(lambda x: np.array(x, dtype=np.int64))
 
@@ -57,29 +62,48 @@ def test_no_cut_of_the_sorted_sequences_costs_less(values: list[int], budget: in
 @given(lengths_of, st.integers(1, 5))
 def test_the_shares_of_the_ranks_are_a_balanced_partition(lengths: np.ndarray, ranks: int) -> None:
     indices = np.arange(len(lengths))
-    shares = share(lengths, indices, ranks)
+    shares = share(lengths.astype(np.float64), indices, ranks)
     assert sorted(itertools.chain.from_iterable(s.tolist() for s in shares)) == indices.tolist()
     totals = [int(lengths[s].sum()) for s in shares]
     assert max(totals) - min(totals) <= (lengths.max() if len(lengths) else 0)
 
 
-@given(lengths_of, st.integers(1, 5), st.integers(1, 400), st.floats(0, 500))
+@given(lengths_of, st.integers(1, 5), st.integers(1, 400), st.builds(Cost, st.floats(0, 500), st.floats(0, 1)))
 def test_every_rank_runs_as_many_micro_batches_and_every_sequence_once(
-    lengths: np.ndarray, ranks: int, budget: int, overhead: float
+    lengths: np.ndarray, ranks: int, budget: int, cost: Cost
 ) -> None:
     indices = np.arange(len(lengths))[::-1]
-    plans = plan_ranks(lengths, indices, ranks, budget, overhead)
+    plans = plan_ranks(lengths, indices, ranks, budget, cost)
     assert len(plans) == ranks
     assert len({len(plan) for plan in plans}) == 1
     parts = [part for plan in plans for part in plan]
     assert sorted(itertools.chain.from_iterable(part.tolist() for part in parts)) == sorted(indices.tolist())
     for part in parts:
         assert len(part) <= 1 or len(part) * lengths[part].max() <= budget
-    for mine, plan in zip(share(lengths, indices, ranks), plans, strict=True):
+    for mine, plan in zip(share(cost.of(lengths), indices, ranks), plans, strict=True):
         assert sorted(mine.tolist()) == sorted(itertools.chain.from_iterable(part.tolist() for part in plan))
         assert len(mine) < len(plan) or all(len(part) for part in plan)  # empty only where there are too few sequences
-    again = plan_ranks(lengths.copy(), indices.copy(), ranks, budget, overhead)
+    again = plan_ranks(lengths.copy(), indices.copy(), ranks, budget, cost)
     assert all((a == b).all() for ours, theirs in zip(plans, again, strict=True) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_ranks_share_what_attention_costs_too() -> None:
+    """Balanced by tokens, the rank with the long sequence would work longest: its attention costs as much as another 8,000 tokens."""
+    lengths = np.array([8000, *[500] * 32])
+    cost = Cost(attention=1 / 8000)
+    alone, others = share(cost.of(lengths), np.arange(len(lengths)), 2)
+    by_tokens, _ = share(lengths.astype(np.float64), np.arange(len(lengths)), 2)
+    assert (len(by_tokens), len(alone), len(others)) == (9, 2, 31)
+    work = [float(cost.of(lengths[each]).sum()) for each in (alone, others)]
+    assert max(work) < 1.05 * min(work) and float(cost.of(lengths[by_tokens]).sum()) > 1.2 * min(work)
+
+
+def test_the_cost_of_a_published_model() -> None:
+    """494 million weights, and 24 layers whose queries have 896 features: at 2,048 tokens, attention costs 9% of the weights' products."""
+    cost = cost_of(read_architecture(HfConfig(CONFIGS["Qwen2.5-0.5B-Instruct"], "config.json")))
+    assert cost.attention * 2048 == pytest.approx(24 * 896 * 2048 / 494e6, rel=1e-3)
+    assert cost.of(np.array([2048]))[0] == pytest.approx(2048 * 1.089, rel=1e-3)
+    assert cost.overhead == pytest.approx(0.405, rel=0.01)
 
 
 def test_a_micro_batch_without_sequences_trains_nothing() -> None:

@@ -19,6 +19,8 @@ class Weights:
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._params
 
+    weights = state_dict  # no adapters are added
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name, param in self._params.items():
             param.copy_(state[name])

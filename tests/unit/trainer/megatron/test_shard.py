@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from polyreme_trainer.megatron.batch import Sequences, with_end
+from polyreme_trainer.megatron.batch import Cost, Sequences, with_end
 from polyreme_trainer.megatron.shard import DataShard
+
+COST = Cost(overhead=2e5, attention=1e-3)
 
 
 def sequences(count: int, together: int) -> Sequences:
@@ -21,7 +23,7 @@ def test_pairs_stay_in_one_micro_batch(ranks: int, budget: int) -> None:
     seen = []
     for rank in range(ranks):
         shard = DataShard(torch.device("cpu"), budget, rank, ranks)
-        for batch in shard.micro_batches(whole, np.arange(len(whole)), 1000):
+        for batch in shard.micro_batches(whole, np.arange(len(whole)), COST):
             pairs = batch.indices.reshape(-1, 2)
             assert (pairs[:, 0] % 2 == 0).all() and (pairs[:, 1] == pairs[:, 0] + 1).all()
             assert len(pairs) <= 1 or batch.indices.size * int(whole.lengths[batch.indices].max()) <= budget
@@ -32,7 +34,7 @@ def test_pairs_stay_in_one_micro_batch(ranks: int, budget: int) -> None:
 def test_one_by_one_is_as_it_was() -> None:
     whole, shard = sequences(9, together=1), DataShard(torch.device("cpu"), 40)
     indices = np.array([1, 3, 4, 8])
-    assert sorted(i for batch in shard.micro_batches(whole, indices, 1000) for i in batch.indices.tolist()) == indices.tolist()
+    assert sorted(i for batch in shard.micro_batches(whole, indices, COST) for i in batch.indices.tolist()) == indices.tolist()
 
 
 def test_an_end_keeps_pairs_together() -> None:

@@ -27,7 +27,7 @@ class Drifting:
     steps: int = 0
     rows: list[int] = field(default_factory=list)
     """Of each forward pass with a gradient."""
-    arch = SimpleNamespace(parameters=1000)
+    arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
@@ -108,7 +108,7 @@ def test_samples_without_advantage_are_not_run_and_still_count() -> None:
 class Table(torch.nn.Module):
     """Every token id has a log-probability of its own, in float64. It is its own optimizer, which keeps the weights."""
 
-    arch = SimpleNamespace(parameters=1000)
+    arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
 
     def __init__(self) -> None:
         super().__init__()

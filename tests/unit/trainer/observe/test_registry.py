@@ -78,7 +78,7 @@ NO_METRICS = {"kind", "iteration", "time"}
 class Lookup(torch.nn.Module):
     """A number for each token id: the smallest model that a role can train."""
 
-    arch = SimpleNamespace(parameters=8)
+    arch = SimpleNamespace(active_parameters=8, layers=1, queries=2, sliding=())
     dtype = "float32"
 
     def __init__(self) -> None:
@@ -190,6 +190,11 @@ def test_the_parts_are_measured_and_the_rates_follow_from_them(tmp_path: Path) -
     assert record["update_tps"] == pytest.approx(tokens / record["timing/update"])
     assert record["vllm_tps"] == pytest.approx(tokens / 0.5)
     assert record["timing/non_overlap_rule_reward"] == pytest.approx(0.1)
+
+
+def test_shared_devices_count_once(tmp_path: Path) -> None:
+    apart, together = (ppo_record(run_config(tmp_path, placement=placement)) for placement in ("separate", "colocated"))
+    assert together["e2e_tps"] == pytest.approx(2 * apart["e2e_tps"])
 
 
 def test_scoring_counts_for_the_kinds_of_rewards_that_there_are(tmp_path: Path) -> None:

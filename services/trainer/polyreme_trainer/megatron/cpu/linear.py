@@ -28,7 +28,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
         rows = x.flatten(0, -2)
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)  # a frozen weight's gradient needs no input
         ctx.group, ctx.shape, ctx.with_bias = group, x.shape, bias is not None
         return _product(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
 

@@ -28,19 +28,22 @@ class MappingRow:
 
     Attributes:
         param: the parameter's name; for a layer's row, the name within the layer.
-        share: how tensor ranks share it: "all" (every rank has the whole), "columns" (dimension 1 split evenly), "vocab" (rows, padded),
+        share: how tensor ranks share it: "all" (every rank has the whole; several tensors are stacked), "columns" (dimension 1 split evenly), "vocab" (rows, padded),
             "gate_up" (rows of each tensor split evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
         tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
+        absent: names in `tensors` for which the parameter has rows, always zero, and the model no tensor.
     """
 
     param: str
     share: Share
     tensors: Mapping[str, tuple[int | str, ...]]
+    absent: frozenset[str] = frozenset()
 
     def in_layer(self, param_layer: int, hf_layer: int) -> "MappingRow":
         """The row of one layer, given the layer's number on its pipeline stage and in the whole model."""
         tensors = {f"model.layers.{hf_layer}.{name}": dims for name, dims in self.tensors.items()}
-        return MappingRow(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors)
+        absent = frozenset(f"model.layers.{hf_layer}.{name}" for name in self.absent)
+        return MappingRow(f"decoder.layers.{param_layer}.{self.param}", self.share, tensors, absent)
 
     def of_expert(self, param_expert: int, hf_expert: int) -> "MappingRow":
         """The row with the expert's numbers: of the expert on its rank, and in the whole layer."""
@@ -65,6 +68,8 @@ class Architecture:
         top_k: the number of experts to which a token is routed.
         shared_ffn: the width of the expert that every token passes; 0 without one.
         renormalizes: whether the weights of a token's experts are scaled to sum to 1.
+        adapter: whether the table has the tensors of a model's adapters alone, see `lora_mapping`. A value head is among them, because
+            it is trained as a whole.
     """
 
     family: "ModelFamily"
@@ -89,6 +94,7 @@ class Architecture:
     top_k: int = 0
     shared_ffn: int = 0
     renormalizes: bool = False
+    adapter: bool = False
 
     @property
     def queries(self) -> int:
@@ -101,7 +107,7 @@ class Architecture:
         return self.kv_heads * self.head_dim
 
     def shapes(self, row: MappingRow) -> dict[str, Shape]:
-        """The shape of each Hugging Face tensor of the row."""
+        """The shape of each Hugging Face tensor of the row, including absent ones."""
         return {
             name: tuple(dim if isinstance(dim, int) else getattr(self, dim) for dim in dims) for name, dims in row.tensors.items()
         }
@@ -123,17 +129,23 @@ class Architecture:
 
     def rows(self) -> Iterator[MappingRow]:
         """The whole model's table, in model order. A tied head has no row of its own, because it is the embedding."""
-        yield EMBEDDING_ROW
+        if not self.adapter:
+            yield EMBEDDING_ROW
         for layer in range(self.layers):
             yield from (row.in_layer(layer, layer) for row, _ in self.layer_rows())
-        yield FINAL_NORM_ROW
-        if self.head != "tied":
+        if not self.adapter:
+            yield FINAL_NORM_ROW
+        if self.head == "value" or (self.head == "untied" and not self.adapter):
             yield self.head_row()
+
+    def hf_shapes(self) -> dict[str, Shape]:
+        """Name and shape of every Hugging Face tensor, in model order, without a tied lm_head."""
+        return {name: shape for row in self.rows() for name, shape in self.shapes(row).items() if name not in row.absent}
 
     @property
     def parameters(self) -> int:
         """The number of weights; a tied embedding counts once."""
-        return sum(math.prod(shape) for row in self.rows() for shape in self.shapes(row).values())
+        return sum(math.prod(shape) for shape in self.hf_shapes().values())
 
     @property
     def active_parameters(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from polyreme.config.trainer import Recompute
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import padded_vocab
+from polyreme_trainer.megatron.lora_mapping import stacked_ranks
 from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.megatron.memory.state import Addend, Model
 
@@ -46,6 +47,8 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
     arch, width = model.arch, model.width
     layers = arch.layers // sharding.rank.pp
     each = saved_bytes(arch, sharding, width, batch)
+    if model.adapter is not None and batch.recompute != "full":
+        each += width * stacked_ranks(model.adapter)
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
     saved = Addend(
         f"{model.role} activations",
@@ -53,7 +56,7 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
         f"{batch.tokens:,} tokens x {layers} layers x {each:,} bytes{in_flight}",
     )
     moments = [[saved, peak] for peak in _peaks(model, sharding, batch)]
-    if sharding.first:  # the last gradient of a step, when no layer's activations are left
+    if sharding.first and model.adapter is None:  # the last gradient of a step, when no layer's activations are left
         moments.append([_embedding_gradient(model, sharding)])
     return max(moments, key=lambda terms: sum(term.nbytes for term in terms))
 
@@ -104,7 +107,9 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Adde
 
 
 def _table(model: Model, sharding: Sharding) -> int:
-    """Bytes of the gradient of one rank's part of the embedding, or of the output layer."""
+    """Bytes of the gradient of one rank's part of the embedding, or of the output layer. Beside adapters, they have none."""
+    if model.adapter is not None:
+        return 0
     return padded_vocab(model.arch, sharding.rank.tp) // sharding.rank.tp * model.arch.hidden * model.width
 
 
@@ -129,6 +134,7 @@ def _logits(model: Model, sharding: Sharding, batch: MicroBatchSize) -> Addend:
     if vocab != model.arch.vocab:
         each += FLOAT  # the gradient is copied to add the padding's
     logits, states = batch.trained * block * each, (batch.tokens + batch.trained) * hidden * width
-    parts = (block * width + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
+    of_weights = block * width if model.adapter is None else 0
+    parts = (of_weights + batch.trained * FLOAT) * hidden if several else 0  # a block's gradients of weights and hidden states
     arithmetic = f"{batch.trained:,} tokens x {block:,} columns x {each} bytes, gradients of {table + parts:,}, final hidden states {states:,}"
     return Addend(f"{model.role} logits", logits + table + parts + states, arithmetic)

@@ -28,12 +28,14 @@ class Model:
         role: its name.
         dtype: "float32" or "bfloat16".
         trained: whether it has gradients and an optimizer.
+        adapter: the table of its adapters, which are then all that is trained; None without.
     """
 
     role: str
     arch: Architecture
     dtype: str
     trained: bool
+    adapter: Architecture | None = None
 
     @property
     def width(self) -> int:
@@ -65,13 +67,17 @@ def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
     """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""
     count = rank_parameters(model.arch, sharding)
     terms = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
+    changed = model.adapter or model.arch
+    if model.adapter is not None:
+        count = rank_parameters(changed, sharding)
+        terms.append(Addend(f"{model.role} adapters", count * model.width, f"{count:,} parameters x {model.width} bytes"))
     if model.trained:
         terms.append(
             Addend(f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)")
         )
         master = MASTER_BYTES if model.width < MASTER_BYTES else 0
         each, parts = MOMENTS_BYTES + master, "two moments" + (", master weight" if master else "")
-        experts = expert_parameters(model.arch, sharding) if sharding.rank.ep > 1 else 0
+        experts = expert_parameters(changed, sharding) if sharding.rank.ep > 1 else 0
         for name, part, ranks in (
             ("optimizer", count - experts, sharding.optimizer_ranks),
             ("expert optimizer", experts, sharding.expert_optimizer_ranks),

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron import logprobs
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory import activations
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, layer_bytes, step_terms
 from polyreme_trainer.megatron.memory.sharding import Sharding
@@ -88,3 +90,13 @@ def test_logits_stay_within_a_block() -> None:
 def test_a_critic_has_no_logits() -> None:
     arch, batch = architecture(), MicroBatchSize(1024, 1024)
     assert step(replace(arch, head="value"), batch)[1] < step(arch, batch)[1]
+
+
+def test_beside_adapters_embedding_and_output_layer_have_no_gradient() -> None:
+    arch, batch = architecture(), MicroBatchSize(1024, 1024)
+    lora = LoraConfig(rank=16)
+    adapted = step_terms(Model("actor", arch, "bfloat16", trained=True, adapter=adapter_architecture(arch, lora)), ALONE, batch)
+    full = step_terms(Model("actor", arch, "bfloat16", trained=True), ALONE, batch)
+    inner = 1024 * 28 * 2 * 7 * 16  # the rank's numbers of each of seven projections
+    assert adapted[0].nbytes == full[0].nbytes + inner
+    assert sum(term.nbytes for term in adapted[1:]) < sum(term.nbytes for term in full[1:])

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from polyreme.config.trainer import ParallelConfig
+from polyreme.config.trainer import LoraConfig, ParallelConfig
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.hf_mapping import Rank
+from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
-from polyreme_trainer.megatron.memory.state import Model, rank_parameters, state_terms
+from polyreme_trainer.megatron.memory.state import Model, expert_parameters, rank_parameters, state_terms
 from support.published import CONFIGS, PARAMETERS
 
 
@@ -68,6 +69,16 @@ def test_a_frozen_model_is_its_weights_and_a_shared_optimizer_divides_only_its_s
     assert shared == (2 + 4 + 12 // 4) * arch.parameters
 
 
+@pytest.mark.parametrize(("dtype", "weight", "each"), [("float32", 4, 16), ("bfloat16", 2, 18)])
+def test_beside_adapters_a_parameter_is_its_weight_alone(dtype: str, weight: int, each: int) -> None:
+    arch = architecture("Qwen2.5-7B-Instruct")
+    adapter = adapter_architecture(arch, LoraConfig(rank=16))
+    model = Model("actor", arch, dtype, trained=True, adapter=adapter)
+    assert total(model, Sharding()) == weight * arch.parameters + each * 40_370_176
+    two = total(model, Sharding(optimizer_ranks=2))
+    assert total(model, Sharding()) - two == (each - weight - 4) // 2 * 40_370_176
+
+
 def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> None:
     arch = replace(architecture("Qwen3-235B-A22B"), layers=4)
     experts = (
@@ -77,6 +88,28 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
     (sharding,) = shardings(arch, ParallelConfig(data=8, expert=4))
     shared = total(Model("actor", arch, "bfloat16", trained=True), sharding)
     assert shared == (2 + 4) * (others + experts // 4) + 12 * others // 8 + 12 * (experts // 4) // 2
+
+
+@pytest.mark.parametrize(
+    ("expert", "weights", "gradients", "optimizer"),
+    [(1, 54.8, 109.5, 20.5), (16, 5.2, 10.4, 20.5)],
+)
+def test_the_table_in_the_guide_to_layouts(expert: int, weights: float, gradients: float, optimizer: float) -> None:
+    arch = architecture("Qwen3-235B-A22B")
+    sharding, _ = shardings(arch, ParallelConfig(tensor=4, pipeline=2, data=16, expert=expert))
+    first, second, *rest = (term.nbytes / 2**30 for term in state_terms(Model("actor", arch, "bfloat16", trained=True), sharding))
+    assert (first, second, sum(rest)) == pytest.approx((weights, gradients, optimizer), abs=0.05)
+    experts = expert_parameters(arch, Sharding())
+    assert round(experts / arch.parameters, 2) == 0.97
+
+
+def test_beside_experts_every_rank_has_the_adapters_and_divides_their_state() -> None:
+    arch = replace(architecture("Qwen3-235B-A22B"), layers=4)
+    adapter = adapter_architecture(arch, LoraConfig(rank=16))
+    (sharding,) = shardings(arch, ParallelConfig(data=8, expert=4))
+    frozen = total(Model("actor", arch, "bfloat16", trained=False), sharding)
+    found = total(Model("actor", arch, "bfloat16", trained=True, adapter=adapter), sharding)
+    assert found == frozen + (2 + 4) * adapter.parameters + 12 * adapter.parameters // 8
 
 
 def test_sizes_that_do_not_divide_are_an_error() -> None:

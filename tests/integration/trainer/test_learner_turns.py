@@ -1,0 +1,117 @@
+"""The learner's side of the device lease: its thread, a start behind the replicas, and a grant that has ended."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from polyreme.experience.device_lease import DeviceLease
+from polyreme.experience.leases import Lease, Registry
+from polyreme.experience.run import Run, RunState
+from polyreme.experience.scripts import StaleGrantError
+from polyreme.experience.store import connect
+from polyreme_trainer.learner.device_turns import LearnerTurns
+from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.run_client import DrainError
+from support.configs import run_config
+
+T = TypeVar("T")
+Do = Callable[[Callable[[Run], Awaitable[T]]], T]
+
+
+@pytest.fixture
+def do(redis_url: str, run_id: str, tmp_path: Path) -> Do[Any]:
+    """Does something with the run, which is colocated, from outside the learner."""
+    created: list[int] = []
+
+    async def main(action: Callable[[Run], Awaitable[Any]]) -> Any:
+        redis = await connect(redis_url)
+        try:
+            if not created:
+                created.append((await Run.create(redis, run_id, run_config(tmp_path, placement="colocated"), {})).start)
+            run = Run(redis, run_id)
+            run.start = 1
+            return await action(run)
+        finally:
+            await redis.aclose()
+
+    return lambda action: asyncio.run(main(action))
+
+
+@pytest.fixture
+def turns(do: Do[Any], redis_url: str, run_id: str, tmp_path: Path) -> Iterator[LearnerTurns]:
+    do(register)
+    ranks = Ranks()
+    turns = LearnerTurns(run_config(tmp_path, placement="colocated"), redis_url, run_id, ranks)
+    yield turns
+    turns.close()
+    ranks.close()
+
+
+async def register(run: Run) -> None:
+    """A replica that lives longer than its test."""
+    await Registry(run).register(Lease("rollout", "r", "h:1", "", 1), ttl=1000.0)
+
+
+async def holders(run: Run) -> list[str]:
+    names = [name.decode() for name in await run.redis.hkeys(run.key("device"))]
+    return sorted(name.partition(":")[0] for name in names if name != "counter")
+
+
+def test_turns_change_hands(turns: LearnerTurns, do: Do[Any]) -> None:
+    assert turns.take() and not turns.take()
+    assert do(holders) == ["train"]
+    assert turns.give_up() and not turns.give_up()
+    assert do(holders) == []
+    assert turns.take()
+    turns.close()
+    assert do(holders) == []
+
+
+def test_a_learner_whose_grant_has_ended_publishes_nothing(turns: LearnerTurns, do: Do[Any]) -> None:
+    turns.take()
+
+    async def end(run: Run) -> None:
+        """As if the learner had been stopped for longer than its grant lives, and a replica had come."""
+        [field] = [name for name in await run.redis.hkeys(run.key("device")) if name.startswith(b"train:")]
+        await run.redis.hdel(run.key("device"), field)
+        assert await DeviceLease(run, "generate", "r", ttl=1000.0).ask() is not None
+
+    do(end)
+    with pytest.raises(StaleGrantError):
+        turns._ranks.on_leader(turns.check)
+    with pytest.raises(StaleGrantError):
+        turns.give_up()
+    assert do(holders) == ["generate"]
+
+
+def test_a_run_that_drains_before_its_replicas_come_ends_the_wait(
+    do: Do[Any], redis_url: str, run_id: str, tmp_path: Path
+) -> None:
+    do(holders)  # creates the run
+    ranks = Ranks()
+    turns = LearnerTurns(run_config(tmp_path, placement="colocated"), redis_url, run_id, ranks)
+
+    async def drain_meanwhile() -> None:
+        taking = asyncio.ensure_future(turns._lease.take())
+        redis = await connect(redis_url)
+        run = Run(redis, run_id)
+        run.start = 1
+        await run.set_state(RunState.DRAINING)
+        await redis.aclose()
+        await taking
+
+    with pytest.raises(DrainError):
+        ranks.on_leader(drain_meanwhile)
+    turns.close()
+    ranks.close()
+
+
+def test_separate_devices_need_no_turns(tmp_path: Path) -> None:
+    ranks = Ranks()
+    turns = LearnerTurns(run_config(tmp_path), "redis://127.0.0.1:1", "none", ranks)
+    assert not turns.take() and not turns.give_up() and turns.held
+    turns.close()
+    ranks.close()

@@ -1,0 +1,96 @@
+"""Sets of held-out prompts in a configuration, and the result that decides about the best version."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.config.evaluation import RESERVED, EvaluationSet, best_metric, pass_sizes
+from polyreme.config.load import load_config
+from polyreme.errors import ConfigError
+from polyreme_trainer.observe.registry import SECTIONS
+from support.configs import run_config
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(run_config(tmp_path).to_yaml())
+    return path
+
+
+SETS = "eval_sets=[{name: easy, data: easy.jsonl}, {name: hard, data: [{path: hard.jsonl, split: [0, 0.5]}], answers: 6, samples: 20}]"
+
+
+def test_a_run_without_sets_evaluates_the_data_as_before(file: Path) -> None:
+    config = load_config(file, ["data.eval=held_out.jsonl", "eval_answers=4", "eval_samples=7", "eval_temperature=0.5"])
+    [first] = config.evaluation_sets
+    assert (first.name, first.data, first.samples, first.answers, first.temperature) == ("", config.data.eval, 7, 4, 0.5)
+    assert first.metric("accuracy") == "accuracy"
+    assert config.evaluates(0) is False and config.evaluates(config.iterations)
+
+
+def test_named_sets_come_after_the_data(file: Path) -> None:
+    config = load_config(file, ["data.eval=held_out.jsonl", SETS])
+    assert [each.name for each in config.evaluation_sets] == ["", "easy", "hard"]
+    easy, hard = config.eval_sets
+    assert easy.data == Path.cwd() / "easy.jsonl"  # of an override
+    assert (easy.samples, easy.answers, hard.samples, hard.answers) == (500, 1, 20, 6)
+    assert hard.metric("pass@2") == "hard/pass@2"
+    assert config.fingerprint() == load_config(file).fingerprint()  # operational
+    only = load_config(file, [SETS, "iterations=0", "max_staleness=1"])
+    assert [each.name for each in only.evaluation_sets] == ["easy", "hard"] and only.holds(0)
+
+
+@pytest.mark.parametrize(
+    ("best", "found"),
+    [
+        (None, ("", "mean")),
+        ("mean", ("", "mean")),
+        ("easy/mean", ("easy", "mean")),
+        ("hard/pass@4", ("hard", "pass@4")),
+        ("hard/pass@6", ("hard", "pass@6")),
+        ("hard/majority@6", ("hard", "majority@6")),
+        ("hard/reward/exact", ("hard", "reward/exact")),
+        ("reward/exact", ("", "reward/exact")),
+    ],
+)
+def test_the_metric_that_decides(file: Path, best: str | None, found: tuple[str, str]) -> None:
+    config = load_config(file, ["data.eval=held_out.jsonl", SETS, *([f"eval_best={best}"] if best else [])])
+    settings, metric = best_metric(config.evaluation_sets, config.eval_best)
+    assert (settings.name, metric) == found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["eval_best=mean"],  # no set
+        [SETS, "eval_best=mean"],  # no data.eval
+        [SETS, "eval_best=other/mean"],
+        [SETS, "eval_best=easy/pass@1"],  # one answer
+        [SETS, "eval_best=hard/pass@3"],
+        [SETS, "eval_best=hard/mean@5"],
+        [SETS, "eval_best=hard/accuracy"],
+        ["eval_sets=[{name: a, data: x}, {name: a, data: y}]"],
+        ["eval_sets=[{name: reward, data: x}]"],
+        ["eval_sets=[{name: a/b, data: x}]"],
+        ["eval_sets=[{name: a, data: x, pattern: '('}]"],
+        ["eval_sets=[{name: a}]"],
+        ["iterations=0"],
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(file: Path, overrides: list[Any]) -> None:
+    with pytest.raises(ConfigError):
+        load_config(file, overrides)
+
+
+def test_no_set_has_the_name_of_a_group_of_metrics() -> None:
+    groups = {each.name.partition("/")[0] for metrics in SECTIONS.values() for each in metrics if "/" in each.name}
+    assert {group for group in groups if group.islower()} <= RESERVED
+
+
+def test_pass_at_k_is_there_for_powers_of_two_and_all_answers() -> None:
+    assert [pass_sizes(count) for count in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    settings = EvaluationSet(name="a", data=Path("x"), answers=8)
+    assert [k for k in range(1, 10) if settings.has_metric(f"pass@{k}")] == [1, 2, 4, 8]
+    assert not any(settings.has_metric(name) for name in ("pass@", "pass@x", "other@8", "accuracy"))
