@@ -144,7 +144,7 @@ def redis_bytes(config: RunConfig) -> int:
 
 def _when(interval: int, iterations: int, sets: Sequence[EvaluationSet]) -> str:
     parts = [f"{each.samples} {each.name}".rstrip() for each in sets]
-    prompts = f"{' + '.join(parts)} held-out prompts"
+    prompts = f"up to {' + '.join(parts)} held-out prompts"
     return f"{prompts} before iteration 1 and {_points(interval, iterations)}" if iterations else f"{prompts}, and trains nothing"
 
 

@@ -43,7 +43,7 @@ class RunConfig(BaseConfig):
     eval_interval: Operational[int] = Field(
         0, ge=0, description="Iterations between evaluations. 0: only before the first iteration and after the last."
     )
-    eval_samples: Operational[int] = Field(500, ge=1, description="Held-out prompts per evaluation.")
+    eval_samples: Operational[int] = Field(500, ge=1, description="Largest number of held-out prompts of an evaluation.")
     eval_answers: Operational[int] = Field(
         1,
         ge=1,

@@ -15,7 +15,7 @@ from typing import Any
 from polyreme.cli.reader.index_rows import SampleRow, event_of, points_of, sample_files_of, sample_row, step_of
 from polyreme.errors import ConfigError
 
-SCHEMA = 2
+SCHEMA = 3
 """Changes with the tables; an index of another number is rebuilt."""
 
 _TABLES = """

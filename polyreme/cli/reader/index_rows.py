@@ -20,7 +20,8 @@ class SampleRow:
     """What the index keeps of a sample.
 
     Attributes:
-        id: GROUP.SAMPLE of a trained sample, vVERSION.ROW of an answer in an evaluation.
+        id: GROUP.SAMPLE of a trained sample, vVERSION.ROW of an answer in an evaluation,
+            vVERSION.ROW.ANSWER where each prompt has several.
         kind: "train" or "eval".
         step: the iteration that trained it, or the evaluated version.
         group, position: of a trained sample; of an answer, its row and 0.
@@ -81,7 +82,9 @@ def sample_row(line: Record) -> SampleRow:
 
 def sample_id(line: Record) -> str:
     """The id of a sample within its run."""
-    return f"{line['group']}.{line['sample']}" if "group" in line else f"v{line['version']}.{line['row']}"
+    if "group" in line:
+        return f"{line['group']}.{line['sample']}"
+    return f"v{line['version']}.{line['row']}" + (f".{line['answer']}" if "answer" in line else "")
 
 
 def points_of(record: Record) -> Iterator[tuple[str, float, int]]:

@@ -108,6 +108,16 @@ def test_one_sample_has_all_that_its_line_says(reader: RunReader) -> None:
     assert reader.sample("5.2") is None
 
 
+def test_every_answer_to_a_prompt_of_an_evaluation_is_a_sample(run_dir: Path, reader: RunReader) -> None:
+    answer = {"version": 4, "row": 0, "prompt": "Sort 9", "label": "z", "score": 1.0}
+    write_samples(run_dir, "evaluation_0004.jsonl", [{**answer, "answer": n, "response": f"try {n}"} for n in range(3)])
+    write(run_dir, [{"kind": "eval", "version": 4, "accuracy": 1.0}])
+    reader.refresh()
+    found = reader.read_samples(SampleQuery(kind="eval", first=4, order="oldest"))
+    assert [line["response"] for line in found] == ["try 0", "try 1", "try 2"]
+    assert reader.sample("v4.0.2") is not None
+
+
 def test_what_a_run_writes_later_is_added_once(run_dir: Path, reader: RunReader) -> None:
     assert not reader.refresh()
     write_samples(run_dir, "iteration_0004.jsonl", [sample(4, 8, 0)])
