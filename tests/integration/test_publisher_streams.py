@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -106,13 +107,18 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, int]] = []
-    real = replica_client.ReplicaClient.stream
+    stream, relay = replica_client.ReplicaClient.stream, replica_client.ReplicaClient.relay
 
     async def noted(link: replica_client.ReplicaClient, version: replica_client.Version) -> replica_client.Sent:
         begun.append((link._address, version.number))
-        return await real(link, version)
+        return await stream(link, version)
+
+    async def noted_relay(link: replica_client.ReplicaClient, version: replica_client.Version, *rest: Any) -> replica_client.Sent:
+        begun.append((link._address, version.number))
+        return await relay(link, version, *rest)
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
+    monkeypatch.setattr(replica_client.ReplicaClient, "relay", noted_relay)  # of what the other replica has received by then
     monkeypatch.setattr(replica_sync, "STREAM_INTERRUPT_TIMEOUT", 0.05)
     world.arena.unlink()
     receivers = [world.receiver() for _ in range(2)]
