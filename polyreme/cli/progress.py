@@ -48,6 +48,7 @@ class Progress:
         first, newest: the first iteration (above 1 for a fork) and the newest one; 0 before the first record.
         iterations: number of recorded iterations.
         evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version.
+        evaluating: the newest `eval_progress` record of an evaluation that is not over.
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
         replicas: URL of /v1 by replica, for the registered replicas.
@@ -65,6 +66,7 @@ class Progress:
     evaluations: dict[int, float] = field(default_factory=dict)
     metric: str = "accuracy"
     evaluation: Record | None = None
+    evaluating: Record | None = None
     failed_evaluations: dict[int, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
@@ -104,8 +106,12 @@ class Progress:
             case "rollout":
                 self._wait(record)
             case "eval":
+                self.evaluating = None
                 self._evaluate(record)
+            case "eval_progress":
+                self.evaluating = record
             case "eval_failed":
+                self.evaluating = None
                 self.failed_evaluations[record["version"]] = record["text"]
                 _keep_newest(self.failed_evaluations)
             case "commit":
@@ -216,7 +222,7 @@ class Progress:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
-        self.sft, self._sft_first, self.learned = None, None, False
+        self.sft, self._sft_first, self.evaluating, self.learned = None, None, None, False
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:

@@ -29,6 +29,8 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "eval":
             name, value = evaluation_of(record)
             return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
+        case "eval_progress":
+            return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
         case "eval_failed":
             return f"EVALUATION FAILED: {record['text']}"
         case "sft":
@@ -54,6 +56,11 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "notice":
             return f"{record['service']}: {record['text']}"
     return None
+
+
+def evaluation_progress(record: Record) -> str:
+    """How far an evaluation is, from its `eval_progress` record."""
+    return f"{record['answered']} of {record['asked']} answers, remaining about {duration(record['seconds_left'])}"
 
 
 def report(config: RunConfig, progress: Progress, run_dir: Path, state: RunState = RunState.DONE, reason: str = "") -> list[str]:

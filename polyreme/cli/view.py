@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.cli.progress import NOTICE_SECONDS, RECENT, Progress, Record
-from polyreme.cli.report import duration, plain_line, shares_of, shortened, staleness_of
+from polyreme.cli.report import duration, evaluation_progress, plain_line, shares_of, shortened, staleness_of
 from polyreme.config.run import RunConfig
 
 _TALL = 30
@@ -158,6 +158,8 @@ def render(
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
         if (left := progress.sft_remaining_seconds()) is not None:
             head.append(f"  remaining about {duration(left)}")
+    if progress.evaluating:
+        head.append(f"  evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}")
     bar = Table.grid()  # a bare ProgressBar does not end its line
     bar.add_row(ProgressBar(total=max(1, config.iterations), completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]

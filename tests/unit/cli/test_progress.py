@@ -128,6 +128,18 @@ def test_a_warm_start_says_how_long_its_phase_still_takes(tmp_path: Path) -> Non
     assert progress.sft_remaining_seconds() is None
 
 
+def test_a_long_evaluation_says_how_far_it_is_until_it_is_over() -> None:
+    begun = {"kind": "eval_progress", "version": 8, "answered": 120, "asked": 500, "seconds_left": 75.0, "time": 1.0}
+    progress = progress_of(begun)
+    assert progress.evaluating == begun
+    assert plain_line(begun, progress, 24) == "evaluation of version 8: 120 of 500 answers, remaining about 1:15"
+    progress.add(evaluation(8, 2.0, 0.5))
+    assert progress.evaluating is None
+    progress.add(begun)
+    progress.add({"kind": "eval_failed", "version": 8, "text": "why", "time": 3.0})
+    assert progress.evaluating is None
+
+
 def test_a_mean_score_is_not_an_accuracy() -> None:
     scored = {**evaluation(0, 1.0, 0.0), "score": 1.3}
     del scored["accuracy"]

@@ -21,6 +21,14 @@ def config(tmp_path: Path) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"eval": tmp_path / "eval.jsonl"})})
 
 
+def test_the_view_says_how_far_an_evaluation_is(config: RunConfig) -> None:
+    progress = Progress(8)
+    progress.add({"kind": "eval_progress", "version": 8, "answered": 1, "asked": 5, "seconds_left": 75.0, "time": 1.0})
+    console = Console(file=io.StringIO(), width=160, height=40)
+    console.print(view.render(config, progress, "running", (160, 40)))
+    assert "evaluates version 8: 1 of 5 answers" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def iteration(number: int) -> dict[str, Any]:
     rates = {"reward/mean": number / 40, "response_length/mean": 90.5, "tokens_per_second": 15000.0, "mismatch_kl": 1e-6}
     return {"kind": "iteration", "time": 2.0 * number, "iteration": number, "time/iteration": 2.0, **rates}

@@ -33,6 +33,8 @@ from polyreme_trainer.orchestrator.score_call import Question, ScoreError
 from polyreme_trainer.orchestrator.tasks import together
 
 EXAMPLES = 5
+PROGRESS_SECONDS = 10.0
+"""Between two reports of how far an evaluation is. A shorter one has none."""
 _SCORED_AT_ONCE = 64
 
 Value = TypeVar("Value")
@@ -53,6 +55,29 @@ class HeldOutSet:
     def asked(self) -> list[Prompt]:
         """The prompt of each answer."""
         return [prompt for prompt in self.prompts for _ in range(self.settings.answers)]
+
+
+@dataclass
+class EvaluationPace:
+    """How far the evaluation of a version is: `asked` answers in all, of which `answered` are there."""
+
+    version: int
+    asked: int
+    began: float
+    reported: float
+    answered: int = 0
+
+    def add(self, answers: int, now: float) -> dict[str, Any] | None:
+        """Counts answers. Returns the record to emit, where the last one is PROGRESS_SECONDS old."""
+        self.answered += answers
+        if now - self.reported < PROGRESS_SECONDS:
+            return None
+        self.reported = now
+        left = (now - self.began) * (self.asked - self.answered) / self.answered
+        return {
+            **{"kind": "eval_progress", "version": self.version, "answered": self.answered, "asked": self.asked},
+            "seconds_left": round(left, 1),
+        }
 
 
 @dataclass(frozen=True)
@@ -88,10 +113,11 @@ class Evaluator:
         """
         begin = time.monotonic()
         results: list[_Result] = []
+        pace = EvaluationPace(version, sum(len(each.asked()) for each in self._sets), begin, begin)
         try:
             for held_out in self._sets:
                 rows = sum(len(each.prompts) for each in self._sets[: len(results)])
-                results.append(await self._evaluate_set(version, held_out, rows, sum(len(each.lines) for each in results)))
+                results.append(await self._evaluate_set(pace, held_out, rows, sum(len(each.lines) for each in results)))
         except (GenerateError, ScoreError) as error:
             raise EvaluationError(f"version {version} could not be evaluated: {error}") from error
         await self._write(version, [line for each in results for line in each.lines])
@@ -128,10 +154,11 @@ class Evaluator:
             )
         return {"result": {"metric": settings.metric(name), "value": values[name]}}
 
-    async def _evaluate_set(self, version: int, held_out: HeldOutSet, first_row: int, first_answer: int) -> _Result:
+    async def _evaluate_set(self, pace: EvaluationPace, held_out: HeldOutSet, first_row: int, first_answer: int) -> _Result:
         """Args: first_row, first_answer: the numbers of the set's first prompt and answer within the evaluation."""
+        version = pace.version
         settings, count = held_out.settings, held_out.settings.answers
-        samples = await self._answers(version, held_out)
+        samples = await self._answers(pace, held_out)
         responses, questions = self._questions(version, held_out, samples, first_answer)
         starts = range(0, len(questions), _SCORED_AT_ONCE)
         batches = await together([self._rewards.score(questions[start : start + _SCORED_AT_ONCE]) for start in starts])
@@ -163,8 +190,9 @@ class Evaluator:
             notice = f"the answers of the evaluation of version {version} could not be written: {error}"
             await self._run.emit({"kind": "notice", "service": "orchestrator", "text": notice})
 
-    async def _answers(self, version: int, held_out: HeldOutSet) -> list[PartialRollout]:
+    async def _answers(self, pace: EvaluationPace, held_out: HeldOutSet) -> list[PartialRollout]:
         """The answers to each prompt, prompt by prompt. Their seeds depend on the prompt's position in its set and not on the version."""
+        version = pace.version
         config, count = self._config, held_out.settings.answers
         capacity = asyncio.Semaphore(max(1, config.rollout.max_num_seqs * max(1, len(self._pool)) // count))
 
@@ -187,6 +215,8 @@ class Evaluator:
                 )
             if strays := {span[0] for sample in samples for span in sample.spans} - {version}:
                 raise EvaluationError(f"expected version {version} throughout its evaluation; found tokens of {sorted(strays)}")
+            if record := pace.add(count, time.monotonic()):
+                await self._run.emit(record)
             return list(samples)
 
         groups = await together([answer(position, prompt) for position, prompt in enumerate(held_out.prompts)])

@@ -1,9 +1,9 @@
-"""What an evaluation's mean is called."""
+"""What an evaluation's mean is called, and how far it is."""
 
 import pytest
 
 from polyreme.api.v1 import reward_pb2
-from polyreme_trainer.orchestrator.evaluate import metric_name, part_means
+from polyreme_trainer.orchestrator.evaluate import PROGRESS_SECONDS, EvaluationPace, metric_name, part_means
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,11 @@ def test_parts_have_the_mean_of_the_answers_that_have_them() -> None:
 
     means = part_means([result(exact=1.0, shape=0.5), result(exact=0.0), result()])
     assert means == {"exact": 0.5, "shape": 0.5}
+
+
+def test_an_evaluation_reports_how_far_it_is_once_in_a_while() -> None:
+    pace = EvaluationPace(version=3, asked=40, began=100.0, reported=100.0)
+    assert pace.add(4, 101.0) is None
+    record = pace.add(6, 100.0 + PROGRESS_SECONDS)
+    assert record == {"kind": "eval_progress", "version": 3, "answered": 10, "asked": 40, "seconds_left": 3 * PROGRESS_SECONDS}
+    assert pace.add(10, 101.0 + PROGRESS_SECONDS) is None
