@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from polyreme.api.v1 import reward_pb2, reward_pb2_grpc
 from polyreme.experience.leases import Lease, Registry
-from polyreme.experience.run import Run
+from polyreme.experience.run import Run, RunState
 from polyreme.net import rpc
 from polyreme.net.endpoint import Endpoint
 from polyreme_reward.server import serve
@@ -22,6 +22,7 @@ from support.commands import Fork, piped
 from support.configs import run_config
 from support.processes import runs
 from support.rewards import reward_config
+from support.simulated import ROWS, config_tree
 from support.waiting import until
 
 SLOW = """
@@ -72,6 +73,22 @@ async def test_a_server_registers_scores_and_drains_on_sigterm(redis_url: str, r
         assert await asyncio.to_thread(process.wait) == 0
         assert await Registry(reward_run).leases("reward") == []
         assert not [child for child in children if runs(child)]
+
+
+async def test_a_server_of_the_newest_run_waits_where_that_has_no_rewards(
+    redis: Redis, redis_url: str, run_id: str, tmp_path: Path
+) -> None:
+    """As a container, which starts before it knows the run. Where the run is named, it is an error."""
+    distils = {"reward": None, "algorithm": {"preset": "distillation"}, "teacher": {"url": "http://127.0.0.1:9/v1"}}
+    run = await Run.create(redis, run_id, config_tree(tmp_path, ROWS, **distils), {"config.json": b"{}", "tokenizer.json": b"{}"})
+    with command("--redis", redis_url) as process:
+        assert process.stdout is not None
+        while "has no rewards" not in (line := await asyncio.to_thread(process.stdout.readline)):
+            assert line, "it has ended"
+        await run.set_state(RunState.DONE)
+        assert await asyncio.to_thread(process.wait) == 0
+    code, text = await error_of("--redis", redis_url, "--run", run_id)
+    assert (code, "a section `reward`" in text) == (2, True)
 
 
 @pytest.mark.parametrize(

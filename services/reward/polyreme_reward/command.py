@@ -79,11 +79,17 @@ async def _serve(
     try:
         run = await Run.attach(client, run_id, wait, ended=False)
         stop = stop_event()  # no graceful shutdown is needed before this point
-        if (settings := (await run.config()).reward) is None:
-            raise ConfigError(
-                f"a section `reward` in run {run.run_id}", "none: it distils a teacher alone", "Start no reward service for it."
-            )
         following = run.set_when_over(stop) if run_id is None else nullcontext()
+        if (settings := (await run.config()).reward) is None:
+            if run_id is not None:
+                raise ConfigError(
+                    f"a section `reward` in run {run.run_id}", "none: it distils a teacher alone", "Start no reward service for it."
+                )
+            # A container starts before it knows the run, and would be restarted for ever.
+            logger.info("run %s has no rewards: it distils a teacher alone; waiting for its end", run.run_id)
+            async with following:
+                await stop.wait()
+            return
         async with serve(settings, endpoint_towards(redis), run) as addresses, following:
             await _until(stop, addresses.grpc, addresses.url)
     finally:
