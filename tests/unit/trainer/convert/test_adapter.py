@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyreme.config.trainer import LoraConfig
 from polyreme.errors import ConfigError
-from polyreme_trainer.convert.command import convert
+from polyreme_trainer.convert.command import Layers, convert
 from polyreme_trainer.megatron.peft_files import CONFIG, TENSORS, PeftAdapter, read_adapter
 from support.models import tiny_family_model
 
@@ -131,3 +131,17 @@ def test_a_missing_or_damaged_adapter_is_refused(model: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError) as error:
         convert(model, tmp_path / "merged", adapter=damaged)
     assert str(damaged) in error.value.expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor": 2}, {"pipeline": 2}, {"expert": 2}, {"vocab_multiple": 64}, {"layers": Layers.transformer_engine}],
+    ids=lambda layout: next(iter(layout)),
+)
+def test_a_layout_beside_an_adapter_is_refused(model: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """What is written is a Hugging Face directory, which has none."""
+    [(option, value)] = layout.items()
+    with pytest.raises(ConfigError) as error:
+        convert(model, tmp_path / "merged", adapter=written(tmp_path / "adapter"), **layout)
+    assert error.value.found == f"--{option.replace('_', '-')} {value}"
+    assert not (tmp_path / "merged").exists()
