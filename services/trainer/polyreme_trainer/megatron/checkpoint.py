@@ -96,7 +96,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
 
     Raises:
-        ConfigError: the checkpoint has another dtype or other roles.
+        ConfigError: the checkpoint has another dtype, other roles or other adapters.
     """
     saved = dict(checkpoint.layout)
     layout = RankMesh(**{field.name: saved.pop(field.name) for field in fields(RankMesh)})
