@@ -76,12 +76,12 @@ class Payload:
     """The payload of the newest delta of a part, as far as it has arrived."""
 
     def __init__(self, delta: DeltaManifest) -> None:
-        self.delta, self.data = delta, memoryview(bytearray(delta.nbytes))
+        self._tensors, self.data = delta.tensors, memoryview(bytearray(delta.nbytes))
         title = f"version {delta.manifest.version}"
         self.arrival = Arrival(RangeAssembly(delta.frames, delta.nbytes, self.data, title), self.data)
 
     def holds(self, delta: DeltaManifest) -> bool:
-        return not self.arrival.assembly.broken and self.delta.tensors == delta.tensors
+        return not self.arrival.assembly.broken and self._tensors == delta.tensors
 
 
 class IncomingPart:
@@ -115,19 +115,21 @@ class IncomingDelta:
     """A delta that arrives: `add` the bytes of its payload in order, then `finish`.
 
     Args:
-        payload: takes the bytes.
+        payload: takes the bytes, or has them already, perhaps from an older delta with the same changes.
         apply: makes a buffer hold what the payload leads to.
         complete: a buffer that holds it already.
     """
 
-    def __init__(self, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]], complete: Buffer | None) -> None:
-        self._payload, self._apply, self._complete = payload, apply, complete
+    def __init__(
+        self, delta: DeltaManifest, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]], complete: Buffer | None
+    ) -> None:
+        self._delta, self._payload, self._apply, self._complete = delta, payload, apply, complete
         self.apply_seconds = 0.0
         """Seconds that applying and verifying took, after `finish`."""
 
     @property
     def nbytes(self) -> int:
-        return self._payload.delta.nbytes
+        return self._delta.nbytes
 
     @property
     def position(self) -> int:
@@ -146,4 +148,4 @@ class IncomingDelta:
         started = time.perf_counter()
         buffer = self._complete or await self._apply(self._payload.data)
         self.apply_seconds = time.perf_counter() - started
-        return buffer.source(self._payload.delta.manifest)
+        return buffer.source(self._delta.manifest)

@@ -97,10 +97,10 @@ class WeightReceiver:
 
             payload = await self._payload(delta)
             if complete:
-                yield IncomingDelta(payload, apply, complete)
+                yield IncomingDelta(delta, payload, apply, complete)
                 return
             async with self._offered(_part_id(delta.manifest, VersionId(delta.base_term, delta.base_version)), payload.arrival):
-                yield IncomingDelta(payload, apply, complete)
+                yield IncomingDelta(delta, payload, apply, complete)
 
     async def _payload(self, delta: DeltaManifest) -> Payload:
         """The memory for the delta's payload, which replaces that of an older one."""
