@@ -73,6 +73,18 @@ async def test_a_late_joiner_fetches_from_a_replica_and_a_mapping_one_is_left_al
     assert (record["path"], record["bytes"], record["relayed_bytes"], record["source"]) == ("stream", 0, LAYOUT.nbytes, "one")
 
 
+async def test_a_late_joiner_fetches_a_version_that_its_source_had_under_an_older_number(world: World) -> None:
+    async with world.replica("one"):
+        for version, fraction in enumerate((1.0, 0.0)):
+            await world.step(fraction)
+            await world.publisher.wait_committed(version, 1, 300)
+        async with world.replica("two") as two:
+            await world.publisher.wait_committed(1, 2, 300)
+            assert same(two.weights, world.weights)
+    record = (await commits(world, 1))["two"]
+    assert (record["bytes"], record["relayed_bytes"], record["source"]) == (0, LAYOUT.nbytes, "one")
+
+
 async def test_replicas_on_the_trainers_host_neither_fetch_nor_serve(redis: Redis, redis_url: str, run_id: str) -> None:
     async with AsyncExitStack() as stack:
         world = await stack.enter_async_context(publishing(redis, redis_url, run_id, LAYOUT))

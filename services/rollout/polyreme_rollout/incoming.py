@@ -10,7 +10,7 @@ from typing import Any
 
 from polyreme.weights import delta as deltas
 from polyreme.weights.arena import Arena
-from polyreme.weights.assembly import Assembly, RangeAssembly
+from polyreme.weights.assembly import Assembly, RangeAssembly, RangeError
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest
 from polyreme_rollout.arrival import Arrival
@@ -117,13 +117,10 @@ class IncomingDelta:
     Args:
         payload: takes the bytes, or has them already, perhaps from an older delta with the same changes.
         apply: makes a buffer hold what the payload leads to.
-        complete: a buffer that holds it already.
     """
 
-    def __init__(
-        self, delta: DeltaManifest, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]], complete: Buffer | None
-    ) -> None:
-        self._delta, self._payload, self._apply, self._complete = delta, payload, apply, complete
+    def __init__(self, delta: DeltaManifest, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]]) -> None:
+        self._delta, self._payload, self._apply = delta, payload, apply
         self.apply_seconds = 0.0
         """Seconds that applying and verifying took, after `finish`."""
 
@@ -134,7 +131,7 @@ class IncomingDelta:
     @property
     def position(self) -> int:
         """The offset of the next byte, before the first `add`."""
-        return self.nbytes if self._complete else self._payload.arrival.position
+        return self._payload.arrival.position
 
     async def add(self, offset: int, data: memoryview) -> None:
         """Takes the next bytes. Raises RangeError, DigestError, also for previous bytes."""
@@ -146,6 +143,27 @@ class IncomingDelta:
         if self.position < self.nbytes:
             return None
         started = time.perf_counter()
-        buffer = self._complete or await self._apply(self._payload.data)
+        buffer = await self._apply(self._payload.data)
         self.apply_seconds = time.perf_counter() - started
         return buffer.source(self._delta.manifest)
+
+
+class CompleteDelta:
+    """A delta whose result is in a buffer already. It needs no bytes."""
+
+    apply_seconds = 0.0
+
+    def __init__(self, delta: DeltaManifest, buffer: Buffer) -> None:
+        self._delta, self._buffer = delta, buffer
+        self.nbytes = self.position = delta.nbytes
+
+    async def add(self, offset: int, data: memoryview) -> None:
+        """Raises RangeError."""
+        raise RangeError(f"expected no bytes, because all are here; found {len(data)} from {offset} on")
+
+    async def finish(self) -> ArenaSource:
+        """The location of the part."""
+        return self._buffer.source(self._delta.manifest)
+
+
+Incoming = IncomingPart | IncomingDelta | CompleteDelta

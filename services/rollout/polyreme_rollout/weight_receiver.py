@@ -11,14 +11,14 @@ Invariant:
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest
 from polyreme.weights.wire import keep_memory
 from polyreme_rollout.arrival import Arrival
-from polyreme_rollout.incoming import SLOT, Buffer, IncomingDelta, IncomingPart, Payload
+from polyreme_rollout.incoming import SLOT, Buffer, CompleteDelta, IncomingDelta, IncomingPart, Payload
 from polyreme_rollout.outgoing import OutgoingParts, PartId
 from polyreme_rollout.staged_parts import VersionId
 
@@ -75,7 +75,7 @@ class WeightReceiver:
                 yield IncomingPart(manifest, buffer)
 
     @asynccontextmanager
-    async def receive_delta(self, delta: DeltaManifest) -> AsyncIterator[IncomingDelta]:
+    async def receive_delta(self, delta: DeltaManifest) -> AsyncIterator[IncomingDelta | CompleteDelta]:
         """Receives a delta during the block.
 
         Raises:
@@ -86,8 +86,12 @@ class WeightReceiver:
         async with self._sole_stream(part):
             buffers = await self._idle_buffers(part)
             complete = next((buffer for buffer in buffers if buffer.holds_all(delta.manifest)), None)
+            if complete:
+                self._offer_again(delta, complete)
+                yield CompleteDelta(delta, complete)
+                return
             bases = [buffer for buffer in buffers if buffer.holds_all(base_manifest)]
-            if not bases and not complete:
+            if not bases:
                 raise BaseError(f"expected version {delta.base_version} of term {delta.base_term} as the base; found other bytes")
 
             async def apply(payload: memoryview) -> Buffer:
@@ -96,11 +100,8 @@ class WeightReceiver:
                 return await self._apply(delta, payload, base, base.arena.nonce in in_use)
 
             payload = await self._payload(delta)
-            if complete:
-                yield IncomingDelta(delta, payload, apply, complete)
-                return
-            async with self._offered(_part_id(delta.manifest, VersionId(delta.base_term, delta.base_version)), payload.arrival):
-                yield IncomingDelta(delta, payload, apply, complete)
+            async with self._offered(_delta_id(delta), payload.arrival):
+                yield IncomingDelta(delta, payload, apply)
 
     async def _payload(self, delta: DeltaManifest) -> Payload:
         """The memory for the delta's payload, which replaces that of an older one."""
@@ -122,6 +123,13 @@ class WeightReceiver:
             yield
         finally:
             arrival.end()
+
+    def _offer_again(self, delta: DeltaManifest, complete: Buffer) -> None:
+        """Other replicas may fetch what is here already, perhaps as another version with the same bytes."""
+        self.outgoing.offer(_part_id(delta.manifest), complete.arrival.outgoing)
+        payload = self._payloads.get(delta.manifest.part)
+        if payload and payload.holds(delta) and payload.arrival.assembly.complete:
+            self.outgoing.offer(_delta_id(delta), payload.arrival.outgoing)
 
     async def _apply(self, delta: DeltaManifest, payload: memoryview, base: Buffer, copies: bool) -> Buffer:
         if copies:
@@ -187,5 +195,9 @@ class WeightReceiver:
         return chosen
 
 
-def _part_id(manifest: Manifest, base: VersionId | None = None) -> PartId:
-    return PartId(VersionId(manifest.term, manifest.version), manifest.part, base)
+def _part_id(manifest: Manifest) -> PartId:
+    return PartId(VersionId(manifest.term, manifest.version), manifest.part)
+
+
+def _delta_id(delta: DeltaManifest) -> PartId:
+    return replace(_part_id(delta.manifest), base=VersionId(delta.base_term, delta.base_version))

@@ -27,7 +27,7 @@ from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.sparse import FrameError
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
-from polyreme_rollout.incoming import IncomingDelta, IncomingPart
+from polyreme_rollout.incoming import Incoming
 from polyreme_rollout.outgoing import OutgoingParts
 from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
 from polyreme_rollout.weight_receiver import BaseError, SupersededError, WeightReceiver
@@ -158,7 +158,7 @@ class WeightSwapper:
         return time.perf_counter() - started
 
     @asynccontextmanager
-    async def receive(self, content: Manifest | DeltaManifest) -> AsyncIterator[IncomingPart | IncomingDelta]:
+    async def receive(self, content: Manifest | DeltaManifest) -> AsyncIterator[Incoming]:
         """Receives one part, or a delta that leads to it, by stream: the block adds the bytes, and the part is staged at its end.
         Generation continues.
 
@@ -167,7 +167,7 @@ class WeightSwapper:
                 bytes do not match the manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer
                 stream has started.
         """
-        stream: AbstractAsyncContextManager[IncomingPart | IncomingDelta]
+        stream: AbstractAsyncContextManager[Incoming]
         if isinstance(content, DeltaManifest):
             manifest, stream = content.manifest, self._receiver.receive_delta(content)
         else:
