@@ -164,6 +164,21 @@ async def test_a_replica_that_cannot_reach_its_relay_receives_from_the_trainer(w
     assert len([text for text in await world.notices() if "could not fetch" in text]) == 1
 
 
+async def test_a_relay_that_sends_nothing_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("polyreme_rollout.weights_service.send", silent)
+    monkeypatch.setattr(relay, "IDLE_TIMEOUT", 0.1)
+    async with world.replica("a"):
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        async with world.replica("b") as b:
+            await world.publisher.wait_committed(0, 2, 300)
+            assert same(b.weights, world.weights)
+    await world.notice("replica b could not fetch weights from replica a", "no bytes within")
+
+
 async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay's next two versions overwrite the bytes that a child still fetches."""
     held = asyncio.Event()

@@ -91,12 +91,12 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             received = self._metrics.received_bytes.labels("replica")
             response, ended = pb.StageRelayResponse(), time.perf_counter()
             try:
-                async with self._swapper.receive(
-                    _content(request.delta if request.HasField("delta") else request.manifest)
-                ) as incoming:
+                content = _content(request.delta if request.HasField("delta") else request.manifest)
+                async with self._swapper.receive(content) as incoming:
                     if incoming.position < incoming.nbytes:
                         wanted = _fetch_request(request, incoming.position)
-                        async with aclosing(fetch(request.source, wanted, self._security, request.timeout)) as chunks:
+                        fetching = fetch(request.source, wanted, self._security, request.timeout, _largest(content))
+                        async with aclosing(fetching) as chunks:
                             async for offset, data in chunks:
                                 received.inc(len(data))
                                 response.nbytes += len(data)
@@ -153,6 +153,12 @@ def _fetch_request(request: pb.StageRelayRequest, offset: int) -> pb.FetchReques
     manifest = request.delta.manifest if request.HasField("delta") else request.manifest
     base = request.delta.base if request.HasField("delta") else None
     return pb.FetchRequest(id=manifest.id, part=manifest.part, base=base, offset=offset)
+
+
+def _largest(content: Manifest | DeltaManifest) -> int:
+    """Bytes of the largest range with a digest of its own."""
+    ranges = content.frames if isinstance(content, DeltaManifest) else content.tensors
+    return max((part.nbytes for part in ranges), default=0)
 
 
 def _content(message: pb.Manifest | pb.DeltaManifest) -> Manifest | DeltaManifest:

@@ -18,14 +18,21 @@ from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import WeightDelta
-from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_delta, encode_manifest, keep_memory
+from polyreme.weights.wire import (
+    CHUNK_BYTES,
+    SLOWEST_STREAM_BYTES_PER_SECOND,
+    STAGE_STREAM,
+    encode_chunk,
+    encode_delta,
+    encode_manifest,
+    keep_memory,
+)
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0
 COMMIT_TIMEOUT = 80.0  # the running engine step ends first; the canary may wait for a place
 SLOWEST_BYTES_PER_SECOND = 100e6  # extends the deadlines of staging and committing by a version's size
 STREAM_IDLE_TIMEOUT = 20.0  # without progress of a stream
-SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended although it progresses
 
 T = TypeVar("T")
 
