@@ -48,6 +48,7 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
             weights = await world.step(SPARSE)
             await world.publisher.wait_committed(version, 1, 300)
             assert same(far.weights, weights)
+            assert bool(far._swapper._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
     assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
     for record in await commits(world):
         if record["path"] == "delta":

@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
+
 from polyreme.weights import delta as deltas
 from polyreme.weights.arena import Arena
 from polyreme.weights.assembly import Assembly, RangeAssembly, RangeError
@@ -73,10 +75,10 @@ class Buffer:
 
 
 class Payload:
-    """The payload of the newest delta of a part, as far as it has arrived."""
+    """The payload of the newest delta of a part, as far as it has arrived. The thread that writes the bytes brings in the pages."""
 
     def __init__(self, delta: DeltaManifest) -> None:
-        self._tensors, self.data = delta.tensors, memoryview(bytearray(delta.nbytes))
+        self._tensors, self.data = delta.tensors, np.empty(delta.nbytes, np.uint8).data
         title = f"version {delta.manifest.version}"
         self.arrival = Arrival(RangeAssembly(delta.frames, delta.nbytes, self.data, title), self.data)
 

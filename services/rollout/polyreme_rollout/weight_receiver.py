@@ -5,7 +5,7 @@ Invariant:
   in place to a base that is not served.
 - A part has one stream at a time. A newer stream ends an older one, whose connection may be dead without notice.
 - The bytes of a broken stream stay, unstaged, until other bytes replace them; the next stream of the same part continues after them.
-- At most one buffer per part is idle.
+- At most one buffer per part is idle. A part has the payload of at most one delta, until the part arrives whole.
 """
 
 import asyncio
@@ -69,6 +69,7 @@ class WeightReceiver:
             ConfigError: shared memory has no room.
         """
         async with self._sole_stream(manifest.part):
+            self._drop_payloads(manifest)
             held = next((buffer for buffer in await self._idle_buffers(manifest.part) if buffer.holds(manifest)), None)
             buffer = held or await self._empty(manifest)
             async with self._offered(_part_id(manifest), buffer.arrival):
@@ -87,7 +88,7 @@ class WeightReceiver:
             buffers = await self._idle_buffers(part)
             complete = next((buffer for buffer in buffers if buffer.holds_all(delta.manifest)), None)
             if complete:
-                self._offer_again(delta, complete)
+                await self._offer_again(delta, complete)
                 yield CompleteDelta(delta, complete)
                 return
             bases = [buffer for buffer in buffers if buffer.holds_all(base_manifest)]
@@ -105,14 +106,22 @@ class WeightReceiver:
 
     async def _payload(self, delta: DeltaManifest) -> Payload:
         """The memory for the delta's payload, which replaces that of an older one."""
-        part = delta.manifest.part
-        if (payload := self._payloads.get(part)) is not None:
-            await payload.arrival.idle()
-            if payload.holds(delta):
-                return payload
-            payload.arrival.outgoing.close()
-        payload = self._payloads[part] = Payload(delta)
+        payload = await self._held_payload(delta)
+        if payload is None:
+            self._drop_payloads(delta.manifest)
+            payload = self._payloads[delta.manifest.part] = Payload(delta)
         return payload
+
+    async def _held_payload(self, delta: DeltaManifest) -> Payload | None:
+        """The memory that has the delta's payload, or the beginning of it."""
+        if payload := self._payloads.get(delta.manifest.part):
+            await payload.arrival.idle()
+        return payload if payload and payload.holds(delta) else None
+
+    def _drop_payloads(self, manifest: Manifest) -> None:
+        """Releases the memory of the part's payload, and of parts that no longer exist."""
+        for part in [part for part in self._payloads if part == manifest.part or part >= manifest.parts]:
+            self._payloads.pop(part).arrival.outgoing.close()
 
     @asynccontextmanager
     async def _offered(self, id: PartId, arrival: Arrival) -> AsyncIterator[None]:
@@ -124,11 +133,11 @@ class WeightReceiver:
         finally:
             arrival.end()
 
-    def _offer_again(self, delta: DeltaManifest, complete: Buffer) -> None:
+    async def _offer_again(self, delta: DeltaManifest, complete: Buffer) -> None:
         """Other replicas may fetch what is here already, perhaps as another version with the same bytes."""
         self.outgoing.offer(_part_id(delta.manifest), complete.arrival.outgoing)
-        payload = self._payloads.get(delta.manifest.part)
-        if payload and payload.holds(delta) and payload.arrival.assembly.complete:
+        payload = await self._held_payload(delta)
+        if payload and payload.arrival.assembly.complete:
             self.outgoing.offer(_delta_id(delta), payload.arrival.outgoing)
 
     async def _apply(self, delta: DeltaManifest, payload: memoryview, base: Buffer, copies: bool) -> Buffer:
