@@ -13,7 +13,7 @@ from polyreme.config.security import SecurityConfig
 from polyreme.process.backoff import Backoff
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme.weights.wire import encode_chunk
-from polyreme_rollout import relay
+from polyreme_rollout import relay, weights_service
 from polyreme_trainer.weight_sync import relay_plan, replica_sync
 from support.certificates import issue
 from support.proxy import bad_network
@@ -164,6 +164,22 @@ async def test_a_replica_that_cannot_reach_its_relay_receives_from_the_trainer(w
     assert len([text for text in await world.notices() if "could not fetch" in text]) == 1
 
 
+async def test_a_relay_that_serves_enough_others_is_asked_again_by_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        for number, (name, most) in enumerate((("a", 2), ("b", 0), ("c", 2))):
+            monkeypatch.setattr(weights_service, "MAX_FETCHES", most)
+            receiver = await stack.enter_async_context(world.replica(name))
+            if number == 0:
+                await world.step()
+            await world.publisher.wait_committed(0, number + 1, 300)
+            assert same(receiver.weights, world.weights)
+        records = await commits(world, 0)
+        assert [records[name].get("source") for name in ("a", "b", "c")] == [None, None, "a"]
+        assert not [text for text in await world.notices() if "could not fetch" in text]
+
+
 async def test_a_relay_that_sends_nothing_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -210,7 +226,7 @@ async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
 ) -> None:
     """The first replica has the version, the second one fetches it and ends, the third one waits for the second."""
     monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(relay_plan, "MAX_CHILDREN", 1)
+    monkeypatch.setattr(relay_plan, "MAX_FETCHES", 1)
     real = relay.send
     may_send = asyncio.Event()
 

@@ -5,7 +5,7 @@ Invariant: every wait has a deadline. What goes wrong on the other side is a Sou
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import grpc
 
@@ -16,7 +16,6 @@ from polyreme.weights.wire import CHUNK_BYTES, FETCH, SLOWEST_STREAM_BYTES_PER_S
 from polyreme_rollout.outgoing import OutgoingParts, PartId
 from polyreme_rollout.staged_parts import Refusal, VersionId
 
-MAX_FETCHES = 2  # replicas that fetch from this one at once: it also generates
 OFFER_TIMEOUT = 20.0  # the part's own stream begins, memory is allocated first
 RESUME_TIMEOUT = 10.0  # a broken stream of the part goes on from another source
 CONNECT_TIMEOUT = 10.0
@@ -26,11 +25,11 @@ T = TypeVar("T")
 
 
 class SourceError(Exception):
-    """The other replica cannot be reached, or broke off. `missing`: it is in order, but does not have the bytes."""
+    """The other replica did not send the bytes. `outcome`: of the StageRelayResponse."""
 
-    def __init__(self, text: str, missing: bool = False) -> None:
+    def __init__(self, text: str, outcome: Literal["failed", "missing", "full"] = "failed") -> None:
         super().__init__(text)
-        self.missing = missing
+        self.outcome = outcome
 
 
 async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]]) -> int:
@@ -72,8 +71,10 @@ async def fetch(
             while (message := await _within(idle_seconds, fetching.read(), f"{source}: no bytes")) is not grpc.aio.EOF:
                 yield decode_chunk(message)
         except grpc.aio.AioRpcError as error:
-            missing = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
-            raise SourceError(f"{source}: {error.code().name}: {error.details()}", missing) from None
+            text = f"{source}: {error.code().name}: {error.details()}"
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                raise SourceError(text, "missing") from None
+            raise SourceError(text, "full" if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED else "failed") from None
         except WireError as error:
             raise SourceError(f"{source}: {error}") from None
         finally:

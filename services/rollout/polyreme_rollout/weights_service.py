@@ -17,10 +17,10 @@ from polyreme.config.security import SecurityConfig
 from polyreme.weights.canary import Canary
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest, ManifestError
-from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
+from polyreme.weights.wire import MAX_FETCHES, WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.protocol import EngineDeadError
 from polyreme_rollout.metrics import ReplicaMetrics
-from polyreme_rollout.relay import MAX_FETCHES, SourceError, fetch, send
+from polyreme_rollout.relay import SourceError, fetch, send
 from polyreme_rollout.staged_parts import Refusal, VersionId
 from polyreme_rollout.weight_swap import WeightSwapper
 
@@ -105,7 +105,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 response.staged.verify_seconds = time.perf_counter() - ended
                 response.staged.apply_seconds = incoming.apply_seconds
             except SourceError as error:
-                setattr(response, "missing" if error.missing else "failed", str(error))
+                setattr(response, error.outcome, str(error))
             except Refusal as refusal:
                 if refusal.code not in ("DATA_LOSS", "INVALID_ARGUMENT"):
                     raise

@@ -50,11 +50,15 @@ class UnreachableError(Exception):
 
 
 class RelayError(Exception):
-    """The replica is in order, but could not fetch from another one. `missing`: that one does not have the bytes."""
+    """The replica is in order, but could not fetch from another one.
 
-    def __init__(self, text: str, missing: bool = False) -> None:
+    Attributes:
+        outcome: `failed`; `missing`: the other one does not have the bytes; `full`: enough replicas fetch from it already.
+    """
+
+    def __init__(self, text: str, outcome: str) -> None:
         super().__init__(text)
-        self.missing = missing
+        self.outcome = outcome
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,9 @@ class ReplicaClient:
         else:
             request.manifest.CopyFrom(version.manifest)
         response = await self._call(lambda stub: stub.StageRelay(request, timeout=request.timeout + local_seconds))
-        if response.WhichOneof("outcome") != "staged":
-            raise RelayError(response.missing or response.failed, missing=response.HasField("missing"))
+        outcome = response.WhichOneof("outcome") or "failed"
+        if outcome != "staged":
+            raise RelayError(getattr(response, outcome), outcome)
         return Sent(response.nbytes, response.staged.apply_seconds)
 
     async def commit(self, version: Version) -> pb.CommitResponse:
