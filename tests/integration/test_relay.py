@@ -6,10 +6,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.config.security import SecurityConfig
+from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme.weights.wire import encode_chunk
@@ -180,6 +184,19 @@ async def test_a_relay_that_serves_enough_others_is_asked_again_by_the_next(
         assert not [text for text in await world.notices() if "could not fetch" in text]
 
 
+async def test_a_fetch_under_another_term_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
+    receiver = world.receiver()
+    async with serving(receiver) as port, await world.registry.register(lease("a", port)):
+        id = pb.VersionId(run_id=world.run.run_id, term=world.term + 1, version=0)
+        async with rpc.connect(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+                await pb_grpc.WeightsServiceStub(channel).Fetch(pb.FetchRequest(id=id), timeout=300).read()
+        weights = await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        assert same(receiver.weights, weights)
+
+
 async def test_a_relay_that_sends_nothing_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent(*_: Any) -> None:
         await asyncio.Event().wait()
@@ -200,10 +217,10 @@ async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world
     held = asyncio.Event()
     real = relay.send
 
-    async def slow(parts: Any, request: Any, write: Any) -> int:
+    async def slow(parts: Any, request: Any, write: Any) -> None:
         if not held.is_set() and request.id.version == 0:
             await held.wait()
-        return await real(parts, request, write)
+        await real(parts, request, write)
 
     monkeypatch.setattr("polyreme_rollout.weights_service.send", slow)
     monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
@@ -230,9 +247,9 @@ async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
     real = relay.send
     may_send = asyncio.Event()
 
-    async def held(parts: Any, request: Any, write: Any) -> int:
+    async def held(parts: Any, request: Any, write: Any) -> None:
         await may_send.wait()
-        return await real(parts, request, write)
+        await real(parts, request, write)
 
     async with AsyncExitStack() as stack:
         a, b, c = (world.receiver() for _ in range(3))

@@ -32,10 +32,10 @@ class SourceError(Exception):
         self.outcome = outcome
 
 
-async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]]) -> int:
-    """Sends a part's bytes from the request's offset on. Returns their number. Raises Refusal: NOT_FOUND, UNAVAILABLE."""
+async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]]) -> None:
+    """Sends a part's bytes from the request's offset on. Raises Refusal: NOT_FOUND, UNAVAILABLE."""
     outgoing = await parts.get(_part_id(request), OFFER_TIMEOUT)
-    position = begin = request.offset
+    position = request.offset
     if outgoing is None:
         raise Refusal("NOT_FOUND", f"expected part {request.part} of version {request.id.version} here; found none")
     while position < outgoing.nbytes:
@@ -48,7 +48,6 @@ async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[
         message = encode_chunk(position, data)
         position += len(data)
         await write(message)
-    return position - begin
 
 
 async def fetch(

@@ -334,13 +334,17 @@ class WeightSwapper:
         self.steady.set()  # waiting calls then find that nothing is served
 
     def admit(self, run_id: str, term: int) -> None:
+        """As `check`. Refuses calls of older terms from now on."""
+        self.check(run_id, term)
+        self._term = term
+
+    def check(self, run_id: str, term: int) -> None:
         """Refuses a call of another run or of an older term, and every call once quarantined. Raises Refusal."""
         if run_id != self._run_id:
             raise Refusal("INVALID_ARGUMENT", f"expected a call of run {self._run_id}; found run {run_id}")
         self._term = max(self._term, self._learner_term())
         if term < self._term:
             raise Refusal("ABORTED", f"expected term {self._term} of the current learner, or newer; found {term}")
-        self._term = term
         if self.quarantined:
             raise Refusal(
                 "FAILED_PRECONDITION", f"quarantined after {self._failures} consecutive failed swaps: restart this replica"

@@ -114,7 +114,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
         async with _statuses(context):
-            self._swapper.admit(request.id.run_id, request.id.term)
+            self._swapper.check(request.id.run_id, request.id.term)
             if self._fetches == MAX_FETCHES:
                 raise Refusal("RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch at once; found another")
             self._fetches += 1
