@@ -60,7 +60,7 @@ class DeltaManifest:
         tensors: one per tensor with bytes of its own, in the manifest's order.
 
     Raises:
-        ManifestError: the tensors are not those of the manifest, or the manifest is not sealed.
+        ManifestError: the tensors are not those of the manifest, the manifest is not sealed, or the payload is longer than WHOLE_ABOVE.
     """
 
     manifest: Manifest
@@ -72,8 +72,9 @@ class DeltaManifest:
         own = _own(self.manifest)
         if len(own) != len(self.tensors) or not self.manifest.sealed:
             raise ManifestError(f"expected a sealed manifest and changes of its {len(own)} tensors; found {len(self.tensors)}")
-        if self.nbytes > self.manifest.nbytes:
-            raise ManifestError(f"expected a delta of at most {self.manifest.nbytes} bytes; found {self.nbytes}")
+        most = WHOLE_ABOVE * self.manifest.nbytes
+        if self.nbytes > most:
+            raise ManifestError(f"expected a delta of at most {most:.0f} bytes; found {self.nbytes}")
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,8 @@ STAGE_STREAM = "/polyreme.api.v1.WeightsService/StageStream"
 FETCH = "/polyreme.api.v1.WeightsService/Fetch"
 CHUNK_BYTES = 1 << 20  # larger chunks leave the processor's cache before they are hashed
 LONGEST_CHUNK_BYTES = 8 << 20
+MAX_FETCHES = 2  # replicas that fetch from one replica at once: it also generates
+SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended although it progresses
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _KEPT_BYTES, _LARGEST_BYTES = 256 << 20, 32 << 20

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import ArenaError
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme.weights.wire import encode_chunk
 from polyreme_trainer.weight_sync import replica_client, replica_sync
 from polyreme_trainer.weight_sync.deltas import Deltas
+from polyreme_trainer.weight_sync.publisher import Publisher
 from support.proxy import bad_network
 from support.publishing import World, publishing, same
 from support.receiver import lease, serving
@@ -46,6 +48,7 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
             weights = await world.step(SPARSE)
             await world.publisher.wait_committed(version, 1, 300)
             assert same(far.weights, weights)
+            assert bool(far._swapper._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
     assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
     for record in await commits(world):
         if record["path"] == "delta":
@@ -55,6 +58,38 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
         else:
             assert record["bytes"] == LAYOUT.nbytes
             assert "density" not in record
+
+
+async def test_versions_without_changes_are_committed(world: World) -> None:
+    async with world.replica("far") as far:
+        for version, fraction in enumerate((1.0, 0.0, 0.0)):
+            weights = await world.step(fraction)
+            await world.publisher.wait_committed(version, 1, 300)
+            assert same(far.weights, weights)
+        assert far.versions == [0, 1, 2]
+    assert await paths(world) == ["stream", "delta", "delta"]
+    assert not [text for text in await world.notices() if "refused" in text]
+
+
+async def test_the_same_delta_under_a_new_term_is_committed(world: World, redis_url: str) -> None:
+    """A learner that resumed trains to the same bytes."""
+    async with world.replica("far") as far:
+        trained = []
+        for version in range(2):
+            trained.append(await world.step(SPARSE))
+            await world.publisher.wait_committed(version, 1, 300)
+        world.publisher.close()
+        world.log = ExperienceLog(world.run)
+        world.publisher = Publisher(redis_url, world.run.run_id, await world.log.take(Writer.LEARNER), world.arena)
+        world.publisher.start()
+        world.version = -1
+        for version in range(2):
+            world.weights = trained[version]
+            await world.step(0.0)
+            await world.publisher.wait_committed(version, 1, 300)
+            assert same(far.weights, trained[version])
+        assert far.versions == [0, 1, 0, 1]
+    assert await paths(world) == ["stream", "delta"] * 2
 
 
 async def test_a_replica_that_lags_receives_one_delta(world: World) -> None:

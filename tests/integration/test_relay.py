@@ -6,14 +6,18 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from redis.asyncio import Redis
 
+from polyreme.api.v1 import weights_pb2 as pb
+from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.config.security import SecurityConfig
+from polyreme.net import rpc
 from polyreme.process.backoff import Backoff
 from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme.weights.wire import encode_chunk
-from polyreme_rollout import relay
+from polyreme_rollout import relay, weights_service
 from polyreme_trainer.weight_sync import relay_plan, replica_sync
 from support.certificates import issue
 from support.proxy import bad_network
@@ -71,6 +75,18 @@ async def test_a_late_joiner_fetches_from_a_replica_and_a_mapping_one_is_left_al
             assert "StageStream" not in two.calls
     record = (await commits(world, 1))["two"]
     assert (record["path"], record["bytes"], record["relayed_bytes"], record["source"]) == ("stream", 0, LAYOUT.nbytes, "one")
+
+
+async def test_a_late_joiner_fetches_a_version_that_its_source_had_under_an_older_number(world: World) -> None:
+    async with world.replica("one"):
+        for version, fraction in enumerate((1.0, 0.0)):
+            await world.step(fraction)
+            await world.publisher.wait_committed(version, 1, 300)
+        async with world.replica("two") as two:
+            await world.publisher.wait_committed(1, 2, 300)
+            assert same(two.weights, world.weights)
+    record = (await commits(world, 1))["two"]
+    assert (record["bytes"], record["relayed_bytes"], record["source"]) == (0, LAYOUT.nbytes, "one")
 
 
 async def test_replicas_on_the_trainers_host_neither_fetch_nor_serve(redis: Redis, redis_url: str, run_id: str) -> None:
@@ -152,15 +168,59 @@ async def test_a_replica_that_cannot_reach_its_relay_receives_from_the_trainer(w
     assert len([text for text in await world.notices() if "could not fetch" in text]) == 1
 
 
+async def test_a_relay_that_serves_enough_others_is_asked_again_by_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        for number, (name, most) in enumerate((("a", 2), ("b", 0), ("c", 2))):
+            monkeypatch.setattr(weights_service, "MAX_FETCHES", most)
+            receiver = await stack.enter_async_context(world.replica(name))
+            if number == 0:
+                await world.step()
+            await world.publisher.wait_committed(0, number + 1, 300)
+            assert same(receiver.weights, world.weights)
+        records = await commits(world, 0)
+        assert [records[name].get("source") for name in ("a", "b", "c")] == [None, None, "a"]
+        assert not [text for text in await world.notices() if "could not fetch" in text]
+
+
+async def test_a_fetch_under_another_term_changes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
+    receiver = world.receiver()
+    async with serving(receiver) as port, await world.registry.register(lease("a", port)):
+        id = pb.VersionId(run_id=world.run.run_id, term=world.term + 1, version=0)
+        async with rpc.connect(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+                await pb_grpc.WeightsServiceStub(channel).Fetch(pb.FetchRequest(id=id), timeout=300).read()
+        weights = await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        assert same(receiver.weights, weights)
+
+
+async def test_a_relay_that_sends_nothing_is_replaced(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("polyreme_rollout.weights_service.send", silent)
+    monkeypatch.setattr(relay, "IDLE_TIMEOUT", 0.1)
+    async with world.replica("a"):
+        await world.step()
+        await world.publisher.wait_committed(0, 1, 300)
+        async with world.replica("b") as b:
+            await world.publisher.wait_committed(0, 2, 300)
+            assert same(b.weights, world.weights)
+    await world.notice("replica b could not fetch weights from replica a", "no bytes within")
+
+
 async def test_a_relay_that_moves_on_leaves_its_children_to_another_source(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A relay's next two versions overwrite the bytes that a child still fetches."""
     held = asyncio.Event()
     real = relay.send
 
-    async def slow(parts: Any, request: Any, write: Any) -> int:
+    async def slow(parts: Any, request: Any, write: Any) -> None:
         if not held.is_set() and request.id.version == 0:
             await held.wait()
-        return await real(parts, request, write)
+        await real(parts, request, write)
 
     monkeypatch.setattr("polyreme_rollout.weights_service.send", slow)
     monkeypatch.setattr(relay, "OFFER_TIMEOUT", 0.05)
@@ -183,13 +243,13 @@ async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
 ) -> None:
     """The first replica has the version, the second one fetches it and ends, the third one waits for the second."""
     monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
-    monkeypatch.setattr(relay_plan, "MAX_CHILDREN", 1)
+    monkeypatch.setattr(relay_plan, "MAX_FETCHES", 1)
     real = relay.send
     may_send = asyncio.Event()
 
-    async def held(parts: Any, request: Any, write: Any) -> int:
+    async def held(parts: Any, request: Any, write: Any) -> None:
         await may_send.wait()
-        return await real(parts, request, write)
+        await real(parts, request, write)
 
     async with AsyncExitStack() as stack:
         a, b, c = (world.receiver() for _ in range(3))

@@ -137,16 +137,18 @@ class StageRelayRequest(_message.Message):
     def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., delta: _Optional[_Union[DeltaManifest, _Mapping]] = ..., source: _Optional[str] = ..., timeout: _Optional[float] = ...) -> None: ...
 
 class StageRelayResponse(_message.Message):
-    __slots__ = ("nbytes", "staged", "missing", "failed")
+    __slots__ = ("nbytes", "staged", "missing", "failed", "full")
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
     nbytes: int
     staged: StageResponse
     missing: str
     failed: str
-    def __init__(self, nbytes: _Optional[int] = ..., staged: _Optional[_Union[StageResponse, _Mapping]] = ..., missing: _Optional[str] = ..., failed: _Optional[str] = ...) -> None: ...
+    full: str
+    def __init__(self, nbytes: _Optional[int] = ..., staged: _Optional[_Union[StageResponse, _Mapping]] = ..., missing: _Optional[str] = ..., failed: _Optional[str] = ..., full: _Optional[str] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("id", "part", "base", "offset")

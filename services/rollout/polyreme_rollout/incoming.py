@@ -8,9 +8,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
+
 from polyreme.weights import delta as deltas
 from polyreme.weights.arena import Arena
-from polyreme.weights.assembly import Assembly, RangeAssembly
+from polyreme.weights.assembly import Assembly, RangeAssembly, RangeError
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest
 from polyreme_rollout.arrival import Arrival
@@ -73,15 +75,15 @@ class Buffer:
 
 
 class Payload:
-    """The payload of the newest delta of a part, as far as it has arrived."""
+    """The payload of the newest delta of a part, as far as it has arrived. The thread that writes the bytes brings in the pages."""
 
     def __init__(self, delta: DeltaManifest) -> None:
-        self.delta, self.data = delta, memoryview(bytearray(delta.nbytes))
+        self._tensors, self.data = delta.tensors, np.empty(delta.nbytes, np.uint8).data
         title = f"version {delta.manifest.version}"
         self.arrival = Arrival(RangeAssembly(delta.frames, delta.nbytes, self.data, title), self.data)
 
     def holds(self, delta: DeltaManifest) -> bool:
-        return not self.arrival.assembly.broken and self.delta.tensors == delta.tensors
+        return not self.arrival.assembly.broken and self._tensors == delta.tensors
 
 
 class IncomingPart:
@@ -115,24 +117,23 @@ class IncomingDelta:
     """A delta that arrives: `add` the bytes of its payload in order, then `finish`.
 
     Args:
-        payload: takes the bytes.
+        payload: takes the bytes, or has them already, perhaps from an older delta with the same changes.
         apply: makes a buffer hold what the payload leads to.
-        complete: a buffer that holds it already.
     """
 
-    def __init__(self, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]], complete: Buffer | None) -> None:
-        self._payload, self._apply, self._complete = payload, apply, complete
+    def __init__(self, delta: DeltaManifest, payload: Payload, apply: Callable[[memoryview], Awaitable[Buffer]]) -> None:
+        self._delta, self._payload, self._apply = delta, payload, apply
         self.apply_seconds = 0.0
         """Seconds that applying and verifying took, after `finish`."""
 
     @property
     def nbytes(self) -> int:
-        return self._payload.delta.nbytes
+        return self._delta.nbytes
 
     @property
     def position(self) -> int:
         """The offset of the next byte, before the first `add`."""
-        return self.nbytes if self._complete else self._payload.arrival.position
+        return self._payload.arrival.position
 
     async def add(self, offset: int, data: memoryview) -> None:
         """Takes the next bytes. Raises RangeError, DigestError, also for previous bytes."""
@@ -144,6 +145,27 @@ class IncomingDelta:
         if self.position < self.nbytes:
             return None
         started = time.perf_counter()
-        buffer = self._complete or await self._apply(self._payload.data)
+        buffer = await self._apply(self._payload.data)
         self.apply_seconds = time.perf_counter() - started
-        return buffer.source(self._payload.delta.manifest)
+        return buffer.source(self._delta.manifest)
+
+
+class CompleteDelta:
+    """A delta whose result is in a buffer already. It needs no bytes."""
+
+    apply_seconds = 0.0
+
+    def __init__(self, delta: DeltaManifest, buffer: Buffer) -> None:
+        self._delta, self._buffer = delta, buffer
+        self.nbytes = self.position = delta.nbytes
+
+    async def add(self, offset: int, data: memoryview) -> None:
+        """Raises RangeError."""
+        raise RangeError(f"expected no bytes, because all are here; found {len(data)} from {offset} on")
+
+    async def finish(self) -> ArenaSource:
+        """The location of the part."""
+        return self._buffer.source(self._delta.manifest)
+
+
+Incoming = IncomingPart | IncomingDelta | CompleteDelta

@@ -5,34 +5,37 @@ Invariant: every wait has a deadline. What goes wrong on the other side is a Sou
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Literal, TypeVar
 
 import grpc
 
 from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
-from polyreme.weights.wire import CHUNK_BYTES, FETCH, WireError, decode_chunk, encode_chunk
+from polyreme.weights.wire import CHUNK_BYTES, FETCH, SLOWEST_STREAM_BYTES_PER_SECOND, WireError, decode_chunk, encode_chunk
 from polyreme_rollout.outgoing import OutgoingParts, PartId
 from polyreme_rollout.staged_parts import Refusal, VersionId
 
-MAX_FETCHES = 2  # replicas that fetch from this one at once: it also generates
 OFFER_TIMEOUT = 20.0  # the part's own stream begins, memory is allocated first
 RESUME_TIMEOUT = 10.0  # a broken stream of the part goes on from another source
 CONNECT_TIMEOUT = 10.0
+IDLE_TIMEOUT = 60.0  # longer than OFFER_TIMEOUT and RESUME_TIMEOUT together, so that the source can report what is wrong
+
+T = TypeVar("T")
 
 
 class SourceError(Exception):
-    """The other replica cannot be reached, or broke off. `missing`: it is in order, but does not have the bytes."""
+    """The other replica did not send the bytes. `outcome`: of the StageRelayResponse."""
 
-    def __init__(self, text: str, missing: bool = False) -> None:
+    def __init__(self, text: str, outcome: Literal["failed", "missing", "full"] = "failed") -> None:
         super().__init__(text)
-        self.missing = missing
+        self.outcome = outcome
 
 
-async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]]) -> int:
-    """Sends a part's bytes from the request's offset on. Returns their number. Raises Refusal: NOT_FOUND, UNAVAILABLE."""
+async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[bytes], Awaitable[None]]) -> None:
+    """Sends a part's bytes from the request's offset on. Raises Refusal: NOT_FOUND, UNAVAILABLE."""
     outgoing = await parts.get(_part_id(request), OFFER_TIMEOUT)
-    position = begin = request.offset
+    position = request.offset
     if outgoing is None:
         raise Refusal("NOT_FOUND", f"expected part {request.part} of version {request.id.version} here; found none")
     while position < outgoing.nbytes:
@@ -45,29 +48,44 @@ async def send(parts: OutgoingParts, request: pb.FetchRequest, write: Callable[[
         message = encode_chunk(position, data)
         position += len(data)
         await write(message)
-    return position - begin
 
 
 async def fetch(
-    source: str, request: pb.FetchRequest, security: SecurityConfig | None, seconds: float
+    source: str, request: pb.FetchRequest, security: SecurityConfig | None, seconds: float, largest: int
 ) -> AsyncGenerator[tuple[int, memoryview], None]:
-    """A part's bytes in order, from the request's offset on. Raises SourceError."""
+    """A part's bytes in order, from the request's offset on.
+
+    Args:
+        seconds: for the whole transfer.
+        largest: bytes of the largest tensor or frame. A source that still receives sends nothing of it before it has verified all of it.
+
+    Raises:
+        SourceError: also when the source sends nothing for too long.
+    """
+    idle_seconds = IDLE_TIMEOUT + largest / SLOWEST_STREAM_BYTES_PER_SECOND
     async with rpc.connect(source, security) as channel:
         fetching = channel.unary_stream(FETCH, request_serializer=pb.FetchRequest.SerializeToString)(request, timeout=seconds)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT):
-                await fetching.initial_metadata()
-            while (message := await fetching.read()) is not grpc.aio.EOF:
+            await _within(CONNECT_TIMEOUT, fetching.initial_metadata(), f"{source}: no answer")
+            while (message := await _within(idle_seconds, fetching.read(), f"{source}: no bytes")) is not grpc.aio.EOF:
                 yield decode_chunk(message)
         except grpc.aio.AioRpcError as error:
-            missing = error.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
-            raise SourceError(f"{source}: {error.code().name}: {error.details()}", missing) from None
-        except TimeoutError:
-            raise SourceError(f"{source}: no answer within {CONNECT_TIMEOUT:g} s") from None
+            text = f"{source}: {error.code().name}: {error.details()}"
+            if error.code() == grpc.StatusCode.NOT_FOUND:
+                raise SourceError(text, "missing") from None
+            raise SourceError(text, "full" if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED else "failed") from None
         except WireError as error:
             raise SourceError(f"{source}: {error}") from None
         finally:
             fetching.cancel()
+
+
+async def _within(seconds: float, act: Awaitable[T], failure: str) -> T:
+    try:
+        async with asyncio.timeout(seconds):
+            return await act
+    except TimeoutError:
+        raise SourceError(f"{failure} within {seconds:.0f} s") from None
 
 
 def _part_id(request: pb.FetchRequest) -> PartId:

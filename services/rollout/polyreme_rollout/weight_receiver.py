@@ -5,20 +5,20 @@ Invariant:
   in place to a base that is not served.
 - A part has one stream at a time. A newer stream ends an older one, whose connection may be dead without notice.
 - The bytes of a broken stream stay, unstaged, until other bytes replace them; the next stream of the same part continues after them.
-- At most one buffer per part is idle.
+- At most one buffer per part is idle. A part has the payload of at most one delta, until the part arrives whole.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from polyreme.weights.arena import Arena
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest
 from polyreme.weights.wire import keep_memory
 from polyreme_rollout.arrival import Arrival
-from polyreme_rollout.incoming import SLOT, Buffer, IncomingDelta, IncomingPart, Payload
+from polyreme_rollout.incoming import SLOT, Buffer, CompleteDelta, IncomingDelta, IncomingPart, Payload
 from polyreme_rollout.outgoing import OutgoingParts, PartId
 from polyreme_rollout.staged_parts import VersionId
 
@@ -69,13 +69,14 @@ class WeightReceiver:
             ConfigError: shared memory has no room.
         """
         async with self._sole_stream(manifest.part):
+            self._drop_payloads(manifest)
             held = next((buffer for buffer in await self._idle_buffers(manifest.part) if buffer.holds(manifest)), None)
             buffer = held or await self._empty(manifest)
             async with self._offered(_part_id(manifest), buffer.arrival):
                 yield IncomingPart(manifest, buffer)
 
     @asynccontextmanager
-    async def receive_delta(self, delta: DeltaManifest) -> AsyncIterator[IncomingDelta]:
+    async def receive_delta(self, delta: DeltaManifest) -> AsyncIterator[IncomingDelta | CompleteDelta]:
         """Receives a delta during the block.
 
         Raises:
@@ -86,8 +87,12 @@ class WeightReceiver:
         async with self._sole_stream(part):
             buffers = await self._idle_buffers(part)
             complete = next((buffer for buffer in buffers if buffer.holds_all(delta.manifest)), None)
+            if complete:
+                await self._offer_again(delta, complete)
+                yield CompleteDelta(delta, complete)
+                return
             bases = [buffer for buffer in buffers if buffer.holds_all(base_manifest)]
-            if not bases and not complete:
+            if not bases:
                 raise BaseError(f"expected version {delta.base_version} of term {delta.base_term} as the base; found other bytes")
 
             async def apply(payload: memoryview) -> Buffer:
@@ -96,22 +101,27 @@ class WeightReceiver:
                 return await self._apply(delta, payload, base, base.arena.nonce in in_use)
 
             payload = await self._payload(delta)
-            if complete:
-                yield IncomingDelta(payload, apply, complete)
-                return
-            async with self._offered(_part_id(delta.manifest, VersionId(delta.base_term, delta.base_version)), payload.arrival):
-                yield IncomingDelta(payload, apply, complete)
+            async with self._offered(_delta_id(delta), payload.arrival):
+                yield IncomingDelta(delta, payload, apply)
 
     async def _payload(self, delta: DeltaManifest) -> Payload:
         """The memory for the delta's payload, which replaces that of an older one."""
-        part = delta.manifest.part
-        if (payload := self._payloads.get(part)) is not None:
-            await payload.arrival.idle()
-            if payload.holds(delta):
-                return payload
-            payload.arrival.outgoing.close()
-        payload = self._payloads[part] = Payload(delta)
+        payload = await self._held_payload(delta)
+        if payload is None:
+            self._drop_payloads(delta.manifest)
+            payload = self._payloads[delta.manifest.part] = Payload(delta)
         return payload
+
+    async def _held_payload(self, delta: DeltaManifest) -> Payload | None:
+        """The memory that has the delta's payload, or the beginning of it."""
+        if payload := self._payloads.get(delta.manifest.part):
+            await payload.arrival.idle()
+        return payload if payload and payload.holds(delta) else None
+
+    def _drop_payloads(self, manifest: Manifest) -> None:
+        """Releases the memory of the part's payload, and of parts that no longer exist."""
+        for part in [part for part in self._payloads if part == manifest.part or part >= manifest.parts]:
+            self._payloads.pop(part).arrival.outgoing.close()
 
     @asynccontextmanager
     async def _offered(self, id: PartId, arrival: Arrival) -> AsyncIterator[None]:
@@ -122,6 +132,13 @@ class WeightReceiver:
             yield
         finally:
             arrival.end()
+
+    async def _offer_again(self, delta: DeltaManifest, complete: Buffer) -> None:
+        """Other replicas may fetch what is here already, perhaps as another version with the same bytes."""
+        self.outgoing.offer(_part_id(delta.manifest), complete.arrival.outgoing)
+        payload = await self._held_payload(delta)
+        if payload and payload.arrival.assembly.complete:
+            self.outgoing.offer(_delta_id(delta), payload.arrival.outgoing)
 
     async def _apply(self, delta: DeltaManifest, payload: memoryview, base: Buffer, copies: bool) -> Buffer:
         if copies:
@@ -187,5 +204,9 @@ class WeightReceiver:
         return chosen
 
 
-def _part_id(manifest: Manifest, base: VersionId | None = None) -> PartId:
-    return PartId(VersionId(manifest.term, manifest.version), manifest.part, base)
+def _part_id(manifest: Manifest) -> PartId:
+    return PartId(VersionId(manifest.term, manifest.version), manifest.part)
+
+
+def _delta_id(delta: DeltaManifest) -> PartId:
+    return replace(_part_id(delta.manifest), base=VersionId(delta.base_term, delta.base_version))

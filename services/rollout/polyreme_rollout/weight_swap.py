@@ -27,7 +27,7 @@ from polyreme.weights.manifest import Manifest, ManifestError
 from polyreme.weights.sparse import FrameError
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
-from polyreme_rollout.incoming import IncomingDelta, IncomingPart
+from polyreme_rollout.incoming import Incoming
 from polyreme_rollout.outgoing import OutgoingParts
 from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
 from polyreme_rollout.weight_receiver import BaseError, SupersededError, WeightReceiver
@@ -158,7 +158,7 @@ class WeightSwapper:
         return time.perf_counter() - started
 
     @asynccontextmanager
-    async def receive(self, content: Manifest | DeltaManifest) -> AsyncIterator[IncomingPart | IncomingDelta]:
+    async def receive(self, content: Manifest | DeltaManifest) -> AsyncIterator[Incoming]:
         """Receives one part, or a delta that leads to it, by stream: the block adds the bytes, and the part is staged at its end.
         Generation continues.
 
@@ -167,7 +167,7 @@ class WeightSwapper:
                 bytes do not match the manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer
                 stream has started.
         """
-        stream: AbstractAsyncContextManager[IncomingPart | IncomingDelta]
+        stream: AbstractAsyncContextManager[Incoming]
         if isinstance(content, DeltaManifest):
             manifest, stream = content.manifest, self._receiver.receive_delta(content)
         else:
@@ -334,13 +334,17 @@ class WeightSwapper:
         self.steady.set()  # waiting calls then find that nothing is served
 
     def admit(self, run_id: str, term: int) -> None:
+        """As `check`. Refuses calls of older terms from now on."""
+        self.check(run_id, term)
+        self._term = term
+
+    def check(self, run_id: str, term: int) -> None:
         """Refuses a call of another run or of an older term, and every call once quarantined. Raises Refusal."""
         if run_id != self._run_id:
             raise Refusal("INVALID_ARGUMENT", f"expected a call of run {self._run_id}; found run {run_id}")
         self._term = max(self._term, self._learner_term())
         if term < self._term:
             raise Refusal("ABORTED", f"expected term {self._term} of the current learner, or newer; found {term}")
-        self._term = term
         if self.quarantined:
             raise Refusal(
                 "FAILED_PRECONDITION", f"quarantined after {self._failures} consecutive failed swaps: restart this replica"

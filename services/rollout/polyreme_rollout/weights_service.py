@@ -17,10 +17,10 @@ from polyreme.config.security import SecurityConfig
 from polyreme.weights.canary import Canary
 from polyreme.weights.delta import DeltaManifest
 from polyreme.weights.manifest import Manifest, ManifestError
-from polyreme.weights.wire import WireError, decode_chunk, decode_manifest
+from polyreme.weights.wire import MAX_FETCHES, WireError, decode_chunk, decode_manifest
 from polyreme_rollout.engine.protocol import EngineDeadError
 from polyreme_rollout.metrics import ReplicaMetrics
-from polyreme_rollout.relay import MAX_FETCHES, SourceError, fetch, send
+from polyreme_rollout.relay import SourceError, fetch, send
 from polyreme_rollout.staged_parts import Refusal, VersionId
 from polyreme_rollout.weight_swap import WeightSwapper
 
@@ -91,12 +91,12 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             received = self._metrics.received_bytes.labels("replica")
             response, ended = pb.StageRelayResponse(), time.perf_counter()
             try:
-                async with self._swapper.receive(
-                    _content(request.delta if request.HasField("delta") else request.manifest)
-                ) as incoming:
+                content = _content(request.delta if request.HasField("delta") else request.manifest)
+                async with self._swapper.receive(content) as incoming:
                     if incoming.position < incoming.nbytes:
                         wanted = _fetch_request(request, incoming.position)
-                        async with aclosing(fetch(request.source, wanted, self._security, request.timeout)) as chunks:
+                        fetching = fetch(request.source, wanted, self._security, request.timeout, _largest(content))
+                        async with aclosing(fetching) as chunks:
                             async for offset, data in chunks:
                                 received.inc(len(data))
                                 response.nbytes += len(data)
@@ -105,7 +105,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
                 response.staged.verify_seconds = time.perf_counter() - ended
                 response.staged.apply_seconds = incoming.apply_seconds
             except SourceError as error:
-                setattr(response, "missing" if error.missing else "failed", str(error))
+                setattr(response, error.outcome, str(error))
             except Refusal as refusal:
                 if refusal.code not in ("DATA_LOSS", "INVALID_ARGUMENT"):
                     raise
@@ -114,7 +114,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
         async with _statuses(context):
-            self._swapper.admit(request.id.run_id, request.id.term)
+            self._swapper.check(request.id.run_id, request.id.term)
             if self._fetches == MAX_FETCHES:
                 raise Refusal("RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch at once; found another")
             self._fetches += 1
@@ -153,6 +153,12 @@ def _fetch_request(request: pb.StageRelayRequest, offset: int) -> pb.FetchReques
     manifest = request.delta.manifest if request.HasField("delta") else request.manifest
     base = request.delta.base if request.HasField("delta") else None
     return pb.FetchRequest(id=manifest.id, part=manifest.part, base=base, offset=offset)
+
+
+def _largest(content: Manifest | DeltaManifest) -> int:
+    """Bytes of the largest range with a digest of its own."""
+    ranges = content.frames if isinstance(content, DeltaManifest) else content.tensors
+    return max((part.nbytes for part in ranges), default=0)
 
 
 def _content(message: pb.Manifest | pb.DeltaManifest) -> Manifest | DeltaManifest:

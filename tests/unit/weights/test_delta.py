@@ -124,7 +124,7 @@ def test_inconsistent_delta_manifests_are_refused() -> None:
     with pytest.raises(ManifestError, match="changes of its 5 tensors"):
         DeltaManifest(manifest, 3, 0, ())
     with pytest.raises(ManifestError, match="at most"):
-        DeltaManifest(manifest, 3, 0, (TensorDelta(1, 1, manifest.nbytes, 0),) * 5)
+        DeltaManifest(manifest, 3, 0, (TensorDelta(1, 1, manifest.nbytes // 2 + 1, 0), *[TensorDelta(0, 0, 0, 0)] * 4))
     delta = between((manifest, data), step((manifest, data), np.random.default_rng(0), 0.1))
     assert delta
     with pytest.raises(DeltaError, match="payload"):

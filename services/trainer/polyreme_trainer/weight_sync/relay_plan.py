@@ -7,10 +7,12 @@ Invariant:
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-MAX_CHILDREN = 2  # of one replica at once; a replica refuses more
+from polyreme.weights.wire import MAX_FETCHES
+
 MAX_UNFINISHED = 32  # replicas in a row that each still receive: every one adds the time of the largest tensor
 FAILURES = 2
 FORGET_SECONDS = 300.0
@@ -41,8 +43,8 @@ class RelayPlan:
         self._receipts: dict[str, _Receipt] = {}
         self._failures: dict[tuple[str, str], float] = {}  # (replica, source): when it is forgotten
 
-    def assign(self, replica: str, content: Content, now: float) -> str | None:
-        """The replica that `replica` fetches the content from; None: the trainer sends it.
+    def assign(self, replica: str, content: Content, now: float, full: Collection[str] = ()) -> str | None:
+        """The replica that `replica` fetches the content from, none of `full`; None: the trainer sends it.
 
         The replica with the fewest others that fetch from it comes first. The result is a chain, which uses each link once, and a tree
         beyond MAX_UNFINISHED.
@@ -59,8 +61,8 @@ class RelayPlan:
         sources = (
             name
             for name in sorted((name for name, receipt in others.items() if _has(receipt, content)), key=order)
-            if children[name] < MAX_CHILDREN and failed[name] < FAILURES and (replica, name) not in self._failures
-            if self._may_wait(replica, name)
+            if children[name] < MAX_FETCHES and failed[name] < FAILURES and (replica, name) not in self._failures
+            if name not in full and self._may_wait(replica, name)
         )
         source = None
         if sum(child == replica for child, _ in self._failures) < FAILURES:
@@ -83,10 +85,10 @@ class RelayPlan:
         """The replica could not fetch from the source."""
         self._failures[replica, source] = now + FORGET_SECONDS
 
-    def missing(self, source: str, version: int) -> None:
-        """The source was asked for the version and does not have it."""
+    def missing(self, source: str, content: Content) -> None:
+        """The source was asked for the content and does not have it. What it received since is not in question."""
         receipt = self._receipts.get(source)
-        if receipt and receipt.content.version == version:
+        if receipt and _has(receipt, content):
             self.forget(source)
 
     def forget(self, replica: str) -> None:

@@ -18,14 +18,21 @@ from polyreme.experience.leases import Lease
 from polyreme.net import rpc
 from polyreme.weights.arena import Arena, ArenaError
 from polyreme.weights.delta import WeightDelta
-from polyreme.weights.wire import CHUNK_BYTES, STAGE_STREAM, encode_chunk, encode_delta, encode_manifest, keep_memory
+from polyreme.weights.wire import (
+    CHUNK_BYTES,
+    SLOWEST_STREAM_BYTES_PER_SECOND,
+    STAGE_STREAM,
+    encode_chunk,
+    encode_delta,
+    encode_manifest,
+    keep_memory,
+)
 
 PROBE_TIMEOUT = 10.0
 STAGE_TIMEOUT = 30.0
 COMMIT_TIMEOUT = 80.0  # the running engine step ends first; the canary may wait for a place
 SLOWEST_BYTES_PER_SECOND = 100e6  # extends the deadlines of staging and committing by a version's size
 STREAM_IDLE_TIMEOUT = 20.0  # without progress of a stream
-SLOWEST_STREAM_BYTES_PER_SECOND = 2e6  # a slower stream is ended although it progresses
 
 T = TypeVar("T")
 
@@ -43,11 +50,15 @@ class UnreachableError(Exception):
 
 
 class RelayError(Exception):
-    """The replica is in order, but could not fetch from another one. `missing`: that one does not have the bytes."""
+    """The replica is in order, but could not fetch from another one.
 
-    def __init__(self, text: str, missing: bool = False) -> None:
+    Attributes:
+        outcome: `failed`; `missing`: the other one does not have the bytes; `full`: enough replicas fetch from it already.
+    """
+
+    def __init__(self, text: str, outcome: str) -> None:
         super().__init__(text)
-        self.missing = missing
+        self.outcome = outcome
 
 
 @dataclass(frozen=True)
@@ -140,8 +151,9 @@ class ReplicaClient:
         else:
             request.manifest.CopyFrom(version.manifest)
         response = await self._call(lambda stub: stub.StageRelay(request, timeout=request.timeout + local_seconds))
-        if response.WhichOneof("outcome") != "staged":
-            raise RelayError(response.missing or response.failed, missing=response.HasField("missing"))
+        outcome = response.WhichOneof("outcome") or "failed"
+        if outcome != "staged":
+            raise RelayError(getattr(response, outcome), outcome)
         return Sent(response.nbytes, response.staged.apply_seconds)
 
     async def commit(self, version: Version) -> pb.CommitResponse:

@@ -54,17 +54,29 @@ class Streams:
             InterruptedPushError: training needs the slot.
         """
         name, transfer = replica.lease.id, None
+        full: set[str] = set()
         try:
             while transfer is None:
                 async with self._turns:
                     version = self._target() or version
                     encoded = await self._deltas.between(replica.streamed, version) if replica.streamed else None
                     base = replica.streamed.number if replica.streamed and encoded else None
-                    source = self._plan.assign(name, Content(version.number, base), time.monotonic())
+                    content = Content(version.number, base)
+                    source = self._plan.assign(name, content, time.monotonic(), full)
                     if source is None:
                         transfer = await self._send(replica, version, encoded)
-                if source is not None:
+                if source is None:
+                    continue
+                try:
                     transfer = await self._relay(replica, version, encoded, source)
+                except RelayError as error:
+                    if error.outcome == "full":
+                        full.add(source)
+                    elif error.outcome == "missing":
+                        self._plan.missing(source, content)
+                    else:
+                        self._plan.failed(name, source, time.monotonic())
+                        await self._report(replica, source, error)
         except BaseException:
             self._plan.forget(name)
             raise
@@ -89,22 +101,14 @@ class Streams:
         return Transfer("stream", sent.nbytes, hops=1)
 
     async def _relay(self, replica: ReplicaState, version: Version, encoded: EncodedDelta | None, source: str) -> Transfer | None:
-        """Lets the replica fetch from another one. None: it could not, or refused the delta."""
-        name, hops = replica.lease.id, self._plan.hops(replica.lease.id)
+        """Lets the replica fetch from another one. None: it refused the delta. Raises RelayError."""
+        hops = self._plan.hops(replica.lease.id)
         delta: WeightDelta | None = encoded.delta if encoded else None
-        try:
-            address = self._address(source)
-            if address is None:
-                raise RelayError(f"replica {source} has left", missing=True)
-            relayed = replica.client.relay(version, delta, address)
-            sent = await self._unless_refused(replica, version, relayed) if delta else await relayed
-        except RelayError as error:
-            if error.missing:
-                self._plan.missing(source, version.number)
-            else:
-                self._plan.failed(name, source, time.monotonic())
-                await self._report(replica, source, error)
-            return None
+        address = self._address(source)
+        if address is None:
+            raise RelayError(f"replica {source} has left", "missing")
+        relayed = replica.client.relay(version, delta, address)
+        sent = await self._unless_refused(replica, version, relayed) if delta else await relayed
         if sent is None:
             return None
         if encoded is not None:

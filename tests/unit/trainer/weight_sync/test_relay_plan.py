@@ -2,7 +2,8 @@
 
 import pytest
 
-from polyreme_trainer.weight_sync.relay_plan import FORGET_SECONDS, MAX_CHILDREN, MAX_UNFINISHED, Content, RelayPlan
+from polyreme.weights.wire import MAX_FETCHES
+from polyreme_trainer.weight_sync.relay_plan import FORGET_SECONDS, MAX_UNFINISHED, Content, RelayPlan
 
 ONE, TWO = Content(1), Content(2)
 
@@ -26,7 +27,7 @@ def test_the_trainer_feeds_as_many_as_agreed() -> None:
 def test_no_replica_waits_for_too_many_others_or_serves_too_many(count: int) -> None:
     sources = chain(RelayPlan(1), count)
     assert sources.count(None) == 1
-    assert max(sources.count(source) for source in {*sources} - {None}) <= (1 if count == 16 else MAX_CHILDREN)
+    assert max(sources.count(source) for source in {*sources} - {None}) <= (1 if count == 16 else MAX_FETCHES)
     unfinished: dict[str | None, int] = {None: 0}
     for number, source in enumerate(sources):
         unfinished[f"r{number:04}"] = unfinished[source] + 1
@@ -97,10 +98,35 @@ def test_a_replica_that_left_or_lost_its_bytes_is_not_asked() -> None:
     chain(plan, 2)
     for name in ("r0000", "r0001"):
         plan.completed(name)
-    plan.missing("r0000", 0)
+    plan.missing("r0000", Content(0))
     assert plan.assign("x", ONE, 0.0) == "r0000"
-    plan.missing("r0000", 1)
+    plan.missing("r0000", ONE)
     plan.drop("r0001")
     plan.forget("x")
     plan.completed("r0001")
     assert plan.assign("x", ONE, 0.0) is None
+
+
+def test_a_replica_without_a_delta_is_still_asked_for_what_it_received_since() -> None:
+    plan = RelayPlan(1)
+    assert plan.assign("a", Content(2, base=1), 0.0) is None
+    assert plan.assign("a", TWO, 0.0) is None  # it refused the delta
+    plan.missing("a", Content(2, base=1))
+    assert plan.assign("b", TWO, 0.0) == "a"
+
+
+def test_who_applied_a_delta_and_lost_the_version_is_not_asked_again() -> None:
+    plan = RelayPlan(1)
+    plan.assign("a", Content(2, base=1), 0.0)
+    plan.completed("a")
+    assert plan.assign("b", TWO, 0.0) == "a"
+    plan.missing("a", TWO)
+    assert plan.assign("b", TWO, 0.0) is None
+
+
+def test_a_full_source_is_passed_over_once() -> None:
+    plan = RelayPlan(1)
+    chain(plan, 1)
+    plan.completed("r0000")
+    assert plan.assign("x", ONE, 0.0, full={"r0000"}) is None
+    assert plan.assign("y", ONE, 0.0) == "r0000"

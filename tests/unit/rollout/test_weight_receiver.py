@@ -1,0 +1,47 @@
+"""The memory that streams are received into."""
+
+import numpy as np
+
+from polyreme.weights.delta import WeightDelta, diff
+from polyreme.weights.digest import seal
+from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest
+from polyreme_rollout.weight_receiver import WeightReceiver
+
+Version = tuple[Manifest, memoryview]
+
+
+def version(number: int, part: int, parts: int) -> Version:
+    """A part whose numbers are 0, except for the first ones."""
+    layout = plan_manifest([TensorSpec("a", "F32", (1000,))], part=part, parts=parts)
+    numbers = np.zeros(1000, np.float32)
+    numbers[:number] = 1.0
+    data = numbers.view(np.uint8).data
+    return seal(layout.stamped("run", 1, number), data), data
+
+
+async def bring(receiver: WeightReceiver, sent: Version) -> None:
+    async with receiver.receive(sent[0]) as incoming:
+        await incoming.add(0, sent[1])
+        assert await incoming.finish()
+
+
+async def bring_delta(receiver: WeightReceiver, old: Version, new: Version) -> WeightDelta:
+    delta = diff(*old, *new)
+    assert delta
+    async with receiver.receive_delta(delta.manifest) as incoming:
+        await incoming.add(0, memoryview(delta.payload))
+        assert await incoming.finish()
+    return delta
+
+
+async def test_the_payload_of_a_delta_is_dropped_when_its_part_arrives_whole_or_no_longer_exists() -> None:
+    receiver = WeightReceiver(set, lambda nonce: None)
+    for part in range(2):
+        await bring(receiver, version(0, part, 2))
+        await bring_delta(receiver, version(0, part, 2), version(1, part, 2))
+    assert receiver._payloads.keys() == {0, 1}
+    await bring(receiver, version(2, 1, 2))
+    assert receiver._payloads.keys() == {0}
+    await bring_delta(receiver, version(2, 1, 2), version(3, 1, 2))
+    await bring(receiver, version(4, 0, 1))
+    assert not receiver._payloads
