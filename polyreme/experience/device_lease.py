@@ -141,13 +141,20 @@ class DeviceLease:
     async def renew_during(self, work: Awaitable[T]) -> T:
         """Awaits `work`, which prepares the devices for this holder or for the next one, and renews the grant meanwhile."""
         task = asyncio.ensure_future(work)
+        renewing = asyncio.create_task(self._renew_until(task))  # may wait for Redis longer than the work takes
         try:
-            while not (await asyncio.wait({task}, timeout=self._ttl / 3))[0]:
-                with suppress(StaleGrantError, StoreError):
-                    await self.renew()
-            return task.result()
+            await asyncio.wait({task, renewing}, return_when=asyncio.FIRST_COMPLETED)
+            if renewing.done():
+                renewing.result()  # raises its error
+            return await task
         finally:
+            renewing.cancel()
             task.cancel()
+
+    async def _renew_until(self, task: "asyncio.Future[T]") -> None:
+        while not (await asyncio.wait({task}, timeout=self._ttl / 3))[0]:
+            with suppress(StaleGrantError, StoreError):
+                await self.renew()
 
     async def give_up(self) -> None:
         """Ends the grant, or the claim. Does nothing when it has ended already. Raises StoreError."""

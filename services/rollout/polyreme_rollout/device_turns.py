@@ -9,6 +9,7 @@ import logging
 import time
 from contextlib import AsyncExitStack
 
+from polyreme.errors import StoreError
 from polyreme.experience.device_lease import DeviceLease, Grant
 from polyreme_rollout.engine.protocol import InferenceEngine, Slept
 from polyreme_rollout.metrics import ReplicaMetrics
@@ -17,6 +18,9 @@ from polyreme_rollout.weight_swap import WeightSwapper
 
 PUSH_TIMEOUT = 60.0
 """How long an engine that is awake waits for the version that the learner has announced."""
+
+RETRY_SECONDS = 0.5
+"""Between two attempts to change hands. The client itself has tried for a minute then."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +71,21 @@ class ReplicaTurns:
             if not slept.cache:
                 self._metrics.recomputed.inc(running)
             logger.info("left the devices: %d bytes freed, %d running sequences wait", slept.freed, running)
-            await self._lease.give_up()
-            grant = await self._lease.acquire()
+            grant = await self._next_grant()
             started = time.perf_counter()
             await self._lease.renew_during(self._engine.wake())
             self._metrics.device_seconds.labels(step="wake").observe(time.perf_counter() - started)
         return slept, grant
+
+    async def _next_grant(self) -> Grant:
+        """Gives the devices up and waits until they are granted again, also while Redis cannot be reached."""
+        while True:
+            try:
+                await self._lease.give_up()
+                return await self._lease.acquire()
+            except StoreError as error:
+                logger.warning("the devices could not change hands, retrying: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _wait_for_version(self, grant: Grant, holding: "asyncio.Future[None]") -> None:
         """Waits for the commit of the learner's newest version, until the devices are wanted or `PUSH_TIMEOUT` has passed."""

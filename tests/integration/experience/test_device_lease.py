@@ -93,6 +93,19 @@ async def test_work_between_two_turns_keeps_the_grant(run: Run) -> None:
     await leaving
 
 
+async def test_work_that_has_ended_does_not_wait_for_a_renewal(run: Run) -> None:
+    class Unanswered(Scripts):
+        async def call(self, *args: Any, **keys: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+    asked = asyncio.Event()
+    replica = DeviceLease(run, "generate", "r", 0.03)
+    await replica.acquire()
+    run.scripts = Unanswered(run.redis, run.run_id)
+    await asyncio.wait_for(replica.renew_during(asked.wait()), 30)
+
+
 async def test_a_wait_ends_and_names_who_holds_the_devices(run: Run) -> None:
     await DeviceLease(run, "generate", "the-replica", LONG).acquire()
     with pytest.raises(UnavailableError) as raised:

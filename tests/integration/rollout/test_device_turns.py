@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from polyreme.api.v1 import rollout_pb2_grpc
+from polyreme.errors import StoreError
 from polyreme.experience.device_lease import DeviceLease
 from polyreme.experience.run import Run
-from polyreme.experience.scripts import StaleGrantError
+from polyreme.experience.scripts import Scripts, StaleGrantError
 from polyreme.net import rpc
+from polyreme_rollout import device_turns
 from polyreme_rollout.device_turns import ReplicaTurns
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from support.replicas import Answer, generate, request
@@ -58,7 +60,8 @@ class Shared:
     def __init__(self, replica: Replica, learner: IdleLearner, run: Run) -> None:
         assert isinstance(replica.engine, SteppedEngine)
         self.replica, self.learner, self.engine = replica, learner, replica.engine
-        self.generate, self.train = DeviceLease(run, "generate", "r", TTL), DeviceLease(run, "train", "l", TTL)
+        self.generate = DeviceLease(Run(run.redis, run.run_id), "generate", "r", TTL)
+        self.train = DeviceLease(run, "train", "l", TTL)
 
     async def ask(self, max_new: int) -> Answer:
         async with rpc.connect(self.replica.lease.address, None) as channel:
@@ -144,6 +147,29 @@ async def test_a_version_that_was_announced_is_awaited_before_sampling_continues
         await both.train.give_up()
         await both.learner.push(both.replica)
         assert versions(await asyncio.wait_for(asking, DEADLINE)) == [1]
+
+
+class Outage(Scripts):
+    """Redis, as it answers a device lease while `failures` last."""
+
+    failures = 2
+
+    async def call(self, name: str, *arguments: Any, **keys: Any) -> Any:
+        if name == "device" and self.failures:
+            self.failures -= 1
+            raise StoreError("an answer of Redis", "none", "Start it again.")
+        return await super().call(name, *arguments, **keys)
+
+
+async def test_a_replica_outlives_an_outage_of_redis_between_two_turns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_turns, "RETRY_SECONDS", 0.01)
+    async with shared(run) as both:
+        await both.train.acquire(DEADLINE)
+        both.generate._run.scripts = outage = Outage(run.redis, run.run_id)
+        await both.train.give_up()
+        both.engine.allow(100)
+        assert len((await asyncio.wait_for(both.ask(8), DEADLINE)).ids) == 8
+        assert outage.failures == 0
 
 
 async def test_a_replica_whose_grant_ends_while_it_wakes_samples_nothing_and_steps_aside_again(run: Run) -> None:
