@@ -48,7 +48,7 @@ class DeviceLease:
         use: what the holder needs the devices for.
         holder: unique among all processes of the run, restarts included.
         ttl: see `TTL`.
-        counter: the grant that the holder has already; 0: none.
+        counter: the grant that the holder has already, whose deadline it learns at its first renewal; 0: none.
 
     Attributes:
         grant: the current one, None without one.
@@ -56,7 +56,7 @@ class DeviceLease:
 
     def __init__(self, run: Run, use: Use, holder: str, ttl: float = TTL, counter: int = 0) -> None:
         self._run, self._use, self._holder, self._ttl = run, use, holder, ttl
-        self._deadline = time.monotonic() + ttl if counter else 0.0
+        self._deadline = 0.0
         self._others: list[str] = []
         self._calling = asyncio.Lock()
         self.grant: Grant | None = Grant(counter, False, -1) if counter else None
