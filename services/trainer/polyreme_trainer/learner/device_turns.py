@@ -137,10 +137,8 @@ class LeaseThread:
 
     async def _take(self) -> None:
         limit, began = self._config.rollout.start_timeout, time.perf_counter()
-        if (
-            await self._run.check() is RunState.STARTING
-        ):  # replicas start first: a run that trains before has nobody to wait for it
-            await self._wait_for_replicas(limit)
+        if await self._run.check() is RunState.STARTING:
+            await self._wait_for_replicas(limit)  # an engine needs the devices while it starts
         await self._lease.acquire(limit, self._run.check)
         logger.debug("took the devices after %.3f s", time.perf_counter() - began)
 
