@@ -30,7 +30,12 @@ Answer = Callable[[bytes, Send], Awaitable[None]]
 
 @dataclass
 class ScriptedReplica:
-    """Its version and load are what it reports; `bodies` are those of the requests that it got, in order."""
+    """Its version and load are what it reports; `bodies` are those of the requests that it got, in order.
+
+    Attributes:
+        asked: a request has come.
+        left: a request has ended before its answer, because its connection did.
+    """
 
     id: str
     answer: Answer
@@ -38,6 +43,7 @@ class ScriptedReplica:
     metrics: ReplicaMetrics = field(default_factory=ReplicaMetrics)
     bodies: list[bytes] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
     headers: list[dict[str, str]] = field(default_factory=list)
 
     def report(self, version: int | None, load: int = 0) -> None:
@@ -57,6 +63,8 @@ class ScriptedReplica:
         answering = asyncio.ensure_future(self.answer(body, send))
         leaving = asyncio.ensure_future(receive())  # a disconnection
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            self.left.set()
         answering.cancel()
         leaving.cancel()
         with suppress(asyncio.CancelledError):

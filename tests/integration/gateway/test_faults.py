@@ -21,11 +21,6 @@ DONE = b"data: [DONE]\n\n"
 STREAM = {"prompt": "a", "stream": True}
 
 
-@pytest.fixture(autouse=True)
-def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 0.02)
-
-
 async def unavailable(body: bytes, send: Send) -> None:
     await reply_with(b'{"status":"draining"}', status=503)(body, send)
 
@@ -141,6 +136,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_replica(run: Run) ->
     ):
         async with http.stream("POST", "/v1/completions", json=STREAM) as reply:
             assert reply.status_code == 200
+        await asyncio.wait_for(replica.left.wait(), 300)
 
         async def is_free() -> bool:
             return "polyreme_gateway_active_requests 0.0" in (await http.get("/metrics")).text

@@ -7,18 +7,12 @@ from typing import Any
 import pytest
 
 from polyreme.experience.run import Run
-from polyreme.gateway import replicas as gateway_replicas
 from support.gateways import gateway, reply_with, scripted_replica, stream_of
 from support.waiting import until
 
 BODY = b'{"id":"cmpl-1", "choices":[{"text":"\xc3\xa9","logprobs":{"token_logprobs":[-0.125]}}],"system_fingerprint":"policy-3"}'
 EVENT = b'data: {"choices":[{"text":"%d"}],"system_fingerprint":"policy-3"}\n\n'
 DONE = b"data: [DONE]\n\n"
-
-
-@pytest.fixture(autouse=True)
-def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 0.02)
 
 
 def completion(model: str | None = None, **fields: Any) -> dict[str, Any]:
