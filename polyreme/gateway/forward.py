@@ -5,14 +5,10 @@ Every request ends at its deadline and when its client leaves, at the replica to
 """
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from polyreme.gateway.client import ReplicaHttp
@@ -21,14 +17,12 @@ from polyreme.gateway.metrics import GatewayMetrics
 from polyreme.gateway.names import ModelNames, Wanted
 from polyreme.gateway.replicas import ReplicaTable, ServedReplica
 from polyreme.gateway.reply import Reply
+from polyreme.gateway.request import ForwardedRequest, RawHeaders, RefusedRequest, parse
 
 ATTEMPTS = 3
 """Replicas that a request is sent to, at most."""
 VERSION_HEADER, REPLICA_HEADER = "polyreme-policy-version", "polyreme-replica"
-_WANTED_HEADERS = ("polyreme-min-policy-version", "polyreme-exact-policy-version")
-"""A replica that serves another version answers 412."""
-_TO_REPLICA = ("content-type", "accept", "x-request-id", *_WANTED_HEADERS)
-_TO_CLIENT = ("content-type", VERSION_HEADER, "x-request-id")
+_TO_CLIENT = (b"content-type", VERSION_HEADER.encode(), b"x-request-id")
 
 
 @dataclass(frozen=True)
@@ -42,16 +36,6 @@ class GatewayLimits:
 
     requests: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A request as every replica gets it."""
-
-    path: str
-    headers: Mapping[str, str]
-    body: bytes
-    wanted: Wanted
 
 
 class Forwarder:
@@ -75,7 +59,7 @@ class Forwarder:
             if message["type"] == "http.disconnect":
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
-        answering = asyncio.create_task(self._answer(scope["path"], Headers(scope=scope), body, Reply(send)))
+        answering = asyncio.create_task(self._answer(scope["path"], scope["headers"], body, Reply(send)))
         leaving = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -86,7 +70,7 @@ class Forwarder:
             leaving.cancel()
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
-    async def _answer(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
+    async def _answer(self, path: str, headers: RawHeaders, body: bytes, reply: Reply) -> None:
         began = time.monotonic()
         try:
             await self._admit(path, headers, body, reply)
@@ -95,34 +79,26 @@ class Forwarder:
             self._metrics.seconds.observe(time.monotonic() - began)
             self._metrics.broken.inc(int(reply.failed))
 
-    async def _admit(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
+    async def _admit(self, path: str, headers: RawHeaders, body: bytes, reply: Reply) -> None:
         try:
-            asked: Any = json.loads(body)
-        except ValueError as error:
-            return await reply.fail(400, f"expected a JSON object; found {error}. Fix the request's body.", "invalid_body")
-        model = asked.get("model") if isinstance(asked, dict) else 0
-        if not isinstance(model, str | None):
-            return await reply.fail(400, "expected a JSON object whose `model` is a name. Fix the request.", "invalid_body")
-        wanted = self._names.wanted(model)
-        if wanted is None:
-            return await reply.fail(404, f"expected {self._names_now()}; found `{model}`. Fix `model`.", "model_not_found")
+            request = parse(path, headers, body, self._names, self._table.versions)
+        except RefusedRequest as refused:
+            return await reply.fail(refused.status, refused.message, refused.code)
         if self._active >= self._limits.requests:
             found = f"expected at most {self._limits.requests} requests at once. Ask again after a while."
             return await reply.fail(429, found, "rate_limit_exceeded")
-        given = {name: headers[name] for name in _TO_REPLICA if name in headers}
-        sent = body if model in (None, self._names.base) else json.dumps({**asked, "model": self._names.base}).encode()
         self._active += 1
         self._metrics.active.set(self._active)
         try:
             async with asyncio.timeout(self._limits.seconds):
-                await self._try_replicas(_Request(path, {**given, "accept-encoding": "identity"}, sent, wanted), reply)
+                await self._try_replicas(request, reply)
         except TimeoutError:
             await reply.fail(504, f"expected the end of the answer within {self._limits.seconds:g} s. Ask for less.", "timeout")
         finally:
             self._active -= 1
             self._metrics.active.set(self._active)
 
-    async def _try_replicas(self, request: _Request, reply: Reply) -> None:
+    async def _try_replicas(self, request: ForwardedRequest, reply: Reply) -> None:
         tried: set[str] = set()
         for attempt in range(ATTEMPTS):
             with self._table.chosen(request.wanted, tried) as replica:
@@ -141,7 +117,7 @@ class Forwarder:
             found = f"expected {self._names_now()}; found version {request.wanted}, which no replica serves. Fix `model`."
             await reply.fail(404, found, "model_not_found")
 
-    async def _forward(self, request: _Request, replica: ServedReplica, reply: Reply) -> bool:
+    async def _forward(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> bool:
         """Whether the client has got a reply, or a part of one."""
         try:
             answer = await self._http.send("POST", replica.address, request.path, content=request.body, headers=request.headers)
@@ -156,7 +132,7 @@ class Forwarder:
                 return False
             if answer.is_success and _other_version(request.wanted, {answer.headers.get(VERSION_HEADER, "")}):
                 return False
-            headers = [(name.encode(), answer.headers[name].encode()) for name in _TO_CLIENT if name in answer.headers]
+            headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() in _TO_CLIENT]
             headers.append((REPLICA_HEADER.encode(), replica.id.encode()))
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 return await self._stream(answer, headers, request, replica, reply)
@@ -169,7 +145,12 @@ class Forwarder:
             await answer.aclose()
 
     async def _stream(
-        self, answer: httpx.Response, headers: list[tuple[bytes, bytes]], request: _Request, replica: ServedReplica, reply: Reply
+        self,
+        answer: httpx.Response,
+        headers: list[tuple[bytes, bytes]],
+        request: ForwardedRequest,
+        replica: ServedReplica,
+        reply: Reply,
     ) -> bool:
         splitter, done, problem = EventSplitter(), False, f"replica {replica.id} ended within its answer"
         try:
@@ -190,7 +171,7 @@ class Forwarder:
         return bool(reply.status)
 
     def _names_now(self) -> str:
-        return "a model of " + ", ".join(f"`{name}`" for name in self._names.listed(self._table.versions))
+        return self._names.described(self._table.versions)
 
 
 def _other_version(wanted: Wanted, named: set[str]) -> str:

@@ -44,7 +44,7 @@ class ScriptedReplica:
     bodies: list[bytes] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    headers: list[dict[str, str]] = field(default_factory=list)
+    headers: list[dict[str, bytes]] = field(default_factory=list)
 
     def report(self, version: int | None, load: int = 0) -> None:
         self.version = version
@@ -58,7 +58,7 @@ class ScriptedReplica:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.bodies.append(body)
-        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.headers.append({name.decode(): value for name, value in scope["headers"]})
         self.asked.set()
         answering = asyncio.ensure_future(self.answer(body, send))
         leaving = asyncio.ensure_future(receive())  # a disconnection

@@ -29,7 +29,7 @@ async def test_a_reply_passes_through_unchanged(run: Run) -> None:
         )
         assert (reply.status_code, reply.content) == (200, compact)
         assert replica.bodies == [sent]
-        assert replica.headers[0]["x-request-id"] == "mine"
+        assert replica.headers[0]["x-request-id"] == b"mine"
         assert reply.headers["polyreme-policy-version"] == "3"
         assert reply.headers["polyreme-replica"] == replica.id
         assert reply.headers["x-request-id"] == "id-of-the-replica"
@@ -69,6 +69,17 @@ async def test_an_error_of_the_replica_is_the_clients(run: Run) -> None:
     async with scripted_replica(run, "a", reply_with(error, status=400)) as replica, gateway(run) as http:
         reply = await http.post("/v1/completions", json=completion())
         assert (reply.status_code, reply.content, len(replica.bodies)) == (400, error, 1)
+
+
+@pytest.mark.parametrize("text", ["é中😀", "\ud800"], ids=["text", "half of a surrogate pair"])
+async def test_what_a_client_writes_passes_as_it_is(run: Run, text: str) -> None:
+    body = json.dumps({"prompt": text, "model": "latest"}, ensure_ascii=text == "\ud800").encode()
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+        reply = await http.post("/v1/completions", content=body, headers=[(b"x-request-id", b"caf\xe9")])
+        assert reply.status_code == 200, reply.content
+        assert json.loads(replica.bodies[0])["prompt"] == text
+        assert len(replica.bodies[0]) <= len(body) + len((await run.config()).name)
+        assert replica.headers[0]["x-request-id"] == b"caf\xe9"
 
 
 async def test_a_name_chooses_the_replica_and_is_the_models_own_there(run: Run) -> None:
@@ -148,13 +159,17 @@ async def test_the_list_of_models(run: Run) -> None:
         (b"{", 400, "invalid_body"),
         (b"[1]", 400, "invalid_body"),
         (b'{"model": 3}', 400, "invalid_body"),
+        (b"[" * 5000, 400, "invalid_body"),
+        (b'{"seed": %b}' % (b"1" * 5000), 400, "invalid_body"),
+        (b'{"model": "MODEL@%b"}' % (b"1" * 5000), 404, "model_not_found"),
+        (b'{"model": "MODEL@", "suffix": "\\ud800"}', 404, "model_not_found"),
         (b'{"model": "unknown"}', 404, "model_not_found"),
         (b'{"model": "old"}', 404, "model_not_found"),
     ],
 )
 async def test_a_request_without_a_replica_for_it(run: Run, body: bytes, status: int, code: str) -> None:
     async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run, ["old=1"]) as http:
-        reply = await http.post("/v1/completions", content=body)
+        reply = await http.post("/v1/completions", content=body.replace(b"MODEL", (await run.config()).name.encode()))
         error = reply.json()["error"]
         assert (reply.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
         assert status == 400 or f"{(await run.config()).name}@3" in error["message"]
