@@ -1,12 +1,15 @@
 """Forwards one request to a replica, and to another one when the first fails before anything was sent.
 
 Invariant: a client gets the reply of one replica, unchanged, or one error. A request with a version is answered by that version alone.
-Every request ends at its deadline and when its client leaves, at the replica too.
+Every request, its body included, ends at its deadline and when its client leaves, at the replica too.
 """
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -19,6 +22,10 @@ from polyreme.gateway.replicas import ReplicaTable, ServedReplica
 from polyreme.gateway.reply import Reply
 from polyreme.gateway.request import ForwardedRequest, RawHeaders, RefusedRequest, parse
 
+T = TypeVar("T")
+
+LAST_WORD_TIMEOUT = 5.0
+"""Seconds for the error at a deadline: a client that reads nothing keeps its place no longer."""
 ATTEMPTS = 3
 """Replicas that a request is sent to, at most."""
 VERSION_HEADER, REPLICA_HEADER = "polyreme-policy-version", "polyreme-replica"
@@ -30,8 +37,8 @@ class GatewayLimits:
     """Bounds of a gateway.
 
     Attributes:
-        requests: that replicas work on at once; more get 429.
-        seconds: for a request, from its body to the end of its reply.
+        requests: that are read or answered at once; more get 429.
+        seconds: for a request, from its headers to the end of its reply.
     """
 
     requests: int
@@ -53,37 +60,15 @@ class Forwarder:
         self._active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, more = b"", True
-        while more:  # at most the server's limit
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        answering = asyncio.create_task(self._answer(scope["path"], scope["headers"], body, Reply(send)))
-        leaving = asyncio.create_task(_left(receive))
+        began, reply = time.monotonic(), Reply(send)
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            answering.cancel()
-            leaving.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
-
-    async def _answer(self, path: str, headers: RawHeaders, body: bytes, reply: Reply) -> None:
-        began = time.monotonic()
-        try:
-            await self._admit(path, headers, body, reply)
+            await self._admit(scope, receive, reply)
         finally:
             self._metrics.requests.labels(status=str(reply.status or "none")).inc()
             self._metrics.seconds.observe(time.monotonic() - began)
             self._metrics.broken.inc(int(reply.failed))
 
-    async def _admit(self, path: str, headers: RawHeaders, body: bytes, reply: Reply) -> None:
-        try:
-            request = parse(path, headers, body, self._names, self._table.versions)
-        except RefusedRequest as refused:
-            return await reply.fail(refused.status, refused.message, refused.code)
+    async def _admit(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         if self._active >= self._limits.requests:
             found = f"expected at most {self._limits.requests} requests at once. Ask again after a while."
             return await reply.fail(429, found, "rate_limit_exceeded")
@@ -91,12 +76,24 @@ class Forwarder:
         self._metrics.active.set(self._active)
         try:
             async with asyncio.timeout(self._limits.seconds):
-                await self._try_replicas(request, reply)
+                body = await _read(receive)
+                if body is not None:
+                    await _unless(_left(receive), self._answer(scope["path"], scope["headers"], body, reply))
         except TimeoutError:
-            await reply.fail(504, f"expected the end of the answer within {self._limits.seconds:g} s. Ask for less.", "timeout")
+            found = f"expected a request and its whole answer within {self._limits.seconds:g} s. Ask for less."
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD_TIMEOUT):
+                    await reply.fail(504, found, "timeout")
         finally:
             self._active -= 1
             self._metrics.active.set(self._active)
+
+    async def _answer(self, path: str, headers: RawHeaders, body: bytes, reply: Reply) -> None:
+        try:
+            request = parse(path, headers, body, self._names, self._table.versions)
+        except RefusedRequest as refused:
+            return await reply.fail(refused.status, refused.message, refused.code)
+        await self._try_replicas(request, reply)
 
     async def _try_replicas(self, request: ForwardedRequest, reply: Reply) -> None:
         tried: set[str] = set()
@@ -177,6 +174,33 @@ class Forwarder:
 def _other_version(wanted: Wanted, named: set[str]) -> str:
     """The versions beside the wanted one that a reply names; '' when any would do."""
     return ", ".join(sorted(named - {str(wanted)})) if isinstance(wanted, int) else ""
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """A request's body, of at most the server's limit; None: the client has left."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def _unless(ends: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if `ends` returns first, which cancels `work`."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(ends)
+    try:
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        ending.result()
+        return None
+    finally:
+        working.cancel()
+        ending.cancel()
+        await asyncio.gather(working, ending, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

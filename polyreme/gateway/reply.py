@@ -57,5 +57,5 @@ class Reply:
         await self.whole(status, [(b"content-type", b"application/json"), *retry], body)
 
     async def _start(self, status: int, headers: Headers) -> None:
-        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        self.status = status

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 from starlette.types import Send
@@ -11,6 +12,7 @@ from starlette.types import Send
 from polyreme.errors import StoreError
 from polyreme.experience.leases import Registry
 from polyreme.experience.run import Run
+from polyreme.gateway import forward
 from polyreme.gateway import replicas as gateway_replicas
 from support.gateways import Answer, gateway, reply_with, scripted_replica, stream_of
 from support.waiting import until
@@ -129,6 +131,44 @@ async def test_a_stream_ends_at_its_deadline(run: Run) -> None:
         assert b'"code": "timeout"' in content
 
 
+async def active_is(http: httpx.AsyncClient, count: int) -> bool:
+    return f"polyreme_gateway_active_requests {count}.0" in (await http.get("/metrics")).text
+
+
+async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_deadline(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "LAST_WORD_TIMEOUT", 0.05)
+
+    async def endless(body: bytes, send: Send) -> None:
+        event = b": %b\n\n" % (b"x" * (1 << 20))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        while True:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.sleep(0)
+
+    async def ended() -> bool:
+        return "polyreme_gateway_requests_total{" in (await http.get("/metrics")).text
+
+    async with scripted_replica(run, "a", endless, version=3), gateway(run, seconds=1.0) as http:
+        _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port, limit=1)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+        await until(ended)
+        assert await active_is(http, 0)
+        writer.transport.abort()
+
+
+async def test_a_body_that_does_not_end_takes_a_place_until_the_deadline(run: Run) -> None:
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run, seconds=1.0) as http:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"prompt')
+        assert b" 504 " in await asyncio.wait_for(reader.readline(), 300)
+        assert b'"code": "timeout"' in await asyncio.wait_for(reader.readuntil(b"}}"), 300)
+        await until(lambda: active_is(http, 0))
+        assert replica.bodies == []
+        writer.close()
+
+
 async def test_a_client_that_leaves_ends_its_request_at_the_replica(run: Run) -> None:
     async with (
         scripted_replica(run, "a", stream_of(EVENT, EVENT, go_on=asyncio.Event()), version=3) as replica,
@@ -137,11 +177,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_replica(run: Run) ->
         async with http.stream("POST", "/v1/completions", json=STREAM) as reply:
             assert reply.status_code == 200
         await asyncio.wait_for(replica.left.wait(), 300)
-
-        async def is_free() -> bool:
-            return "polyreme_gateway_active_requests 0.0" in (await http.get("/metrics")).text
-
-        await until(is_free)
+        await until(lambda: active_is(http, 0))
         assert len(replica.bodies) == 1
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -197,6 +198,32 @@ async def test_requests_beyond_the_bound_get_429(run: Run) -> None:
             assert [part async for part in first.aiter_raw()][-1].endswith(DONE)
         async with http.stream("POST", "/v1/completions", json=completion(stream=True)) as again:
             assert again.status_code == 200
+
+
+async def test_a_body_that_is_still_read_counts(run: Run) -> None:
+    go_on = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"prompt":'
+        await go_on.wait()
+        yield b'"a"}'
+
+    async def is_active() -> bool:
+        return "polyreme_gateway_active_requests 1.0" in (await http.get("/metrics")).text
+
+    async with scripted_replica(run, "a", reply_with(BODY), version=3), gateway(run, requests=1) as http:
+        slow = asyncio.create_task(http.post("/v1/completions", content=pieces()))
+        await until(is_active)
+        assert (await http.post("/v1/completions", json=completion())).status_code == 429
+        go_on.set()
+        assert (await slow).status_code == 200
+
+
+async def test_an_error_of_the_gateway_has_the_format_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme.gateway.forward.parse", None)
+    async with gateway(run) as http:
+        reply = await http.post("/v1/completions", json=completion())
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
 
 
 async def test_a_body_beyond_the_limit_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
