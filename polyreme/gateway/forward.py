@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 from starlette.types import Receive, Scope, Send
@@ -27,7 +27,9 @@ T = TypeVar("T")
 LAST_WORD_TIMEOUT = 5.0
 """Seconds for the error at a deadline: a client that reads nothing keeps its place no longer."""
 ATTEMPTS = 3
-"""Replicas that a request is sent to, at most."""
+"""Replicas that may fail in a request."""
+_Outcome = Literal["answered", "failed", "refused"]
+"""Of one replica: the client has a reply or a part of one; there is nothing for the client; the replica serves another version."""
 VERSION_HEADER, REPLICA_HEADER = "polyreme-policy-version", "polyreme-replica"
 _TO_CLIENT = (b"content-type", VERSION_HEADER.encode(), b"x-request-id")
 
@@ -97,47 +99,53 @@ class Forwarder:
 
     async def _try_replicas(self, request: ForwardedRequest, reply: Reply) -> None:
         tried: set[str] = set()
-        for attempt in range(ATTEMPTS):
-            with self._table.chosen(request.wanted, tried) as replica:
+        attempts = 0
+        while attempts < ATTEMPTS:
+            with self._table.chosen(request.wanted, tried, request.bounds) as replica:
                 if replica is None:
                     break
-                self._metrics.retries.inc(int(attempt > 0))
+                self._metrics.retries.inc(int(bool(tried)))
                 tried.add(replica.id)
-                if await self._forward(request, replica, reply):
-                    return
-        if not self._table.versions:
+                outcome = await self._forward(request, replica, reply)
+            if outcome == "answered":
+                return
+            attempts += int(outcome == "failed")
+        names, versions = self._names.described(self._table.versions), self._table.versions
+        if not versions:
             await reply.fail(503, "expected a replica that serves a version; found none. Ask again after a while.", "no_replica")
-        elif tried:
-            found = f"none of {len(tried)} replicas gave an answer by what was asked for"
-            await reply.fail(503, f"expected {self._names_now()}; found that {found}. Ask again.", "no_answer")
-        else:
-            found = f"expected {self._names_now()}; found version {request.wanted}, which no replica serves. Fix `model`."
+        elif not tried and isinstance(request.wanted, int) and request.wanted not in versions:
+            found = f"expected {names}; found version {request.wanted}, which no replica serves. Fix `model`."
             await reply.fail(404, found, "model_not_found")
+        elif not tried:
+            found = f"expected a version that the headers allow; found {', '.join(map(str, versions))}. Ask again after a while."
+            await reply.fail(503, found, "no_answer")
+        else:
+            found = f"none of {len(tried)} replicas gave an answer by what was asked for"
+            await reply.fail(503, f"expected {names}; found that {found}. Ask again.", "no_answer")
 
-    async def _forward(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> bool:
-        """Whether the client has got a reply, or a part of one."""
+    async def _forward(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> _Outcome:
         try:
             answer = await self._http.send("POST", replica.address, request.path, content=request.body, headers=request.headers)
         except httpx.TransportError:
             replica.version = None  # until it answers again
-            return False
+            return "failed"
         try:
             if answer.status_code == 503:
                 replica.version = None
-                return False
+                return "failed"
             if answer.status_code == 412:
-                return False
+                return "refused"
             if answer.is_success and _other_version(request.wanted, {answer.headers.get(VERSION_HEADER, "")}):
-                return False
+                return "failed"
             headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() in _TO_CLIENT]
             headers.append((REPLICA_HEADER.encode(), replica.id.encode()))
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 return await self._stream(answer, headers, request, replica, reply)
             await reply.whole(answer.status_code, headers, await answer.aread())
-            return True
+            return "answered"
         except httpx.TransportError:
             replica.version = None
-            return False
+            return "failed"
         finally:
             await answer.aclose()
 
@@ -148,8 +156,8 @@ class Forwarder:
         request: ForwardedRequest,
         replica: ServedReplica,
         reply: Reply,
-    ) -> bool:
-        splitter, done, problem = EventSplitter(), False, f"replica {replica.id} ended within its answer"
+    ) -> _Outcome:
+        splitter, last, problem = EventSplitter(), b"", f"replica {replica.id} ended within its answer"
         try:
             async for data in answer.aiter_raw():
                 if not (events := splitter.feed(data)):
@@ -158,17 +166,14 @@ class Forwarder:
                     problem = f"replica {replica.id} went on to version {other}"
                     break
                 await reply.events(headers, events)
-                done = is_done(events)
+                last = events
         except httpx.TransportError:
             replica.version = None
-        if done:
+        if is_done(last):
             await reply.end()
         elif reply.status:
             await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
-        return bool(reply.status)
-
-    def _names_now(self) -> str:
-        return self._names.described(self._table.versions)
+        return "answered" if reply.status else "failed"
 
 
 def _other_version(wanted: Wanted, named: set[str]) -> str:

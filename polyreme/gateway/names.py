@@ -20,6 +20,21 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
+class VersionBounds:
+    """The versions that a request's headers allow.
+
+    Attributes:
+        minimum, exact: None: any.
+    """
+
+    minimum: int | None = None
+    exact: int | None = None
+
+    def allow(self, version: int) -> bool:
+        return (self.minimum is None or version >= self.minimum) and self.exact in (None, version)
+
+
+@dataclass(frozen=True)
 class ModelNames:
     """The names of one run's models.
 

@@ -19,13 +19,14 @@ from polyreme.errors import StoreError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.gateway.client import ReplicaHttp
-from polyreme.gateway.names import Wanted
+from polyreme.gateway.names import VersionBounds, Wanted
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
 """Seconds between two looks at the leases and the metrics."""
 POLL_TIMEOUT = 2.0
+_ALL_VERSIONS = VersionBounds()
 _VERSION, _READY, _LOAD = "polyreme_rollout_version", "polyreme_rollout_ready", "polyreme_rollout_active_slots"
 
 
@@ -52,13 +53,16 @@ class ServedReplica:
     chosen: int = 0
 
 
-def choose(replicas: Iterable[ServedReplica], wanted: Wanted, tried: Set[str] = frozenset()) -> ServedReplica | None:
+def choose(
+    replicas: Iterable[ServedReplica], wanted: Wanted, tried: Set[str] = frozenset(), bounds: VersionBounds = _ALL_VERSIONS
+) -> ServedReplica | None:
     """The least loaded replica that serves what is wanted; of equal ones, the one that was not chosen for the longest time.
 
     Args:
         tried: ids of replicas that are no choice.
+        bounds: of the version, beside `wanted`.
     """
-    left = [each for each in replicas if each.version is not None and each.id not in tried]
+    left = [each for each in replicas if each.version is not None and each.id not in tried and bounds.allow(each.version)]
     if wanted == "latest":
         wanted = max((each.version for each in left if each.version is not None), default="any")
     fits = [each for each in left if wanted in ("any", each.version)]
@@ -105,9 +109,9 @@ class ReplicaTable:
         await asyncio.gather(*(self._poll(each) for each in self.replicas))
 
     @contextmanager
-    def chosen(self, wanted: Wanted, tried: Set[str]) -> Iterator[ServedReplica | None]:
+    def chosen(self, wanted: Wanted, tried: Set[str], bounds: VersionBounds) -> Iterator[ServedReplica | None]:
         """See `choose`. The replica has one more outstanding request while the block runs."""
-        replica = choose(self._replicas.values(), wanted, tried)
+        replica = choose(self._replicas.values(), wanted, tried, bounds)
         if replica is None:
             yield None
             return

@@ -4,13 +4,14 @@ Invariant: pure. What no replica could answer is refused here, as an error for t
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyreme.gateway.names import ModelNames, Wanted
+from polyreme.gateway.names import ModelNames, VersionBounds, Wanted
 
-_TO_REPLICA = (b"content-type", b"accept", b"x-request-id", b"polyreme-min-policy-version", b"polyreme-exact-policy-version")
+_BOUNDS = (b"polyreme-min-policy-version", b"polyreme-exact-policy-version")
+_TO_REPLICA = (b"content-type", b"accept", b"x-request-id", *_BOUNDS)
 _SHOWN = 100
 """Characters of a client's text in an error, at most."""
 
@@ -31,12 +32,14 @@ class ForwardedRequest:
 
     Attributes:
         wanted: by the name of the model.
+        bounds: by headers, which the replica checks too.
     """
 
     path: str
     headers: RawHeaders
     body: bytes
     wanted: Wanted
+    bounds: VersionBounds
 
 
 def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served: Iterable[int]) -> ForwardedRequest:
@@ -47,7 +50,7 @@ def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served
         served: versions, for the message about a wrong name.
 
     Raises:
-        RefusedRequest: the body or the model's name cannot be used.
+        RefusedRequest: the body, the model's name or a version's header cannot be used.
     """
     try:
         asked: Any = json.loads(body)
@@ -62,7 +65,15 @@ def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served
             404, f"expected {names.described(served)}; found `{model:.{_SHOWN}}`. Fix `model`.", "model_not_found"
         )
     passed = [(name, value) for name, value in headers if name in _TO_REPLICA]
-    return ForwardedRequest(path, [*passed, (b"accept-encoding", b"identity")], sent, wanted)
+    return ForwardedRequest(path, [*passed, (b"accept-encoding", b"identity")], sent, wanted, _bounds(dict(passed)))
+
+
+def _bounds(headers: Mapping[bytes, bytes]) -> VersionBounds:
+    try:
+        return VersionBounds(*(int(headers[name]) if name in headers else None for name in _BOUNDS))
+    except ValueError:
+        found = " and ".join(f"{name.decode()}: {headers[name]!r:.{_SHOWN}}" for name in _BOUNDS if name in headers)
+        raise RefusedRequest(400, f"expected a policy version; found {found}. Fix the header.", "invalid_header") from None
 
 
 def _dumped(body: dict[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ import asyncio
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class ScriptedReplica:
 
     Attributes:
         asked: a request has come.
+        lease: `await lease.aclose()` removes it; the server goes on.
         left: a request has ended before its answer, because its connection did.
     """
 
@@ -44,6 +45,7 @@ class ScriptedReplica:
     bodies: list[bytes] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    lease: AsyncExitStack = field(default_factory=AsyncExitStack)
     headers: list[dict[str, bytes]] = field(default_factory=list)
 
     def report(self, version: int | None, load: int = 0) -> None:
@@ -96,7 +98,8 @@ async def scripted_replica(
         facts = {"max_model_len": max_model_len}
         lease = Lease("rollout", f"{id}-{uuid.uuid4().hex[:4]}", "127.0.0.1:1", f"127.0.0.1:{port}", API_VERSION, facts)
         replica.id = lease.id
-        async with await Registry(run).register(lease):
+        async with replica.lease:
+            await replica.lease.enter_async_context(await Registry(run).register(lease))
             yield replica
 
 
@@ -115,6 +118,11 @@ async def gateway(
         httpx.AsyncClient(base_url=f"{url}://127.0.0.1:{port}", trust_env=False, timeout=300, verify=verify) as http,
     ):
         yield http
+
+
+async def shows(http: httpx.AsyncClient, *lines: str) -> bool:
+    """Whether a gateway's metrics have these lines. They may follow the end of a reply, so that a test waits for them."""
+    return set(lines) <= set((await http.get("/metrics")).text.splitlines())
 
 
 def reply_with(body: bytes, content: str = "application/json", status: int = 200) -> Answer:

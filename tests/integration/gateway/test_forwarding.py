@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from polyreme.experience.run import Run
-from support.gateways import gateway, reply_with, scripted_replica, stream_of
+from polyreme.gateway import replicas as gateway_replicas
+from support.gateways import gateway, reply_with, scripted_replica, shows, stream_of
 from support.waiting import until
 
 BODY = b'{"id":"cmpl-1", "choices":[{"text":"\xc3\xa9","logprobs":{"token_logprobs":[-0.125]}}],"system_fingerprint":"policy-3"}'
@@ -63,6 +65,36 @@ async def test_a_replica_that_refuses_the_version_of_a_header_leaves_the_request
                     await asyncio.sleep(0.02)
                     reply = await http.post("/v1/completions", json=completion("latest"), headers=wanted)
             assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, replica.id)
+
+
+async def test_the_version_of_a_header_takes_part_in_the_choice(run: Run) -> None:
+    async with AsyncExitStack() as replicas:
+        behind = [
+            await replicas.enter_async_context(scripted_replica(run, f"a{i}", reply_with(BODY), version=2)) for i in range(4)
+        ]
+        ahead = await replicas.enter_async_context(scripted_replica(run, "b", reply_with(BODY), version=3, load=99))
+        http = await replicas.enter_async_context(gateway(run))
+        for name in ("min", "exact"):
+            reply = await http.post("/v1/completions", json=completion(), headers={f"polyreme-{name}-policy-version": "3"})
+            assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, ahead.id)
+        assert "polyreme_gateway_retries_total 0.0" in (await http.get("/metrics")).text
+        assert not any(each.bodies for each in behind)
+        wrong = await http.post("/v1/completions", json=completion(), headers={"polyreme-min-policy-version": "x"})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_header")
+
+
+async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not see the swaps
+    async with AsyncExitStack() as replicas:
+        moved = [
+            await replicas.enter_async_context(scripted_replica(run, f"a{i}", reply_with(BODY), version=3)) for i in range(4)
+        ]
+        last = await replicas.enter_async_context(scripted_replica(run, "b", reply_with(BODY), version=3, load=99))
+        http = await replicas.enter_async_context(gateway(run))
+        for each in moved:
+            each.report(4)
+        reply = await http.post("/v1/completions", json=completion(), headers={"polyreme-exact-policy-version": "3"})
+        assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, last.id)
 
 
 async def test_an_error_of_the_replica_is_the_clients(run: Run) -> None:
@@ -196,6 +228,7 @@ async def test_requests_beyond_the_bound_get_429(run: Run) -> None:
             assert refused.json()["error"]["code"] == "rate_limit_exceeded"
             go_on.set()
             assert [part async for part in first.aiter_raw()][-1].endswith(DONE)
+        await until(lambda: shows(http, "polyreme_gateway_active_requests 0.0"))
         async with http.stream("POST", "/v1/completions", json=completion(stream=True)) as again:
             assert again.status_code == 200
 
@@ -208,12 +241,9 @@ async def test_a_body_that_is_still_read_counts(run: Run) -> None:
         await go_on.wait()
         yield b'"a"}'
 
-    async def is_active() -> bool:
-        return "polyreme_gateway_active_requests 1.0" in (await http.get("/metrics")).text
-
     async with scripted_replica(run, "a", reply_with(BODY), version=3), gateway(run, requests=1) as http:
         slow = asyncio.create_task(http.post("/v1/completions", content=pieces()))
-        await until(is_active)
+        await until(lambda: shows(http, "polyreme_gateway_active_requests 1.0"))
         assert (await http.post("/v1/completions", json=completion())).status_code == 429
         go_on.set()
         assert (await slow).status_code == 200
@@ -237,12 +267,11 @@ async def test_metrics_count_requests_and_replicas(run: Run) -> None:
     async with scripted_replica(run, "a", reply_with(BODY), version=3), gateway(run) as http:
         await http.post("/v1/completions", json=completion())
         await http.post("/v1/completions", json=completion("unknown"))
-        text = (await http.get("/metrics")).text
-        for line in (
+        lines = (
             'polyreme_gateway_requests_total{status="200"} 1.0',
             'polyreme_gateway_requests_total{status="404"} 1.0',
             "polyreme_gateway_replicas 1.0",
             "polyreme_gateway_active_requests 0.0",
             "polyreme_gateway_retries_total 0.0",
-        ):
-            assert line in text.splitlines(), text
+        )
+        await until(lambda: shows(http, *lines))
