@@ -15,7 +15,7 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from polyreme.gateway.client import ReplicaHttp
-from polyreme.gateway.events import EventSplitter, is_done, versions
+from polyreme.gateway.events import EventSplitter, is_done, is_error, versions
 from polyreme.gateway.metrics import GatewayMetrics
 from polyreme.gateway.names import ModelNames, Wanted
 from polyreme.gateway.replicas import ReplicaTable, ServedReplica
@@ -124,6 +124,13 @@ class Forwarder:
             await reply.fail(503, f"expected {names}; found that {found}. Ask again.", "no_answer")
 
     async def _forward(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> _Outcome:
+        outcome = await _unless(replica.gone.wait(), self._exchange(request, replica, reply))
+        if outcome is None and reply.status:
+            await self._lose(reply, f"replica {replica.id} has gone")
+            return "answered"
+        return outcome or "failed"
+
+    async def _exchange(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> _Outcome:
         try:
             answer = await self._http.send("POST", replica.address, request.path, content=request.body, headers=request.headers)
         except httpx.TransportError:
@@ -171,9 +178,14 @@ class Forwarder:
             replica.version = None
         if is_done(last):
             await reply.end()
+        elif is_error(last):  # the replica's own; it may lack an end
+            await reply.end_failed()
         elif reply.status:
-            await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
+            await self._lose(reply, problem)
         return "answered" if reply.status else "failed"
+
+    async def _lose(self, reply: Reply, problem: str) -> None:
+        await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
 
 
 def _other_version(wanted: Wanted, named: set[str]) -> str:

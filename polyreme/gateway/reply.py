@@ -46,6 +46,11 @@ class Reply:
         """Ends a stream."""
         await self._send({"type": "http.response.body", "body": b""})
 
+    async def end_failed(self) -> None:
+        """Ends a stream whose last event is an error."""
+        self.failed = True
+        await self._send({"type": "http.response.body", "body": DONE})
+
     async def fail(self, status: int, message: str, code: str) -> None:
         """The error `message`. `status` applies if nothing has been sent."""
         body = error_body(message, "server_error" if status >= 500 else "invalid_request_error", code)

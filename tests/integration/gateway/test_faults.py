@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 
-import httpx
 import pytest
 from redis.asyncio import Redis
 from starlette.types import Send
@@ -14,12 +13,13 @@ from polyreme.experience.leases import Registry
 from polyreme.experience.run import Run
 from polyreme.gateway import forward
 from polyreme.gateway import replicas as gateway_replicas
-from support.gateways import Answer, gateway, reply_with, scripted_replica, stream_of
+from support.gateways import Answer, gateway, reply_with, scripted_replica, shows, stream_of
 from support.waiting import until
 
 BODY = b'{"choices":[],"system_fingerprint":"policy-3"}'
 EVENT = b'data: {"choices":[],"system_fingerprint":"policy-3"}\n\n'
 DONE = b"data: [DONE]\n\n"
+IDLE = "polyreme_gateway_active_requests 0.0"
 STREAM = {"prompt": "a", "stream": True}
 
 
@@ -69,6 +69,54 @@ async def test_no_replica_that_answers_is_a_503(run: Run) -> None:
         assert reply.json()["error"]["type"] == "server_error"
 
 
+async def stalls(body: bytes, send: Send) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_request_goes_on_elsewhere_when_its_replica_has_vanished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_replicas, "LEAVE_TIMEOUT", 0.0)
+    async with (
+        scripted_replica(run, "vanished", stalls, version=3) as vanished,
+        scripted_replica(run, "good", reply_with(BODY), version=3, load=9) as good,
+        gateway(run) as http,
+    ):
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
+        await asyncio.wait_for(vanished.asked.wait(), 300)
+        await vanished.lease.aclose()
+        reply = await asking
+        assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, good.id)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_stream_outlasts_the_lease_while_its_replica_may_drain(
+    run: Run, monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    monkeypatch.setattr(gateway_replicas, "LEAVE_TIMEOUT", 3600.0 if drains else 0.0)
+    go_on = asyncio.Event()
+    async with (
+        scripted_replica(run, "a", stream_of(EVENT, EVENT, DONE, go_on=go_on), version=3) as replica,
+        gateway(run) as http,
+        http.stream("POST", "/v1/completions", json=STREAM) as reply,
+    ):
+        await replica.lease.aclose()
+        await until(lambda: shows(http, "polyreme_gateway_replicas 0.0"))
+        if drains:
+            go_on.set()
+        content = await reply.aread()
+    assert content.startswith(EVENT) and content.endswith(DONE)
+    assert (content == EVENT + EVENT + DONE) is drains
+    assert (b"answer_lost" in content) is not drains
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_an_error_event_of_the_replica_is_the_only_one(run: Run, breaks: bool) -> None:
+    error = b'data: {"error":{"code":"policy_version"}}\n\n'
+    async with scripted_replica(run, "a", stream_of(EVENT, error, breaks=breaks), version=3), gateway(run) as http:
+        reply = await http.post("/v1/completions", json=STREAM)
+        assert reply.content == EVENT + error + DONE
+        await until(lambda: shows(http, "polyreme_gateway_broken_streams_total 1.0"))
+
+
 @pytest.mark.parametrize("lost", [stream_of(EVENT, EVENT[:9], breaks=True), stream_of(EVENT, EVENT[:9])])
 async def test_a_stream_that_is_lost_ends_with_an_error(run: Run, lost: Answer) -> None:
     async with scripted_replica(run, "a", lost, version=3) as replica, gateway(run) as http:
@@ -78,7 +126,7 @@ async def test_a_stream_that_is_lost_ends_with_an_error(run: Run, lost: Answer) 
         found = json.loads(error.removeprefix(b"data: "))["error"]
         assert (found["code"], found["type"]) == ("answer_lost", "server_error")
         assert replica.id in found["message"]
-        assert "polyreme_gateway_broken_streams_total 1.0" in (await http.get("/metrics")).text
+        await until(lambda: shows(http, "polyreme_gateway_broken_streams_total 1.0"))
 
 
 async def test_a_version_that_was_asked_for_is_not_replaced_by_another(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +159,6 @@ async def test_a_swap_within_a_stream_ends_it_if_a_version_was_asked_for(run: Ru
 
 
 async def test_a_request_ends_at_its_deadline(run: Run) -> None:
-    async def stalls(body: bytes, send: Send) -> None:
-        await asyncio.Event().wait()
-
     async with scripted_replica(run, "a", stalls, version=3), gateway(run, seconds=0.2) as http:
         reply = await http.post("/v1/completions", json={"prompt": "a"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
@@ -129,10 +174,6 @@ async def test_a_stream_ends_at_its_deadline(run: Run) -> None:
         if reply.status_code == 200:  # else the machine was too slow for the first event
             assert content.startswith(EVENT) and content.endswith(DONE)
         assert b'"code": "timeout"' in content
-
-
-async def active_is(http: httpx.AsyncClient, count: int) -> bool:
-    return f"polyreme_gateway_active_requests {count}.0" in (await http.get("/metrics")).text
 
 
 async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_deadline(
@@ -154,7 +195,7 @@ async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_de
         _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port, limit=1)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
         await until(ended)
-        assert await active_is(http, 0)
+        await until(lambda: shows(http, IDLE))
         writer.transport.abort()
 
 
@@ -164,7 +205,7 @@ async def test_a_body_that_does_not_end_takes_a_place_until_the_deadline(run: Ru
         writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"prompt')
         assert b" 504 " in await asyncio.wait_for(reader.readline(), 300)
         assert b'"code": "timeout"' in await asyncio.wait_for(reader.readuntil(b"}}"), 300)
-        await until(lambda: active_is(http, 0))
+        await until(lambda: shows(http, IDLE))
         assert replica.bodies == []
         writer.close()
 
@@ -177,7 +218,7 @@ async def test_a_client_that_leaves_ends_its_request_at_the_replica(run: Run) ->
         async with http.stream("POST", "/v1/completions", json=STREAM) as reply:
             assert reply.status_code == 200
         await asyncio.wait_for(replica.left.wait(), 300)
-        await until(lambda: active_is(http, 0))
+        await until(lambda: shows(http, IDLE))
         assert len(replica.bodies) == 1
 
 
