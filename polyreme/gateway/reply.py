@@ -21,6 +21,11 @@ def error_body(message: str, kind: str, code: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
 
 
+def server_error_body(status: int, message: str) -> bytes:
+    """What the HTTP server refuses, in OpenAI's format."""
+    return error_body(message, "invalid_request_error", {401: "invalid_api_key", 413: "body_too_large"}[status])
+
+
 class Reply:
     """One reply.
 

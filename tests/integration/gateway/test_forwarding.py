@@ -259,7 +259,8 @@ async def test_an_error_of_the_gateway_has_the_format_too(run: Run, monkeypatch:
 async def test_a_body_beyond_the_limit_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyreme.net.http_server.BODY_LIMIT", 100)
     async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
-        assert (await http.post("/v1/completions", content=b"x" * 101)).status_code == 413
+        refused = await http.post("/v1/completions", content=b"x" * 101)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
         assert replica.bodies == []
 
 
