@@ -6,6 +6,7 @@ the file first. The index can always be rebuilt from the files.
 """
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,7 +55,7 @@ class Index:
 
     def __init__(self, run_dir: Path, path: Path) -> None:
         self._run_dir, self._path = run_dir, path
-        self._updated: tuple[str, int, int] | None = None
+        self._updated: tuple[str, int, int, int] | None = None
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -94,11 +95,11 @@ class Index:
         self._updated = files
         return added
 
-    def _files(self, run_id: str) -> tuple[str, int, int]:
-        """What tells whether an update may find anything: the run, the index file and the size of metrics.jsonl. Costs two calls of stat, so
-        a page may look often."""
-        metrics, index = self._run_dir / "metrics.jsonl", self._path
-        return run_id, metrics.stat().st_size if metrics.exists() else 0, index.stat().st_ino if index.exists() else 0
+    def _files(self, run_id: str) -> tuple[str, int, int, int]:
+        """What tells whether an update may find anything: the run, the size of metrics.jsonl, and inode and time of change of the index: the
+        file that follows a deleted one may get its inode. Costs two calls of stat, so a page may look often."""
+        metrics, index = _stat(self._run_dir / "metrics.jsonl"), _stat(self._path)
+        return run_id, metrics.st_size if metrics else 0, index.st_ino if index else 0, index.st_ctime_ns if index else 0
 
     def unread(self, run_id: str) -> int:
         """The bytes of metrics.jsonl that an update would add; more than 0 for an index of another run."""
@@ -138,7 +139,7 @@ class Index:
                 continue
             iteration = max(iteration, step_of(record))
             files += (announced := sample_files_of(record))
-            size += sum(self._sample_bytes(name) for name in announced)
+            size += sum(found.st_size for name in announced if (found := _stat(self._run_dir / "samples" / name)))
             for name, value, step in points_of(record):
                 if name not in metrics:
                     metrics[name] = len(metrics) + 1
@@ -155,10 +156,6 @@ class Index:
             values["samples"] = str(connection.execute("SELECT count(*) FROM sample").fetchone()[0])
         _write_meta(connection, values)
         return end - offset
-
-    def _sample_bytes(self, name: str) -> int:
-        path = self._run_dir / "samples" / name
-        return path.stat().st_size if path.exists() else 0
 
     def _add_sample_files(self, connection: sqlite3.Connection, names: Iterable[str]) -> None:
         prompts: dict[tuple[str, str], int] = {}
@@ -196,6 +193,13 @@ class Index:
                     f"the lock of the index {self._path}", waited, "Wait until it is built, then try again."
                 ) from error
             raise ConfigError(f"a usable index {self._path}", str(error), "Delete the file; it is built again.") from error
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def read_meta(connection: sqlite3.Connection) -> dict[str, str]:

@@ -151,6 +151,28 @@ def test_an_index_of_another_schema_is_rebuilt(run_dir: Path, reader: RunReader)
     assert reader.refresh() and reader.sample("5.1") is not None
 
 
+def test_an_index_that_another_file_replaces_is_rebuilt(run_dir: Path, reader: RunReader) -> None:
+    index = run_dir / INDEX
+    reader.refresh()
+    before = index.stat().st_ctime_ns
+    index.write_bytes(b"")  # as a deleted file whose inode the next one gets
+    while index.stat().st_ctime_ns == before:  # the clock of the file system is coarse
+        index.touch()
+    assert reader.contents().samples == 0
+    assert reader.refresh() and reader.contents().samples == 13
+
+
+def test_an_unchanged_index_is_not_opened(reader: RunReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.refresh()
+    reader.contents()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    assert not reader.refresh()
+
+
 def test_a_transaction_takes_few_sample_files(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyreme.cli.reader.index._BYTES_AT_ONCE", 1)
     steps: list[int] = []
