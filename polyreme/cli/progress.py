@@ -224,6 +224,8 @@ class Progress:
             "staleness": self.staleness(),
             "mismatch_kl_max": self._mismatch,
             "evaluations": {str(version): value for version, value in sorted(self.evaluations.items())},
+            "newest_evaluation": self.evaluation
+            and {"version": self.evaluation["version"], **evaluation_metrics(self.evaluation)},
             "failed_evaluations": {str(version): text for version, text in sorted(self.failed_evaluations.items())},
             "checkpoint": self.saved and self.saved["path"],
             "hf_path": self.saved and self.saved["hf_path"],

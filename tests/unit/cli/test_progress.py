@@ -185,6 +185,12 @@ def test_the_mean_of_a_set_has_two_names(one: str, other: str, same: bool) -> No
     assert same_metric(one, other) is same
 
 
+def test_the_summary_has_the_metrics_of_every_set() -> None:
+    progress = progress_of(evaluation(0, 1.0, 0.3), {**evaluation(8, 2.0, 0.5), "hard/accuracy": 0.2, "hard/reward/exact": 0.1})
+    newest = {"version": 8, "accuracy": 0.5, "hard/accuracy": 0.2, "hard/reward/exact": 0.1}
+    assert progress.summary()["newest_evaluation"] == newest
+
+
 def test_kinds_of_a_later_release_change_nothing() -> None:
     assert progress_of({"kind": "from the future", "time": 1.0}) == Progress(samples_per_iteration=256)
 
