@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -28,7 +29,7 @@ def test_settings_that_differ_have_a_value_per_run() -> None:
 
 
 def test_results_are_those_that_decide() -> None:
-    summaries = [
+    summaries: list[dict[str, Any]] = [
         {"hard/pass@8_before": None, "hard/pass@8_after": 0.5, "state": "done", "staleness": [1]},
         {"accuracy_before": 0.1, "accuracy_after": 0.2, "state": "done", "rl_seconds": 3.0},
     ]
