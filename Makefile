@@ -38,18 +38,18 @@ demo: env
 test: test-light test-real
 
 # Every process that runs tests imports all the files of its run. So the unit tests, which compute, have one process, and the others,
-# which mostly wait, have two beside it. With paths in ARGS it is one run of those.
+# which mostly wait, have two beside it. With ARGS, which may choose few tests, it is one run.
 LIGHT = $(PYTEST) -m "not slow and not real"
 ## test-light: tests without vLLM, learner ranks and browser (about eight minutes on two cores)
 test-light: $(VENV)/.dev
-	$(if $(filter tests/%,$(ARGS)),$(LIGHT) -n 2 --dist worksteal $(ARGS),\
+	$(if $(ARGS),$(LIGHT) -n 2 --dist worksteal $(ARGS),\
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync .test-light-unit .test-light-rest)
 
 .test-light-unit:
-	$(LIGHT) $(ARGS) tests/unit
+	$(LIGHT) tests/unit
 
 .test-light-rest:
-	$(LIGHT) $(ARGS) -n 2 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
+	$(LIGHT) -n 2 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
 
 # Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
 ## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package

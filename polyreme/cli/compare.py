@@ -34,7 +34,7 @@ MAIN = (
     "time/train",
 )
 """The metrics that are shown without --all."""
-_RESULTS = ("state", "accuracy_before", "accuracy_after", "score_before", "score_after", "rl_seconds", "samples_per_second")
+_RESULTS = ("state", "rl_seconds", "samples_per_second")
 
 Record = Mapping[str, Any]
 
@@ -52,17 +52,25 @@ def compare(
     first, newest = common_iterations(histories, last)
     metrics = metric_rows(histories, first, newest, None if everything else MAIN)
     summaries = [read_summary(run_dir) for run_dir in runs]
-    results = {name: [summary.get(name) for summary in summaries] for name in _RESULTS}
-    results = {name: values for name, values in results.items() if any(value is not None for value in values)}
+    results = result_rows(summaries)
+    evaluations = summary_rows([summary.get("newest_evaluation") or {} for summary in summaries])
     settings = settings_rows([read_settings(run_dir) for run_dir in runs])
     console = TerminalConsole(sys.stdout)
     if as_json:
-        fields = {"config": settings, "results": results, "iterations": [first, newest], "metrics": metrics}
+        fields = {
+            "config": settings,
+            "results": results,
+            "evaluations": evaluations,
+            "iterations": [first, newest],
+            "metrics": metrics,
+        }
         console.print(json.dumps({"runs": list(map(str, runs)), **fields}), soft_wrap=True)
         return
     names = [run_dir.name for run_dir in runs] if len({run_dir.name for run_dir in runs}) == len(runs) else list(map(str, runs))
     width = console.table_width
     lines = [*_table("CONFIGURATION", names, settings, width), "", *_table("RESULT", names, results, width)]
+    if evaluations:
+        lines += ["", *_table("NEWEST EVALUATION", names, evaluations, width)]
     if metrics:
         title = f"MEAN OF ITERATIONS {first} TO {newest}"
         lines += ["", *_table(title, names, metrics, width)]
@@ -91,6 +99,20 @@ def metric_rows(
         recorded = {name for history in chosen for record in history for name in record}
         names = sorted(recorded - {"iteration", "time", "next_group"})
     rows = {name: [_mean(record.get(name) for record in history) for history in chosen] for name in names}
+    return {name: values for name, values in rows.items() if any(value is not None for value in values)}
+
+
+def result_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
+    """The results in the runs' summaries, by name: the state, what decides about the best version before and after training, the speed."""
+    rows = summary_rows(summaries)
+    decided = [name for name in rows if name.endswith(("_before", "_after"))]
+    return {name: rows[name] for name in (_RESULTS[0], *decided, *_RESULTS[1:]) if name in rows}
+
+
+def summary_rows(summaries: Sequence[Record]) -> dict[str, list[Any]]:
+    """The values by name, one per run; None for a run without it. A name that no run has a value of is left out."""
+    names = dict.fromkeys(name for summary in summaries for name in summary)
+    rows = {name: [summary.get(name) for summary in summaries] for name in names}
     return {name: values for name, values in rows.items() if any(value is not None for value in values)}
 
 

@@ -34,6 +34,17 @@ def evaluation_of(record: Record) -> tuple[str, float]:
     return name, float(record[name])
 
 
+def same_metric(one: str, other: str) -> bool:
+    """Whether two results of evaluations have the same meaning. The mean of a set is `score` once an answer is partly right."""
+    return _mean_as_score(one) == _mean_as_score(other)
+
+
+def _mean_as_score(metric: str) -> str:
+    prefix, slash, last = metric.rpartition("/")
+    is_reward = prefix.rpartition("/")[2] == "reward"  # its name may be `accuracy`, too
+    return f"{prefix}{slash}score" if last == "accuracy" and not is_reward else metric
+
+
 def evaluation_metrics(record: Record) -> dict[str, float]:
     """The means of an `eval` record and its metrics over several answers, by name; those of a named set begin with SET/."""
     return {key: float(value) for key, value in record.items() if key in ("accuracy", "score") or "@" in key or "/" in key}
@@ -47,7 +58,8 @@ class Progress:
         recent: the records of the newest iterations, oldest first.
         first, newest: the first iteration (above 1 for a fork) and the newest one; 0 before the first record.
         iterations: number of recorded iterations.
-        evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version.
+        evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result of another metric,
+            which a resume may have chosen, replaces all of them: they cannot be compared.
         evaluating: the newest `eval_progress` record of an evaluation that is not over.
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
@@ -149,8 +161,11 @@ class Progress:
         return self.recent[-1] if self.recent else None
 
     def score(self, first: bool = False) -> float | None:
-        """Result of the newest (or the first) evaluation; `metric` is its name."""
-        return self.evaluations[(min if first else max)(self.evaluations)] if self.evaluations else None
+        """Result of the newest evaluation, or of the first one, before training; `metric` is its name."""
+        if not self.evaluations:
+            return None
+        version = (min if first else max)(self.evaluations)
+        return None if first and version >= self.first > 0 else self.evaluations[version]
 
     def score_after(self) -> float | None:
         """Result of the newest version, or None when it was not evaluated. An older version's result does not stand in for it."""
@@ -209,6 +224,8 @@ class Progress:
             "staleness": self.staleness(),
             "mismatch_kl_max": self._mismatch,
             "evaluations": {str(version): value for version, value in sorted(self.evaluations.items())},
+            "newest_evaluation": self.evaluation
+            and {"version": self.evaluation["version"], **evaluation_metrics(self.evaluation)},
             "failed_evaluations": {str(version): text for version, text in sorted(self.failed_evaluations.items())},
             "checkpoint": self.saved and self.saved["path"],
             "hf_path": self.saved and self.saved["hf_path"],
@@ -252,8 +269,11 @@ class Progress:
 
     def _evaluate(self, record: Record) -> None:
         name, value = evaluation_of(record)
+        if not (self.evaluations and same_metric(name, self.metric)):
+            self.evaluations.clear()
+            self.metric, self.evaluation = name, None
         self.evaluations[record["version"]] = value
-        self.metric = "score" if "score" in (name, self.metric) else name
+        self.metric = max(name, self.metric)  # `score` rather than `accuracy`
         if self.evaluation is None or record["version"] >= self.evaluation["version"]:
             self.evaluation = record
         self.failed_evaluations.pop(record["version"], None)

@@ -115,13 +115,13 @@ def parse(tree: dict[str, Any], source: str, schema: type[Schema]) -> Schema:
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
-    advice = "Give the path of a YAML file, such as one under examples/."
+    advice = "Pass the path of a run's or a stage's YAML file; `polyreme init FOLDER` writes a first run.yaml."
     try:
         tree = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ConfigError("a run configuration", f"no file {path}", advice) from None
+        raise ConfigError(f"a configuration file {path}", "no such file", advice) from None
     except OSError as error:
-        raise ConfigError("a run configuration", f"{path}: {error.strerror}", advice) from None
+        raise ConfigError(f"a configuration file {path}", str(error.strerror), advice) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"YAML in {path}", str(error).replace("\n", " "), "Fix the file.") from None
     if not isinstance(tree, dict):

@@ -194,7 +194,8 @@ class RunConfig(BaseConfig):
     @property
     def shares_reference(self) -> bool:
         """Whether the reference is the actor without its adapters, in the same memory. After a warm start, and when it is renewed, the
-        reference has adapters too, so it is a model of its own."""
+        reference has adapters too, so it is a model of its own. A checkpoint of adapters is refused when it and the configuration do not
+        agree on the warm start."""
         kl = self.recipe.kl
         return self.trainer.lora is not None and not self.trainer.sft and not (kl and kl.renew_interval)
 

@@ -99,7 +99,7 @@ class LoraConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-LORA = "Low-rank adapters: only they are trained, for actor and critic alike. null: all weights are trained."
+LORA = "Low-rank adapters: of every trained model, only they and a value head are trained. null: all weights are trained."
 
 
 class CriticConfig(Section):

@@ -48,7 +48,7 @@ class DeviceLease:
         use: what the holder needs the devices for.
         holder: unique among all processes of the run, restarts included.
         ttl: see `TTL`.
-        counter: the grant that the holder has already; 0: none.
+        counter: the grant that the holder has already, whose deadline it learns at its first renewal; 0: none.
 
     Attributes:
         grant: the current one, None without one.
@@ -56,7 +56,7 @@ class DeviceLease:
 
     def __init__(self, run: Run, use: Use, holder: str, ttl: float = TTL, counter: int = 0) -> None:
         self._run, self._use, self._holder, self._ttl = run, use, holder, ttl
-        self._deadline = time.monotonic() + ttl if counter else 0.0
+        self._deadline = 0.0
         self._others: list[str] = []
         self._calling = asyncio.Lock()
         self.grant: Grant | None = Grant(counter, False, -1) if counter else None
@@ -141,13 +141,20 @@ class DeviceLease:
     async def renew_during(self, work: Awaitable[T]) -> T:
         """Awaits `work`, which prepares the devices for this holder or for the next one, and renews the grant meanwhile."""
         task = asyncio.ensure_future(work)
+        renewing = asyncio.create_task(self._renew_until(task))  # may wait for Redis longer than the work takes
         try:
-            while not (await asyncio.wait({task}, timeout=self._ttl / 3))[0]:
-                with suppress(StaleGrantError, StoreError):
-                    await self.renew()
-            return task.result()
+            await asyncio.wait({task, renewing}, return_when=asyncio.FIRST_COMPLETED)
+            if renewing.done():
+                renewing.result()  # raises its error
+            return await task
         finally:
+            renewing.cancel()
             task.cancel()
+
+    async def _renew_until(self, task: "asyncio.Future[T]") -> None:
+        while not (await asyncio.wait({task}, timeout=self._ttl / 3))[0]:
+            with suppress(StaleGrantError, StoreError):
+                await self.renew()
 
     async def give_up(self) -> None:
         """Ends the grant, or the claim. Does nothing when it has ended already. Raises StoreError."""

@@ -52,11 +52,14 @@ def make_app(names: ModelNames, table: ReplicaTable, forwarder: Forwarder, metri
         metrics.replicas.set(sum(each.version is not None for each in table.replicas))
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        body = error_body(error.detail, "invalid_request_error", "not_found" if error.status_code == 404 else "invalid_request")
+        return Response(body, error.status_code, error.headers, media_type="application/json")
+
     async def failed(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        detail = error.detail if isinstance(error, HTTPException) else str(error)
-        body = error_body(detail, "invalid_request_error", "not_found" if status == 404 else "invalid_request")
-        return Response(body, status, media_type="application/json")
+        found = f"expected an answer of the gateway; found {type(error).__name__}. See its log."
+        return Response(error_body(found, "server_error", "internal_error"), 500, media_type="application/json")
 
     routes = [
         Route("/health", health),
@@ -66,4 +69,4 @@ def make_app(names: ModelNames, table: ReplicaTable, forwarder: Forwarder, metri
         Route("/v1/models/{name:path}", model),
         *(Route(path, forwarder, methods=["POST"]) for path in FORWARDED),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: failed})
+    return Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: failed})

@@ -27,6 +27,12 @@ def is_done(events: bytes) -> bool:
     return events.endswith(DONE)
 
 
+def is_error(events: bytes) -> bool:
+    """Whether the last of whole events is an OpenAI error."""
+    *_, last = events.removesuffix(_END).rsplit(_END, 1)
+    return last.startswith(b"data: {") and "error" in json.loads(last.removeprefix(b"data: "))
+
+
 def versions(events: bytes) -> set[str]:
     """The policy versions that whole events name in `system_fingerprint`, such as {"7"} or {"7-8"}."""
     found = set()

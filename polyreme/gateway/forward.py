@@ -1,34 +1,37 @@
 """Forwards one request to a replica, and to another one when the first fails before anything was sent.
 
 Invariant: a client gets the reply of one replica, unchanged, or one error. A request with a version is answered by that version alone.
-Every request ends at its deadline and when its client leaves, at the replica too.
+Every request, its body included, ends at its deadline and when its client leaves, at the replica too.
 """
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import httpx
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from polyreme.gateway.client import ReplicaHttp
-from polyreme.gateway.events import EventSplitter, is_done, versions
+from polyreme.gateway.events import EventSplitter, is_done, is_error, versions
 from polyreme.gateway.metrics import GatewayMetrics
 from polyreme.gateway.names import ModelNames, Wanted
 from polyreme.gateway.replicas import ReplicaTable, ServedReplica
 from polyreme.gateway.reply import Reply
+from polyreme.gateway.request import ForwardedRequest, RawHeaders, RefusedRequest, parse
 
+T = TypeVar("T")
+
+LAST_WORD_TIMEOUT = 5.0
+"""Seconds for the error at a deadline: a client that reads nothing keeps its place no longer."""
 ATTEMPTS = 3
-"""Replicas that a request is sent to, at most."""
+"""Replicas that may fail in a request."""
+_Outcome = Literal["answered", "failed", "refused"]
+"""Of one replica: the client has a reply or a part of one; there is nothing for the client; the replica serves another version."""
 VERSION_HEADER, REPLICA_HEADER = "polyreme-policy-version", "polyreme-replica"
-_WANTED_HEADERS = ("polyreme-min-policy-version", "polyreme-exact-policy-version")
-"""A replica that serves another version answers 412."""
-_TO_REPLICA = ("content-type", "accept", "x-request-id", *_WANTED_HEADERS)
-_TO_CLIENT = ("content-type", VERSION_HEADER, "x-request-id")
+_TO_CLIENT = (b"content-type", VERSION_HEADER.encode(), b"x-request-id")
 
 
 @dataclass(frozen=True)
@@ -36,22 +39,12 @@ class GatewayLimits:
     """Bounds of a gateway.
 
     Attributes:
-        requests: that replicas work on at once; more get 429.
-        seconds: for a request, from its body to the end of its reply.
+        requests: that are read or answered at once; more get 429.
+        seconds: for a request, from its headers to the end of its reply.
     """
 
     requests: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Request:
-    """A request as every replica gets it."""
-
-    path: str
-    headers: Mapping[str, str]
-    body: bytes
-    wanted: Wanted
 
 
 class Forwarder:
@@ -69,109 +62,109 @@ class Forwarder:
         self._active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, more = b"", True
-        while more:  # at most the server's limit
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-        answering = asyncio.create_task(self._answer(scope["path"], Headers(scope=scope), body, Reply(send)))
-        leaving = asyncio.create_task(_left(receive))
+        began, reply = time.monotonic(), Reply(send)
         try:
-            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-        finally:
-            answering.cancel()
-            leaving.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
-
-    async def _answer(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
-        began = time.monotonic()
-        try:
-            await self._admit(path, headers, body, reply)
+            await self._admit(scope, receive, reply)
         finally:
             self._metrics.requests.labels(status=str(reply.status or "none")).inc()
             self._metrics.seconds.observe(time.monotonic() - began)
             self._metrics.broken.inc(int(reply.failed))
 
-    async def _admit(self, path: str, headers: Headers, body: bytes, reply: Reply) -> None:
-        try:
-            asked: Any = json.loads(body)
-        except ValueError as error:
-            return await reply.fail(400, f"expected a JSON object; found {error}. Fix the request's body.", "invalid_body")
-        model = asked.get("model") if isinstance(asked, dict) else 0
-        if not isinstance(model, str | None):
-            return await reply.fail(400, "expected a JSON object whose `model` is a name. Fix the request.", "invalid_body")
-        wanted = self._names.wanted(model)
-        if wanted is None:
-            return await reply.fail(404, f"expected {self._names_now()}; found `{model}`. Fix `model`.", "model_not_found")
+    async def _admit(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         if self._active >= self._limits.requests:
             found = f"expected at most {self._limits.requests} requests at once. Ask again after a while."
             return await reply.fail(429, found, "rate_limit_exceeded")
-        given = {name: headers[name] for name in _TO_REPLICA if name in headers}
-        sent = body if model in (None, self._names.base) else json.dumps({**asked, "model": self._names.base}).encode()
         self._active += 1
         self._metrics.active.set(self._active)
         try:
             async with asyncio.timeout(self._limits.seconds):
-                await self._try_replicas(_Request(path, {**given, "accept-encoding": "identity"}, sent, wanted), reply)
+                body = await _read(receive)
+                if body is not None:
+                    await _unless(_left(receive), self._answer(scope["path"], scope["headers"], body, reply))
         except TimeoutError:
-            await reply.fail(504, f"expected the end of the answer within {self._limits.seconds:g} s. Ask for less.", "timeout")
+            found = f"expected a request and its whole answer within {self._limits.seconds:g} s. Ask for less."
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD_TIMEOUT):
+                    await reply.fail(504, found, "timeout")
         finally:
             self._active -= 1
             self._metrics.active.set(self._active)
 
-    async def _try_replicas(self, request: _Request, reply: Reply) -> None:
+    async def _answer(self, path: str, headers: RawHeaders, body: bytes, reply: Reply) -> None:
+        try:
+            request = parse(path, headers, body, self._names, self._table.versions)
+        except RefusedRequest as refused:
+            return await reply.fail(refused.status, refused.message, refused.code)
+        await self._try_replicas(request, reply)
+
+    async def _try_replicas(self, request: ForwardedRequest, reply: Reply) -> None:
         tried: set[str] = set()
-        for attempt in range(ATTEMPTS):
-            with self._table.chosen(request.wanted, tried) as replica:
+        attempts = 0
+        while attempts < ATTEMPTS:
+            with self._table.chosen(request.wanted, tried, request.bounds) as replica:
                 if replica is None:
                     break
-                self._metrics.retries.inc(int(attempt > 0))
+                self._metrics.retries.inc(int(bool(tried)))
                 tried.add(replica.id)
-                if await self._forward(request, replica, reply):
-                    return
-        if not self._table.versions:
+                outcome = await self._forward(request, replica, reply)
+            if outcome == "answered":
+                return
+            attempts += int(outcome == "failed")
+        names, versions = self._names.described(self._table.versions), self._table.versions
+        if not versions:
             await reply.fail(503, "expected a replica that serves a version; found none. Ask again after a while.", "no_replica")
-        elif tried:
-            found = f"none of {len(tried)} replicas gave an answer by what was asked for"
-            await reply.fail(503, f"expected {self._names_now()}; found that {found}. Ask again.", "no_answer")
-        else:
-            found = f"expected {self._names_now()}; found version {request.wanted}, which no replica serves. Fix `model`."
+        elif not tried and isinstance(request.wanted, int) and request.wanted not in versions:
+            found = f"expected {names}; found version {request.wanted}, which no replica serves. Fix `model`."
             await reply.fail(404, found, "model_not_found")
+        elif not tried:
+            found = f"expected a version that the headers allow; found {', '.join(map(str, versions))}. Ask again after a while."
+            await reply.fail(503, found, "no_answer")
+        else:
+            found = f"none of {len(tried)} replicas gave an answer by what was asked for"
+            await reply.fail(503, f"expected {names}; found that {found}. Ask again.", "no_answer")
 
-    async def _forward(self, request: _Request, replica: ServedReplica, reply: Reply) -> bool:
-        """Whether the client has got a reply, or a part of one."""
+    async def _forward(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> _Outcome:
+        outcome = await _unless(replica.gone.wait(), self._exchange(request, replica, reply))
+        if outcome is None and reply.status:
+            await self._lose(reply, f"replica {replica.id} has gone")
+            return "answered"
+        return outcome or "failed"
+
+    async def _exchange(self, request: ForwardedRequest, replica: ServedReplica, reply: Reply) -> _Outcome:
         try:
             answer = await self._http.send("POST", replica.address, request.path, content=request.body, headers=request.headers)
         except httpx.TransportError:
             replica.version = None  # until it answers again
-            return False
+            return "failed"
         try:
             if answer.status_code == 503:
                 replica.version = None
-                return False
+                return "failed"
             if answer.status_code == 412:
-                return False
+                return "refused"
             if answer.is_success and _other_version(request.wanted, {answer.headers.get(VERSION_HEADER, "")}):
-                return False
-            headers = [(name.encode(), answer.headers[name].encode()) for name in _TO_CLIENT if name in answer.headers]
+                return "failed"
+            headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() in _TO_CLIENT]
             headers.append((REPLICA_HEADER.encode(), replica.id.encode()))
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
                 return await self._stream(answer, headers, request, replica, reply)
             await reply.whole(answer.status_code, headers, await answer.aread())
-            return True
+            return "answered"
         except httpx.TransportError:
             replica.version = None
-            return False
+            return "failed"
         finally:
             await answer.aclose()
 
     async def _stream(
-        self, answer: httpx.Response, headers: list[tuple[bytes, bytes]], request: _Request, replica: ServedReplica, reply: Reply
-    ) -> bool:
-        splitter, done, problem = EventSplitter(), False, f"replica {replica.id} ended within its answer"
+        self,
+        answer: httpx.Response,
+        headers: list[tuple[bytes, bytes]],
+        request: ForwardedRequest,
+        replica: ServedReplica,
+        reply: Reply,
+    ) -> _Outcome:
+        splitter, last, problem = EventSplitter(), b"", f"replica {replica.id} ended within its answer"
         try:
             async for data in answer.aiter_raw():
                 if not (events := splitter.feed(data)):
@@ -180,22 +173,51 @@ class Forwarder:
                     problem = f"replica {replica.id} went on to version {other}"
                     break
                 await reply.events(headers, events)
-                done = is_done(events)
+                last = events
         except httpx.TransportError:
             replica.version = None
-        if done:
+        if is_done(last):
             await reply.end()
+        elif is_error(last):  # the replica's own; it may lack an end
+            await reply.end_failed()
         elif reply.status:
-            await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
-        return bool(reply.status)
+            await self._lose(reply, problem)
+        return "answered" if reply.status else "failed"
 
-    def _names_now(self) -> str:
-        return "a model of " + ", ".join(f"`{name}`" for name in self._names.listed(self._table.versions))
+    async def _lose(self, reply: Reply, problem: str) -> None:
+        await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
 
 
 def _other_version(wanted: Wanted, named: set[str]) -> str:
     """The versions beside the wanted one that a reply names; '' when any would do."""
     return ", ".join(sorted(named - {str(wanted)})) if isinstance(wanted, int) else ""
+
+
+async def _read(receive: Receive) -> bytes | None:
+    """A request's body, of at most the server's limit; None: the client has left."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+async def _unless(ends: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None if `ends` returns first, which cancels `work`."""
+    working, ending = asyncio.create_task(work), asyncio.create_task(ends)
+    try:
+        await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        ending.result()
+        return None
+    finally:
+        working.cancel()
+        ending.cancel()
+        await asyncio.gather(working, ending, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

@@ -23,7 +23,7 @@ class GatewayMetrics:
             buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300),
             registry=self.registry,
         )
-        self.active = Gauge("polyreme_gateway_active_requests", "Requests that a replica works on.", registry=self.registry)
+        self.active = Gauge("polyreme_gateway_active_requests", "Requests that are read or answered.", registry=self.registry)
         self.retries = Counter("polyreme_gateway_retries", "Requests that went on to another replica.", registry=self.registry)
         self.broken = Counter(
             "polyreme_gateway_broken_streams", "Streams that ended with an error after they had begun.", registry=self.registry

@@ -15,6 +15,23 @@ Wanted = int | Literal["any", "latest"]
 
 LATEST = "latest"
 _ALIAS = re.compile(r"[^\s@=]+")
+_VERSION = re.compile(r"[0-9]{1,18}")
+"""Digits that fit the 64 bits of a version."""
+
+
+@dataclass(frozen=True)
+class VersionBounds:
+    """The versions that a request's headers allow.
+
+    Attributes:
+        minimum, exact: None: any.
+    """
+
+    minimum: int | None = None
+    exact: int | None = None
+
+    def allow(self, version: int) -> bool:
+        return (self.minimum is None or version >= self.minimum) and self.exact in (None, version)
 
 
 @dataclass(frozen=True)
@@ -38,13 +55,17 @@ class ModelNames:
         if model == LATEST:
             return "latest"
         name, at, version = model.rpartition("@")
-        return int(version) if at and name == self.base and version.isdecimal() and version.isascii() else None
+        return int(version) if at and name == self.base and _VERSION.fullmatch(version) else None
 
     def listed(self, versions: Iterable[int]) -> list[str]:
         """Every name that can be asked for now: the base name first, then `latest`, the aliases, and the served versions, newest first."""
         served = sorted(set(versions), reverse=True)
         names = [self.base, LATEST, *sorted(self.aliases), *(f"{self.base}@{version}" for version in served)]
         return list(dict.fromkeys(names))
+
+    def described(self, versions: Iterable[int]) -> str:
+        """What an error says about the names of `listed`."""
+        return "a model of " + ", ".join(f"`{name}`" for name in self.listed(versions))
 
 
 def parse_aliases(words: Sequence[str], base: str) -> dict[str, Wanted]:
@@ -56,7 +77,7 @@ def parse_aliases(words: Sequence[str], base: str) -> dict[str, Wanted]:
     found: dict[str, Wanted] = {}
     for word in words:
         name, _, target = word.partition("=")
-        is_version = target.isdecimal() and target.isascii()
+        is_version = _VERSION.fullmatch(target)
         if not _ALIAS.fullmatch(name) or not (is_version or target == LATEST or name == word):
             raise ConfigError("an alias NAME=VERSION, NAME=latest or NAME", repr(word), "Fix --alias.")
         if name in (base, LATEST) or name in found:

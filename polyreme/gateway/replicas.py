@@ -7,9 +7,10 @@ timeout ago; a replica that does not answer gets no request. A Redis that does n
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,13 +20,16 @@ from polyreme.errors import StoreError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run
 from polyreme.gateway.client import ReplicaHttp
-from polyreme.gateway.names import Wanted
+from polyreme.gateway.names import VersionBounds, Wanted
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0
 """Seconds between two looks at the leases and the metrics."""
 POLL_TIMEOUT = 2.0
+LEAVE_TIMEOUT = 30.0
+"""Seconds for which a replica whose lease is gone may still answer: one that drains needs up to 25, see `polyreme_rollout.serving`."""
+_ALL_VERSIONS = VersionBounds()
 _VERSION, _READY, _LOAD = "polyreme_rollout_version", "polyreme_rollout_ready", "polyreme_rollout_active_slots"
 
 
@@ -41,6 +45,7 @@ class ServedReplica:
         load: sequences of the run, running or queued.
         outstanding: requests of this gateway.
         chosen: when it was last chosen, as a count of all choices.
+        gone: its lease has been gone for LEAVE_TIMEOUT. A lost machine does not end its connections.
     """
 
     id: str
@@ -50,15 +55,19 @@ class ServedReplica:
     load: int = 0
     outstanding: int = 0
     chosen: int = 0
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def choose(replicas: Iterable[ServedReplica], wanted: Wanted, tried: Set[str] = frozenset()) -> ServedReplica | None:
+def choose(
+    replicas: Iterable[ServedReplica], wanted: Wanted, tried: Set[str] = frozenset(), bounds: VersionBounds = _ALL_VERSIONS
+) -> ServedReplica | None:
     """The least loaded replica that serves what is wanted; of equal ones, the one that was not chosen for the longest time.
 
     Args:
         tried: ids of replicas that are no choice.
+        bounds: of the version, beside `wanted`.
     """
-    left = [each for each in replicas if each.version is not None and each.id not in tried]
+    left = [each for each in replicas if each.version is not None and each.id not in tried and bounds.allow(each.version)]
     if wanted == "latest":
         wanted = max((each.version for each in left if each.version is not None), default="any")
     fits = [each for each in left if wanted in ("any", each.version)]
@@ -75,6 +84,7 @@ class ReplicaTable:
     def __init__(self, run: Run, http: ReplicaHttp) -> None:
         self._registry, self._http = Registry(run), http
         self._replicas: dict[str, ServedReplica] = {}
+        self._leaving: dict[str, tuple[float, ServedReplica]] = {}  # without a lease, since when
         self._choices = itertools.count(1)
         self._redis_lost = False
 
@@ -105,9 +115,9 @@ class ReplicaTable:
         await asyncio.gather(*(self._poll(each) for each in self.replicas))
 
     @contextmanager
-    def chosen(self, wanted: Wanted, tried: Set[str]) -> Iterator[ServedReplica | None]:
+    def chosen(self, wanted: Wanted, tried: Set[str], bounds: VersionBounds) -> Iterator[ServedReplica | None]:
         """See `choose`. The replica has one more outstanding request while the block runs."""
-        replica = choose(self._replicas.values(), wanted, tried)
+        replica = choose(self._replicas.values(), wanted, tried, bounds)
         if replica is None:
             yield None
             return
@@ -119,13 +129,17 @@ class ReplicaTable:
 
     def _update(self, leases: list[Lease]) -> None:
         live = {lease.id: lease for lease in leases if lease.http_address and lease.api == API_VERSION}
-        for gone in self._replicas.keys() - live.keys():
-            logger.info("replica %s left", gone)
-            del self._replicas[gone]
+        now = time.monotonic()
+        for id in self._replicas.keys() - live.keys():
+            logger.info("replica %s left", id)
+            self._leaving[id] = now, self._replicas.pop(id)
         for id in sorted(live.keys() - self._replicas.keys()):
             address = live[id].http_address
             logger.info("replica %s at %s joined", id, address)
-            self._replicas[id] = ServedReplica(id, address, int(live[id].facts.get("max_model_len", 0)))
+            _, known = self._leaving.pop(id, (now, None))
+            self._replicas[id] = known or ServedReplica(id, address, int(live[id].facts.get("max_model_len", 0)))
+        for id in [id for id, (since, _) in self._leaving.items() if now - since >= LEAVE_TIMEOUT]:
+            self._leaving.pop(id)[1].gone.set()
 
     async def _poll(self, replica: ServedReplica) -> None:
         numbers: dict[str, float] = {}

@@ -21,6 +21,11 @@ def error_body(message: str, kind: str, code: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
 
 
+def server_error_body(status: int, message: str) -> bytes:
+    """What the HTTP server refuses, in OpenAI's format."""
+    return error_body(message, "invalid_request_error", {401: "invalid_api_key", 413: "body_too_large"}[status])
+
+
 class Reply:
     """One reply.
 
@@ -46,6 +51,11 @@ class Reply:
         """Ends a stream."""
         await self._send({"type": "http.response.body", "body": b""})
 
+    async def end_failed(self) -> None:
+        """Ends a stream whose last event is an error."""
+        self.failed = True
+        await self._send({"type": "http.response.body", "body": DONE})
+
     async def fail(self, status: int, message: str, code: str) -> None:
         """The error `message`. `status` applies if nothing has been sent."""
         body = error_body(message, "server_error" if status >= 500 else "invalid_request_error", code)
@@ -57,5 +67,5 @@ class Reply:
         await self.whole(status, [(b"content-type", b"application/json"), *retry], body)
 
     async def _start(self, status: int, headers: Headers) -> None:
-        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+        self.status = status

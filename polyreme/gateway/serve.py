@@ -15,6 +15,7 @@ from polyreme.gateway.forward import Forwarder, GatewayLimits
 from polyreme.gateway.metrics import GatewayMetrics
 from polyreme.gateway.names import ModelNames, parse_aliases
 from polyreme.gateway.replicas import ReplicaTable
+from polyreme.gateway.reply import server_error_body
 from polyreme.net.http_server import serve_http
 
 DRAIN_TIMEOUT = 20.0
@@ -43,7 +44,7 @@ async def serve_gateway(run: Run, host: str, port: int, aliases: Sequence[str], 
         following = asyncio.create_task(table.follow(), name="replicas of the gateway")
         following.add_done_callback(lambda task: None if task.cancelled() else serving.cancel())  # a bug ends the block
         try:
-            async with serve_http(host, port, app, DRAIN_TIMEOUT, config.security) as bound:
+            async with serve_http(host, port, app, DRAIN_TIMEOUT, config.security, error_body=server_error_body) as bound:
                 yield bound
         finally:
             following.cancel()

@@ -5,6 +5,7 @@ declares open, are answered without it. A request body beyond BODY_LIMIT is refu
 """
 
 import asyncio
+import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
@@ -30,13 +31,26 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+ErrorBody = Callable[[int, str], bytes]
+"""The JSON of an error, by status and message."""
+
+
+def detail_body(status: int, message: str) -> bytes:
+    """The error format of services without one of their own."""
+    return json.dumps({"detail": message}).encode()
 
 
 class RequireBearer:
     """Answers 401 to requests without the token, except to the probes and to paths for which `is_open` is true."""
 
-    def __init__(self, app: ASGIApp, token: str, is_open: Callable[[str], bool] = lambda path: False) -> None:
-        self._app, self._token, self._is_open = app, token, is_open
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str,
+        is_open: Callable[[str], bool] = lambda path: False,
+        error_body: ErrorBody = detail_body,
+    ) -> None:
+        self._app, self._token, self._is_open, self._error_body = app, token, is_open, error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
@@ -44,15 +58,15 @@ class RequireBearer:
         if is_open or (len(given) == 1 and tls.authorized(given[0], self._token)):
             await self._app(scope, receive, send)
             return
-        body = b'{"detail":"expected `authorization: Bearer TOKEN` with this service\'s token"}'
+        body = self._error_body(401, "expected `authorization: Bearer TOKEN` with this service's token")
         await _send_json(send, 401, body, (b"www-authenticate", b"Bearer"))
 
 
 class BodyLimit:
     """Answers 413 to a body beyond `limit` bytes, and keeps no more than that of it."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app, self._limit = app, limit
+    def __init__(self, app: ASGIApp, limit: int, error_body: ErrorBody = detail_body) -> None:
+        self._app, self._limit, self._error_body = app, limit, error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,11 +96,10 @@ class BodyLimit:
             with suppress(_TooLarge):
                 await self._app(scope, counted, watched)
         if too_large and not started:
-            logger.warning("a request to %s failed: expected a body of at most %d bytes", scope["path"], self._limit)
+            problem = f"expected a body of at most {self._limit} bytes; found more. Send less in one request."
+            logger.warning("a request to %s failed: %s", scope["path"], problem)
             await _discard(receive, size, _DISCARD_FACTOR * self._limit)
-            await _send_json(
-                send, 413, b'{"detail":"expected a body of at most %d bytes"}' % self._limit, (b"connection", b"close")
-            )
+            await _send_json(send, 413, self._error_body(413, problem), (b"connection", b"close"))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -118,6 +131,7 @@ async def serve_http(
     drain_timeout: float = 5.0,
     security: SecurityConfig | None = None,
     is_open: Callable[[str], bool] = lambda path: False,
+    error_body: ErrorBody = detail_body,
 ) -> AsyncIterator[int]:
     """Serves `app` until the block ends. Yields the port.
 
@@ -127,13 +141,14 @@ async def serve_http(
         drain_timeout: seconds for running requests at the end.
         security: TLS and token; None: plain.
         is_open: whether a path is served without the token, beside the probes.
+        error_body: of 401 and 413.
 
     Raises:
         ConfigError: the port is taken, or the security settings cannot be used.
     """
-    app = BodyLimit(app, BODY_LIMIT)
+    app = BodyLimit(app, BODY_LIMIT, error_body)
     if security is not None and (token := tls.token(security)) is not None:
-        app = RequireBearer(app, token, is_open)
+        app = RequireBearer(app, token, is_open, error_body)
     context = tls.server_context(security) if security is not None else None
     bound = bind(host, port)
     bound.listen(1024)

@@ -70,10 +70,13 @@ async def test_choices_name_the_reward_of_a_value() -> None:
     assert [[part.name for part in answer.parts] for answer in answers] == [["exact"], ["length"], []]
 
 
+TOO_LARGE = f"expected a body of at most {BODY_LIMIT} bytes; found more. Send less in one request."
+
+
 async def test_a_body_beyond_the_limit_is_a_413_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(EXACT) as (_, client, _):
         announced = await client.post("/v1/score", content=b"x" * (BODY_LIMIT + 1))
-        assert (announced.status_code, announced.json()) == (413, {"detail": f"expected a body of at most {BODY_LIMIT} bytes"})
+        assert (announced.status_code, announced.json()) == (413, {"detail": TOO_LARGE})
 
         async def pieces():  # chunked, without a length
             for _ in range(BODY_LIMIT // (1 << 20) + 1):

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import uuid
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync import replica_sync
 from polyreme_trainer.weight_sync.publisher import Publisher
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
 from support.publishing import LAYOUT, World, same
 from support.receiver import lease, serving
 from support.waiting import until
@@ -62,6 +64,41 @@ async def test_nothing_is_pushed_while_the_replicas_have_left_their_devices(worl
             await world.publisher.set_devices_train(False)
             await world.publisher.wait_committed(1, 2, 300)
             assert same(a.weights, weights) and same(late.weights, weights)
+
+
+async def test_a_push_that_fails_because_the_devices_changed_hands_is_no_failed_swap(world: World) -> None:
+    async with world.replica("a") as a:
+        swapper, sync = a._swapper, world.publisher._running.result(0).sync
+        async with swapper.at_rest():
+            await world.step()
+            await until(lambda: "Commit" in a.calls)
+            await world.publisher.set_devices_train(True)
+            swapper.may_use_devices = lambda: False
+        await until(lambda: sync._replicas["a"].call.done())
+        await world.publisher.set_devices_train(True)  # the publisher has then seen the failure
+        assert swapper.version is None and sync._replicas["a"].swap_failures == 0
+        swapper.may_use_devices = lambda: True
+        await world.publisher.set_devices_train(False)
+        await world.publisher.wait_committed(0, 1, 300)
+
+
+async def test_a_staged_version_is_not_committed_once_the_devices_train(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stage(client: ReplicaClient, version: Version) -> None:
+        await original(client, version)
+        await sync.set_devices_train(True)
+        staged.set()
+
+    original, staged, sync = ReplicaClient.stage, threading.Event(), world.publisher._running.result(0).sync
+    monkeypatch.setattr(ReplicaClient, "stage", stage)
+    async with world.replica("a") as a:
+        await world.step()
+        await until(staged.is_set)
+        await until(lambda: sync._replicas["a"].call.done())
+        await world.publisher.set_devices_train(True)
+        assert list(a.calls) == ["Probe", "StageArena"] and sync._replicas["a"].swap_failures == 0
+        monkeypatch.undo()
+        await world.publisher.set_devices_train(False)
+        await world.publisher.wait_committed(0, 1, 300)
 
 
 async def test_the_newest_version_wins(world: World) -> None:

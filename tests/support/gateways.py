@@ -7,7 +7,7 @@ import asyncio
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,13 @@ Answer = Callable[[bytes, Send], Awaitable[None]]
 
 @dataclass
 class ScriptedReplica:
-    """Its version and load are what it reports; `bodies` are those of the requests that it got, in order."""
+    """Its version and load are what it reports; `bodies` are those of the requests that it got, in order.
+
+    Attributes:
+        asked: a request has come.
+        lease: `await lease.aclose()` removes it; the server goes on.
+        left: a request has ended before its answer, because its connection did.
+    """
 
     id: str
     answer: Answer
@@ -38,7 +44,9 @@ class ScriptedReplica:
     metrics: ReplicaMetrics = field(default_factory=ReplicaMetrics)
     bodies: list[bytes] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
-    headers: list[dict[str, str]] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    lease: AsyncExitStack = field(default_factory=AsyncExitStack)
+    headers: list[dict[str, bytes]] = field(default_factory=list)
 
     def report(self, version: int | None, load: int = 0) -> None:
         self.version = version
@@ -52,11 +60,13 @@ class ScriptedReplica:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         self.bodies.append(body)
-        self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+        self.headers.append({name.decode(): value for name, value in scope["headers"]})
         self.asked.set()
         answering = asyncio.ensure_future(self.answer(body, send))
         leaving = asyncio.ensure_future(receive())  # a disconnection
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            self.left.set()
         answering.cancel()
         leaving.cancel()
         with suppress(asyncio.CancelledError):
@@ -88,7 +98,8 @@ async def scripted_replica(
         facts = {"max_model_len": max_model_len}
         lease = Lease("rollout", f"{id}-{uuid.uuid4().hex[:4]}", "127.0.0.1:1", f"127.0.0.1:{port}", API_VERSION, facts)
         replica.id = lease.id
-        async with await Registry(run).register(lease):
+        async with replica.lease:
+            await replica.lease.enter_async_context(await Registry(run).register(lease))
             yield replica
 
 
@@ -107,6 +118,11 @@ async def gateway(
         httpx.AsyncClient(base_url=f"{url}://127.0.0.1:{port}", trust_env=False, timeout=300, verify=verify) as http,
     ):
         yield http
+
+
+async def shows(http: httpx.AsyncClient, *lines: str) -> bool:
+    """Whether a gateway's metrics have these lines. They may follow the end of a reply, so that a test waits for them."""
+    return set(lines) <= set((await http.get("/metrics")).text.splitlines())
 
 
 def reply_with(body: bytes, content: str = "application/json", status: int = 200) -> Answer:

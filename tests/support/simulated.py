@@ -97,9 +97,15 @@ class Replica:
 
 
 @asynccontextmanager
-async def simulated_replica(run: Run, name: str, api: int = API_VERSION, **engine_arguments: Any) -> AsyncIterator[Replica]:
+async def simulated_replica(
+    run: Run,
+    name: str,
+    api: int = API_VERSION,
+    engine_type: type[SimulatedInferenceEngine] = SimulatedInferenceEngine,
+    **engine_arguments: Any,
+) -> AsyncIterator[Replica]:
     """A replica with a lease. It serves nothing until a version is pushed to it."""
-    engine = SimulatedInferenceEngine(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
+    engine = engine_type(frozenset(["weight"]), CONTEXT, VOCAB, **engine_arguments)
     metrics = ReplicaMetrics()
     service = RolloutService(engine, Identity(run.run_id, name, ""), RequestLimits(CONTEXT, VOCAB, 1 << 14), metrics)
     swapper = WeightSwapper(run.run_id, engine, lambda: 0, service.on_swap, service.on_lost)

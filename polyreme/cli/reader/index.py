@@ -6,14 +6,16 @@ the file first. The index can always be rebuilt from the files.
 """
 
 import json
+import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from polyreme.cli.reader.index_rows import SampleRow, event_of, points_of, sample_files_of, sample_row, step_of
-from polyreme.errors import ConfigError
+from polyreme.errors import ConfigError, UnavailableError
 
 SCHEMA = 3
 """Changes with the tables; an index of another number is rebuilt."""
@@ -42,6 +44,10 @@ _SAMPLE = (
 )
 _BUSY_SECONDS = 60.0
 _LINES_AT_ONCE = 500
+_BYTES_AT_ONCE = 64 * 2**20
+"""Of the sample files of one transaction, which holds the write lock; the last file may exceed it."""
+_TURN_SECONDS, _PAUSE_SECONDS = 5.0, 0.15
+"""How long one process takes transaction after transaction, and its pause for others. SQLite tries a lock again every 0.1 seconds."""
 
 
 class Index:
@@ -49,7 +55,7 @@ class Index:
 
     def __init__(self, run_dir: Path, path: Path) -> None:
         self._run_dir, self._path = run_dir, path
-        self._updated: tuple[str, int, int] | None = None
+        self._updated: tuple[str, int, int, int] | None = None
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -64,12 +70,19 @@ class Index:
         Args:
             run_id: of the directory's run. An index of another run is rebuilt.
             advance: called with the bytes of metrics.jsonl that were added since the last call.
+
+        Raises:
+            UnavailableError: another process has held the index's lock for _BUSY_SECONDS.
+            ConfigError: the index or a sample file is damaged.
         """
         files = self._files(run_id)
         if files == self._updated:
             return False
-        added = False
+        added, turn = False, time.monotonic()
         while self.unread(run_id) > 0:
+            if time.monotonic() - turn > _TURN_SECONDS:
+                time.sleep(_PAUSE_SECONDS)
+                turn = time.monotonic()
             with self._connect() as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 self._create(connection, run_id)
@@ -82,11 +95,11 @@ class Index:
         self._updated = files
         return added
 
-    def _files(self, run_id: str) -> tuple[str, int, int]:
-        """What tells whether an update may find anything: the run, the index file and the size of metrics.jsonl. Costs two calls of stat, so
-        a page may look often."""
-        metrics, index = self._run_dir / "metrics.jsonl", self._path
-        return run_id, metrics.stat().st_size if metrics.exists() else 0, index.stat().st_ino if index.exists() else 0
+    def _files(self, run_id: str) -> tuple[str, int, int, int]:
+        """What tells whether an update may find anything: the run, the size of metrics.jsonl, and inode and time of change of the index: the
+        file that follows a deleted one may get its inode. Costs two calls of stat, so a page may look often."""
+        metrics, index = _stat(self._run_dir / "metrics.jsonl"), _stat(self._path)
+        return run_id, metrics.st_size if metrics else 0, index.st_ino if index else 0, index.st_ctime_ns if index else 0
 
     def unread(self, run_id: str) -> int:
         """The bytes of metrics.jsonl that an update would add; more than 0 for an index of another run."""
@@ -116,13 +129,17 @@ class Index:
         if end == offset:
             return 0
         metrics: dict[str, int] = dict(connection.execute("SELECT name, id FROM metric").fetchall())
-        points, events, files = [], [], list[str]()
-        for _, line in lines:
+        points, events, files, size = [], [], list[str](), 0
+        for start, line in lines:
+            if size >= _BYTES_AT_ONCE:
+                end = start
+                break
             record = json.loads(line)
             if record.get("run") != run_id:
                 continue
             iteration = max(iteration, step_of(record))
-            files += sample_files_of(record)
+            files += (announced := sample_files_of(record))
+            size += sum(found.st_size for name in announced if (found := _stat(self._run_dir / "samples" / name)))
             for name, value, step in points_of(record):
                 if name not in metrics:
                     metrics[name] = len(metrics) + 1
@@ -170,7 +187,19 @@ class Index:
                 connection.execute("PRAGMA synchronous = OFF")  # a lost index is rebuilt
                 yield connection
         except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                waited = f"another process has been writing it for {_BUSY_SECONDS:g} s"
+                raise UnavailableError(
+                    f"the lock of the index {self._path}", waited, "Wait until it is built, then try again."
+                ) from error
             raise ConfigError(f"a usable index {self._path}", str(error), "Delete the file; it is built again.") from error
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
 
 
 def read_meta(connection: sqlite3.Connection) -> dict[str, str]:

@@ -6,9 +6,10 @@ refreshes agree.
 
 import itertools
 import json
+import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ from polyreme.cli.reader.samples import Sample, SampleQuery
 from polyreme.cli.run_directory import read_run_file, read_settings, unused
 from polyreme.cli.run_records import read_summary
 from polyreme.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 INDEX = "index.sqlite"
 VOCABULARY = "vocabulary.json"
@@ -224,20 +227,43 @@ def _event(row: sqlite3.Row) -> dict[str, Any]:
     return {"kind": row["kind"], "time": row["time"], **json.loads(row["data"])}
 
 
-def run_directories(path: Path) -> list[Path]:
+def _warn(folder: Path, error: OSError) -> None:
+    logger.warning("cannot read %s: %s", folder, error)
+
+
+def run_directories(path: Path, warn: Callable[[Path, OSError], None] = _warn) -> list[Path]:
     """The run directories at `path`: itself, or those directly below it, the newest start first.
+
+    Args:
+        warn: called with a directory that cannot be read. It is left out.
 
     Raises:
         ConfigError: there is none.
     """
-    if (path / "run.json").is_file():
+    if _start_time(path, warn) is not None:
         return [path]
-    found = [folder for folder in path.iterdir() if (folder / "run.json").is_file()] if path.is_dir() else []
+    try:
+        folders = list(path.iterdir()) if path.is_dir() else []
+    except OSError as error:
+        warn(path, error)
+        folders = []
+    found = {folder: start for folder in folders if (start := _start_time(folder, warn)) is not None}
     if not found:
         raise ConfigError(
             f"a run directory at {path}, or directories of runs below it", "no run.json there", "Pass output_dir/name of a run."
         )
-    return sorted(found, key=lambda folder: -(folder / "run.json").stat().st_mtime)
+    return sorted(found, key=lambda folder: -found[folder])
+
+
+def _start_time(folder: Path, warn: Callable[[Path, OSError], None]) -> float | None:
+    """The Unix time of the newest start of the folder's run; None without a run."""
+    try:
+        return (folder / "run.json").stat().st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        warn(folder, error)
+        return None
 
 
 def _index_path(run_dir: Path) -> Path:

@@ -21,6 +21,7 @@ from polyreme.cli.ui.assets import asset_route, index_page
 from polyreme.cli.ui.runs import Runs
 from polyreme.cli.ui.server_status import ServerStatus
 from polyreme.cli.ui.threads import TooBusyError
+from polyreme.errors import UnavailableError
 
 _LARGEST_PAGE = 500
 _HEADERS = {
@@ -48,6 +49,8 @@ def application(runs: Runs, live: ServerStatus | None = None) -> Starlette:
             found = await runs.threads.run(answer, *values)
         except ValueError as error:
             return JSONResponse({"detail": str(error)}, 400, _HEADERS)
+        except UnavailableError as error:
+            return JSONResponse({"detail": str(error)}, 503, {**_HEADERS, "retry-after": "10"})
         except TooBusyError:
             return JSONResponse({"detail": "too many requests wait; try again"}, 503, {**_HEADERS, "retry-after": "2"})
         return JSONResponse({"detail": "not found"}, 404, _HEADERS) if found is None else JSONResponse(found, headers=_HEADERS)

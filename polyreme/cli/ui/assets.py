@@ -1,6 +1,7 @@
 """The page's own files, read and compressed once.
 
-Invariant: an asset's address contains a digest of all assets, so a browser keeps an asset for good and never mixes two releases.
+Invariant: an asset's address contains a digest of all assets, so a browser keeps an asset for good and never mixes two releases. There is
+nothing at the address of another release.
 """
 
 import gzip
@@ -31,13 +32,17 @@ def _compressed() -> dict[str, bytes]:
 
 
 @cache
+def _digest() -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(_assets().values()))
+
+
+@cache
 def index_page() -> str:
     """The HTML of the page. It names every module, so that a browser loads all of them at once and not one import after the other."""
-    digest = xxhash.xxh3_64_hexdigest(b"".join(_assets().values()))
     modules = [name for name in _assets() if name.endswith(".js") and not name.startswith("vendor/")]
     hints = "".join(f'<link rel="modulepreload" href="static/{name}">\n' for name in [*modules, "vendor/preact.js"])
     text = (STATIC / "index.html").read_text().replace("</head>", f"{hints}</head>")
-    return text.replace('"static/', f'"static/{digest}/')
+    return text.replace('"static/', f'"static/{_digest()}/')
 
 
 def asset_route(headers: dict[str, str]) -> Route:
@@ -45,7 +50,7 @@ def asset_route(headers: dict[str, str]) -> Route:
 
     async def asset(request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in _assets():
+        if name not in _assets() or request.path_params["digest"] != _digest():
             return Response(status_code=404, headers=headers)
         zipped = "gzip" in request.headers.get("accept-encoding", "")
         content = _compressed()[name] if zipped else _assets()[name]

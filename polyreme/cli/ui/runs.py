@@ -1,13 +1,14 @@
 """The runs that a page shows, kept up to date while somebody looks.
 
 Invariant: files are read only while requests arrive, in the page's own threads, so a page that nobody looks at costs a trainer nothing.
+A directory that cannot be read is a warning, once; the others are kept up to date.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Container, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Runs:
     def __init__(self, paths: Sequence[Path], threads: PageThreads | None = None) -> None:
         self._paths, self.indexed, self.threads = paths, set[str](), threads or PageThreads()
         self._readers: dict[str, RunReader] = {}
+        self._warned: dict[Path, str] = {}
         self._find()
         self._asked = time.monotonic()
 
@@ -54,6 +56,9 @@ class Runs:
                     with suppress(TooBusyError):
                         await self.threads.run(self.refresh)
                 await asyncio.sleep(REFRESH_SECONDS)
+        except Exception:
+            logger.exception("the page shows nothing new from now on")
+            raise
         finally:
             self.threads.close()
 
@@ -61,20 +66,36 @@ class Runs:
         """Reads what was added to the runs, and finds new runs."""
         self._find()
         for name, reader in list(self._readers.items()):
-            try:
+            with self._checked(reader.run_dir):
                 reader.refresh()
                 self.indexed.add(name)
-            except (PolyremeError, OSError, ValueError) as error:
-                logger.warning("cannot read the run %s: %s", name, error)
 
     def _find(self) -> None:
         known = {reader.run_dir for reader in self._readers.values()}
         for path in self._paths:
             with suppress(ConfigError):  # a run that has not begun
-                for folder in run_directories(path):
+                for folder in run_directories(path, self._warn):
                     if folder not in known:
-                        reader = RunReader(folder)
-                        self._readers[_unused(reader.name, self._readers)] = reader
+                        with self._checked(folder):
+                            reader = RunReader(folder)
+                            self._readers[_unused(reader.name, self._readers)] = reader
+
+    @contextmanager
+    def _checked(self, folder: Path) -> Iterator[None]:
+        """Whatever is wrong with one run must not end the page of the others, or that of a trainer."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 a record of a later release may raise anything
+            self._warn(folder, error)
+        else:
+            self._warned.pop(folder, None)
+
+    def _warn(self, folder: Path, error: Exception) -> None:
+        """Logs an error unless it is the directory's newest one."""
+        if self._warned.get(folder) != repr(error):
+            self._warned[folder] = repr(error)
+            known = isinstance(error, PolyremeError | OSError | ValueError)
+            logger.warning("cannot read the run in %s: %s", folder, error, exc_info=None if known else error)
 
 
 def _unused(name: str, taken: Container[str]) -> str:

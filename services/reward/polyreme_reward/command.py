@@ -83,7 +83,9 @@ async def _serve(
         if (settings := (await run.config()).reward) is None:
             if run_id is not None:
                 raise ConfigError(
-                    f"a section `reward` in run {run.run_id}", "none: it distils a teacher alone", "Start no reward service for it."
+                    f"a section `reward` in run {run.run_id}",
+                    "none: it distils a teacher alone",
+                    "Start no reward service for it.",
                 )
             # A container starts before it knows the run, and would be restarted for ever.
             logger.info("run %s has no rewards: it distils a teacher alone; waiting for its end", run.run_id)

@@ -1,6 +1,6 @@
 """The devices of a colocated replica while its engine starts, which needs them before the replica has an event loop.
 
-Invariant: the grant is renewed until the engine has started, and ends when this process dies. The engine may fork, so the renewals are the
+Invariant: the grant is renewed until the replica's event loop renews it, and ends when this process dies. The engine may fork, so the renewals are the
 work of a process of their own: `python -m polyreme_rollout.device_start HOLDER COUNTER`.
 """
 
@@ -24,15 +24,23 @@ from polyreme_rollout.run_spec import RunSpec
 
 @dataclass(frozen=True)
 class Held:
-    """A grant of `generate`: its holder and counter."""
+    """A grant of `generate`: its holder and counter, and the process that renews it."""
 
     holder: str
     counter: int
+    renewals: subprocess.Popen[bytes]
+
+    def end_renewals(self) -> None:
+        """Ends the process, because somebody else renews the grant now. Idempotent."""
+        self.renewals.kill()
+        self.renewals.wait()
 
 
 @contextmanager
 def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | None]:
-    """Waits for the devices of a colocated run and holds them during the block. None where devices are not shared.
+    """Waits for the devices of a colocated run and renews the grant until `Held.end_renewals`, or until the end of the block.
+
+    None where devices are not shared.
 
     Raises:
         RunFailedError: the run has ended meanwhile.
@@ -44,12 +52,11 @@ def devices_while_starting(spec: RunSpec, redis_url: str) -> Iterator[Held | Non
     counter = asyncio.run(_acquire(redis_url, spec.run_id, holder))
     environment = {**os.environ, "POLYREME_REDIS": redis_url, "POLYREME_RUN": spec.run_id}
     command = (sys.executable, "-m", "polyreme_rollout.device_start", str(os.getpid()), holder, str(counter))
-    renewals = subprocess.Popen(command, env=environment)
+    held = Held(holder, counter, subprocess.Popen(command, env=environment))
     try:
-        yield Held(holder, counter)
+        yield held
     finally:
-        renewals.kill()
-        renewals.wait()
+        held.end_renewals()
 
 
 async def _acquire(redis_url: str, run_id: str, holder: str) -> int:

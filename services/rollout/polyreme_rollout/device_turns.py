@@ -1,13 +1,15 @@
 """A colocated replica's turns: it samples while it holds the devices, and sleeps while the learner trains on them.
 
-Invariant: between the end of a grant and the next one the engine samples nothing and has left the devices. What runs then is kept and goes
-on afterwards. Memory comes back in this order: the weights, the new version, the key-value cache.
+Invariant: between the end of a grant and the next one the engine samples nothing and has left the devices. What runs then is kept and
+continues afterwards, unless the new grant has ended too. Memory comes back in this order: the weights, the new version, the key-value cache.
 """
 
 import asyncio
 import logging
 import time
+from contextlib import AsyncExitStack
 
+from polyreme.errors import StoreError
 from polyreme.experience.device_lease import DeviceLease, Grant
 from polyreme_rollout.engine.protocol import InferenceEngine, Slept
 from polyreme_rollout.metrics import ReplicaMetrics
@@ -17,11 +19,19 @@ from polyreme_rollout.weight_swap import WeightSwapper
 PUSH_TIMEOUT = 60.0
 """How long an engine that is awake waits for the version that the learner has announced."""
 
+RETRY_SECONDS = 0.5
+"""Between two attempts to change hands. The client itself has tried for a minute then."""
+
 logger = logging.getLogger(__name__)
 
 
 class ReplicaTurns:
-    """Args: lease: with a grant; engine, swapper, service, metrics: of the replica, whose engine is awake."""
+    """Makes the engine of a replica leave the devices when the learner wants them, and return when they are granted again.
+
+    Args:
+        lease: with a grant.
+        engine, swapper, service, metrics: of the replica, whose engine is awake.
+    """
 
     def __init__(
         self,
@@ -33,6 +43,7 @@ class ReplicaTurns:
     ) -> None:
         self._lease, self._engine, self._swapper = lease, engine, swapper
         self._service, self._metrics = service, metrics
+        swapper.may_use_devices = lambda: lease.usable
 
     async def follow(self) -> None:
         """Takes turns for ever. Raises EngineDeadError."""
@@ -43,13 +54,16 @@ class ReplicaTurns:
                 slept, grant = await self._step_aside()
                 holding = asyncio.ensure_future(self._lease.hold())
                 await self._wait_for_version(grant, holding)
-                await self._swapper.go_on(slept.weights)
+                await self._swapper.go_on(slept.weights)  # not after the end of the grant: the replica then steps aside again
         finally:
             holding.cancel()
 
     async def _step_aside(self) -> tuple[Slept, Grant]:
         """Leaves the devices and waits until they are granted again. The memory of the weights is back then."""
-        async with self._swapper.at_rest():
+        if not self._lease.usable:
+            await self._engine.pause()  # at once: a swap that runs keeps `at_rest` waiting
+        async with AsyncExitStack() as rest:
+            await self._lease.renew_during(rest.enter_async_context(self._swapper.at_rest()))
             started, running = time.perf_counter(), self._service.running
             slept = await self._lease.renew_during(self._engine.sleep())
             self._metrics.device_seconds.labels(step="sleep").observe(time.perf_counter() - started)
@@ -57,12 +71,21 @@ class ReplicaTurns:
             if not slept.cache:
                 self._metrics.recomputed.inc(running)
             logger.info("left the devices: %d bytes freed, %d running sequences wait", slept.freed, running)
-            await self._lease.give_up()
-            grant = await self._lease.acquire()
+            grant = await self._next_grant()
             started = time.perf_counter()
             await self._lease.renew_during(self._engine.wake())
             self._metrics.device_seconds.labels(step="wake").observe(time.perf_counter() - started)
         return slept, grant
+
+    async def _next_grant(self) -> Grant:
+        """Gives the devices up and waits until they are granted again, also while Redis cannot be reached."""
+        while True:
+            try:
+                await self._lease.give_up()
+                return await self._lease.acquire()
+            except StoreError as error:
+                logger.warning("the devices could not change hands, retrying: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def _wait_for_version(self, grant: Grant, holding: "asyncio.Future[None]") -> None:
         """Waits for the commit of the learner's newest version, until the devices are wanted or `PUSH_TIMEOUT` has passed."""

@@ -41,10 +41,10 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
             (model_dir / Path(name).name).write_bytes(data)
         with devices_while_starting(spec, redis_url) as held:
             engine = start_engine(spec.config, model_dir)
-        try:
-            asyncio.run(_serve(engine, spec, redis_url, endpoint, held))
-        finally:
-            engine.close()
+            try:
+                asyncio.run(_serve(engine, spec, redis_url, endpoint, held))
+            finally:
+                engine.close()
 
 
 def serve_model(model_dir: Path, endpoint: Endpoint) -> None:

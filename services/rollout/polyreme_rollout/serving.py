@@ -55,10 +55,12 @@ async def serve(
     """Serves an open engine until `stop`, then drains.
 
     Args:
-        held: the grant of the devices under which the engine has started. A colocated replica without one waits for them first.
+        held: the grant of the devices under which the engine has started. Without one, a colocated replica waits for a grant before it
+            gets a lease; its engine, which runs already, must use no device until then.
 
     Raises:
-        StoreError, ConfigError: see their messages. PolyremeError: the engine has died; a restart of this process helps.
+        StoreError, ConfigError: see their messages. StaleGrantError: `held` has ended. PolyremeError: the engine has died; a restart of
+            this process helps in both cases.
     """
     redis = await connect(redis_url)
     metrics = ReplicaMetrics()
@@ -107,7 +109,10 @@ async def serve(
             turns: asyncio.Task[None] | None = None
             if spec.config.placement == "colocated":
                 device = DeviceLease(run, "generate", held.holder if held else replica_id, counter=held.counter if held else 0)
-                await device.acquire()
+                if not await _acquire(device, stop):
+                    return
+                if held is not None:
+                    held.end_renewals()
                 turns = asyncio.create_task(ReplicaTurns(device, engine, swapper, service, metrics).follow(), name="device turns")
                 servers.callback(turns.cancel)  # after the drain; the grant ends after the engine
             async with await Registry(run).register(lease) as keeper:
@@ -123,6 +128,17 @@ async def serve(
             logger.info("drained, %d sequences are left", service.running)
     finally:
         await redis.aclose()
+
+
+async def _acquire(device: DeviceLease, stop: asyncio.Event) -> bool:
+    """Waits for the devices. Returns whether they are granted; False: `stop` came first."""
+    acquiring, stopping = asyncio.create_task(device.acquire()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({acquiring, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return acquiring.done() and acquiring.result() is not None
+    finally:
+        acquiring.cancel()
+        stopping.cancel()
 
 
 async def _wait_for_stop(stop: asyncio.Event, engine: InferenceEngine, turns: "asyncio.Task[None] | None") -> None:

@@ -5,7 +5,8 @@ Invariant:
   too, the replica serves nothing until a later version is committed.
 - A call with an older learner term than the newest one seen changes nothing.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
-- Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted.
+- Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted. Neither continues sampling while the
+  devices may not be used.
 - A version takes requests, and the tokens that it samples are delivered, only after its canary has passed. A replica whose canary fails
   serves nothing until a later swap passes.
 """
@@ -87,6 +88,10 @@ class WeightSwapper:
         self._term = 0
         self._swaps = 0
         self._failures = 0
+        self._intact = True
+        """Whether the engine has the weights of `served`, unless it has dropped them while it slept."""
+        self.may_use_devices: Callable[[], bool] = lambda: True
+        """Whether the engine may sample. A colocated replica sets it: see `device_turns`."""
         self.served: Served | None = None
         self.steady = asyncio.Event()
         """Set while no swap is running: a request that is submitted then samples from `version` under `salt`."""
@@ -200,8 +205,8 @@ class WeightSwapper:
         """Swaps the staged version in. Completes even when the caller disconnects.
 
         Raises:
-            Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; INTERNAL: the swap or its canary failed; the message names the
-                version that is served now.
+            Refusal: ABORTED, INVALID_ARGUMENT; FAILED_PRECONDITION, also when the devices may not be used; INTERNAL: the swap or its
+                canary failed; the message names the version that is served now.
             EngineDeadError: the engine has died.
         """
         return await asyncio.shield(asyncio.ensure_future(self._commit(run_id, id, canary)))
@@ -216,6 +221,7 @@ class WeightSwapper:
                     "FAILED_PRECONDITION",
                     f"expected a version after {self.served.id.version}, which is served; found {id.version}",
                 )
+            self._check_devices()
             sources = self._staging.take(id)
             self._loading = (*sources, *(self.served.sources if self.served else ()))
             self.steady.clear()
@@ -241,7 +247,7 @@ class WeightSwapper:
             yield
 
     async def go_on(self, weights: bool) -> None:
-        """Continues sampling after `at_rest` with the served version, unless a commit has continued it.
+        """Continues sampling after `at_rest` with the served version, unless a commit has continued it or the devices may not be used.
 
         Args:
             weights: whether the engine has kept them. If not, it loads the served version again.
@@ -250,15 +256,18 @@ class WeightSwapper:
             EngineDeadError: the engine has died.
         """
         async with self._lock:
-            if self.steady.is_set():
+            if self.steady.is_set() or not self.may_use_devices():
                 return
-            if weights or self.served is None:
+            if (weights and self._intact) or self.served is None:
                 await self._engine.resume()
                 self.steady.set()
                 return
             try:
-                await self._resume(self.served, await self._engine.load(self.served.sources))
-                self.steady.set()
+                self._intact = False
+                loaded = await self._engine.load(self.served.sources)
+                if self.may_use_devices():
+                    await self._resume(self.served, loaded)
+                    self.steady.set()
             except LoadError as error:
                 logger.error("version %d could not be loaded again; nothing is served: %s", self.served.id.version, error)
                 self._lose()
@@ -268,9 +277,11 @@ class WeightSwapper:
         started = time.perf_counter()
         await self._engine.pause()
         try:
+            self._intact = False
             loaded = await self._engine.load(new.sources)
         except LoadError as error:
             raise Refusal("INTERNAL", await self._fall_back(new.id, error)) from None
+        self._check_devices()  # the grant may have ended meanwhile; `go_on` then loads the served version again
         self._staging.drop()
         await self._resume(new, loaded)
         stall = time.perf_counter() - started
@@ -303,7 +314,10 @@ class WeightSwapper:
         outcome = "nothing is served"
         if before:
             try:
-                await self._resume(before, await self._engine.load(before.sources))
+                loaded = await self._engine.load(before.sources)
+                self.served = before
+                self._check_devices()
+                await self._resume(before, loaded)
                 self._begin(before)
                 outcome = f"version {before.id.version} is served again"
             except LoadError as again:
@@ -320,9 +334,15 @@ class WeightSwapper:
         return f"; quarantined after {self._failures} consecutive failed swaps: restart this replica"
 
     async def _resume(self, served: Served, loaded: LoadResult) -> None:
+        self._intact = True
         self._swaps += 1
         self._on_swap(served.id.version, loaded.sampled)
         await self._engine.resume()
+
+    def _check_devices(self) -> None:
+        """Raises Refusal(FAILED_PRECONDITION) when the devices may not be used."""
+        if not self.may_use_devices():
+            raise Refusal("FAILED_PRECONDITION", "expected the right to use the devices; found that it has ended")
 
     def _begin(self, served: Served) -> None:
         self.served = served

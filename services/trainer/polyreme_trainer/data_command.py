@@ -6,7 +6,7 @@ Invariant: `check` writes no file. `convert` writes its target whole or not at a
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +17,9 @@ from rich.text import Text
 
 from polyreme.cli.input_files import read_model_files
 from polyreme.cli.progress_bar import bar
-from polyreme.config.data import DataConfig
+from polyreme.config.data import DataConfig, Sources
 from polyreme.config.load import load_any
+from polyreme.config.run import RunConfig
 from polyreme.config.stage import StageConfig
 from polyreme.dataset.columns import TokenIds
 from polyreme.dataset.formats import FORMATS, format_of, to_ours
@@ -49,7 +50,7 @@ def check(
         list[str] | None, typer.Argument(help="Override as key=value, such as data.prompt_key=question.")
     ] = None,
 ) -> None:
-    """Print rows, lengths, repeated rows, rows shared with the held-out data, and the first row's tokens."""
+    """Print rows, lengths, repeated rows, rows shared with each held-out set, and the first row's tokens."""
     resolved = load_any(config, overrides or ())
     template = Template(read_model_files(resolved.model.path), resolved.data)
 
@@ -63,7 +64,9 @@ def check(
         return report_prompts(sources, resolved, template)
 
     found = report(file or resolved.data.train)
-    held_out = None if resolved.data.eval is None or file == resolved.data.eval else report(resolved.data.eval)
+    held_out = {
+        name: report(sources) for name, sources in held_out_sets(resolved).items() if file is None or sources != file.resolve()
+    }
     console = Console(highlight=False, soft_wrap=True)
     for line in report_lines(found, held_out):
         console.print(line, markup=False)
@@ -125,8 +128,15 @@ def map_tokens(rows: Iterator[Row], model: Path | None) -> Iterator[Row]:
         yield Row(where, texts)
 
 
-def report_lines(found: Report, held_out: Report | None) -> Iterator[str]:
-    """The report as lines of text; `held_out`: that of the data which must share no row with it."""
+def held_out_sets(config: RunConfig | StageConfig) -> dict[str, Sources]:
+    """The data of the configuration's evaluations, by name."""
+    if isinstance(config, StageConfig):
+        return {} if config.data.eval is None else {"data.eval": config.data.eval}
+    return {f"the set {each.name}" if each.name else "data.eval": each.data for each in config.evaluation_sets}
+
+
+def report_lines(found: Report, held_out: Mapping[str, Report]) -> Iterator[str]:
+    """The report as lines of text; `held_out`: those of the data which must share no row with it, by name."""
     lengths = np.array(found.lengths)
     low, middle, high = (int(np.percentile(lengths, q)) for q in (5, 50, 95))
     yield f"rows        {len(lengths):,}"
@@ -139,9 +149,9 @@ def report_lines(found: Report, held_out: Report | None) -> Iterator[str]:
     if found.unlabelled is not None:
         yield f"unlabelled  {found.unlabelled} without a reference answer"
     yield f"duplicates  {len(found.repeated)}{_named(found.repeated)}"
-    if held_out is not None:
-        shared = found.shared_with(held_out)
-        yield f"leaks       {len(shared)} prompts are in data.eval, too{_named(shared)}"
+    for name, other in held_out.items():
+        shared = found.shared_with(other)
+        yield f"leaks       {len(shared)} prompts are in {name}, too{_named(shared)}"
 
 
 def _named(pairs: Sequence[tuple[str, str]]) -> str:

@@ -77,6 +77,13 @@ async def test_a_grant_outlives_its_deadline_while_nobody_needs_the_devices(run:
     assert (await late.ask() or first).counter == first.counter
 
 
+async def test_an_inherited_grant_is_usable_after_its_first_renewal(run: Run) -> None:
+    first = await DeviceLease(run, "generate", "r", LONG).acquire()
+    heir = DeviceLease(run, "generate", "r", LONG, first.counter)
+    assert not heir.usable  # nobody knows how old the grant is
+    assert (await heir.acquire()).counter == first.counter and heir.usable
+
+
 async def test_work_between_two_turns_keeps_the_grant(run: Run) -> None:
     replica, learner = DeviceLease(run, "generate", "r", 0.6), DeviceLease(run, "train", "l", LONG)
     await replica.acquire()
@@ -91,6 +98,19 @@ async def test_work_between_two_turns_keeps_the_grant(run: Run) -> None:
     await until(renewed)
     ended.set()
     await leaving
+
+
+async def test_work_that_has_ended_does_not_wait_for_a_renewal(run: Run) -> None:
+    class Unanswered(Scripts):
+        async def call(self, *args: Any, **keys: Any) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+    asked = asyncio.Event()
+    replica = DeviceLease(run, "generate", "r", 0.03)
+    await replica.acquire()
+    run.scripts = Unanswered(run.redis, run.run_id)
+    await asyncio.wait_for(replica.renew_during(asked.wait()), 30)
 
 
 async def test_a_wait_ends_and_names_who_holds_the_devices(run: Run) -> None:

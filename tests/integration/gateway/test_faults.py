@@ -11,19 +11,16 @@ from starlette.types import Send
 from polyreme.errors import StoreError
 from polyreme.experience.leases import Registry
 from polyreme.experience.run import Run
+from polyreme.gateway import forward
 from polyreme.gateway import replicas as gateway_replicas
-from support.gateways import Answer, gateway, reply_with, scripted_replica, stream_of
+from support.gateways import Answer, gateway, reply_with, scripted_replica, shows, stream_of
 from support.waiting import until
 
 BODY = b'{"choices":[],"system_fingerprint":"policy-3"}'
 EVENT = b'data: {"choices":[],"system_fingerprint":"policy-3"}\n\n'
 DONE = b"data: [DONE]\n\n"
+IDLE = "polyreme_gateway_active_requests 0.0"
 STREAM = {"prompt": "a", "stream": True}
-
-
-@pytest.fixture(autouse=True)
-def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 0.02)
 
 
 async def unavailable(body: bytes, send: Send) -> None:
@@ -72,6 +69,54 @@ async def test_no_replica_that_answers_is_a_503(run: Run) -> None:
         assert reply.json()["error"]["type"] == "server_error"
 
 
+async def stalls(body: bytes, send: Send) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_a_request_goes_on_elsewhere_when_its_replica_has_vanished(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_replicas, "LEAVE_TIMEOUT", 0.0)
+    async with (
+        scripted_replica(run, "vanished", stalls, version=3) as vanished,
+        scripted_replica(run, "good", reply_with(BODY), version=3, load=9) as good,
+        gateway(run) as http,
+    ):
+        asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
+        await asyncio.wait_for(vanished.asked.wait(), 300)
+        await vanished.lease.aclose()
+        reply = await asking
+        assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, good.id)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_a_stream_outlasts_the_lease_while_its_replica_may_drain(
+    run: Run, monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    monkeypatch.setattr(gateway_replicas, "LEAVE_TIMEOUT", 3600.0 if drains else 0.0)
+    go_on = asyncio.Event()
+    async with (
+        scripted_replica(run, "a", stream_of(EVENT, EVENT, DONE, go_on=go_on), version=3) as replica,
+        gateway(run) as http,
+        http.stream("POST", "/v1/completions", json=STREAM) as reply,
+    ):
+        await replica.lease.aclose()
+        await until(lambda: shows(http, "polyreme_gateway_replicas 0.0"))
+        if drains:
+            go_on.set()
+        content = await reply.aread()
+    assert content.startswith(EVENT) and content.endswith(DONE)
+    assert (content == EVENT + EVENT + DONE) is drains
+    assert (b"answer_lost" in content) is not drains
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_an_error_event_of_the_replica_is_the_only_one(run: Run, breaks: bool) -> None:
+    error = b'data: {"error":{"code":"policy_version"}}\n\n'
+    async with scripted_replica(run, "a", stream_of(EVENT, error, breaks=breaks), version=3), gateway(run) as http:
+        reply = await http.post("/v1/completions", json=STREAM)
+        assert reply.content == EVENT + error + DONE
+        await until(lambda: shows(http, "polyreme_gateway_broken_streams_total 1.0"))
+
+
 @pytest.mark.parametrize("lost", [stream_of(EVENT, EVENT[:9], breaks=True), stream_of(EVENT, EVENT[:9])])
 async def test_a_stream_that_is_lost_ends_with_an_error(run: Run, lost: Answer) -> None:
     async with scripted_replica(run, "a", lost, version=3) as replica, gateway(run) as http:
@@ -81,7 +126,7 @@ async def test_a_stream_that_is_lost_ends_with_an_error(run: Run, lost: Answer) 
         found = json.loads(error.removeprefix(b"data: "))["error"]
         assert (found["code"], found["type"]) == ("answer_lost", "server_error")
         assert replica.id in found["message"]
-        assert "polyreme_gateway_broken_streams_total 1.0" in (await http.get("/metrics")).text
+        await until(lambda: shows(http, "polyreme_gateway_broken_streams_total 1.0"))
 
 
 async def test_a_version_that_was_asked_for_is_not_replaced_by_another(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +159,6 @@ async def test_a_swap_within_a_stream_ends_it_if_a_version_was_asked_for(run: Ru
 
 
 async def test_a_request_ends_at_its_deadline(run: Run) -> None:
-    async def stalls(body: bytes, send: Send) -> None:
-        await asyncio.Event().wait()
-
     async with scripted_replica(run, "a", stalls, version=3), gateway(run, seconds=0.2) as http:
         reply = await http.post("/v1/completions", json={"prompt": "a"})
         assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
@@ -134,6 +176,40 @@ async def test_a_stream_ends_at_its_deadline(run: Run) -> None:
         assert b'"code": "timeout"' in content
 
 
+async def test_a_client_that_reads_nothing_keeps_its_place_no_longer_than_the_deadline(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "LAST_WORD_TIMEOUT", 0.05)
+
+    async def endless(body: bytes, send: Send) -> None:
+        event = b": %b\n\n" % (b"x" * (1 << 20))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        while True:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.sleep(0)
+
+    async def ended() -> bool:
+        return "polyreme_gateway_requests_total{" in (await http.get("/metrics")).text
+
+    async with scripted_replica(run, "a", endless, version=3), gateway(run, seconds=1.0) as http:
+        _, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port, limit=1)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+        await until(ended)
+        await until(lambda: shows(http, IDLE))
+        writer.transport.abort()
+
+
+async def test_a_body_that_does_not_end_takes_a_place_until_the_deadline(run: Run) -> None:
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run, seconds=1.0) as http:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        writer.write(b'POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{"prompt')
+        assert b" 504 " in await asyncio.wait_for(reader.readline(), 300)
+        assert b'"code": "timeout"' in await asyncio.wait_for(reader.readuntil(b"}}"), 300)
+        await until(lambda: shows(http, IDLE))
+        assert replica.bodies == []
+        writer.close()
+
+
 async def test_a_client_that_leaves_ends_its_request_at_the_replica(run: Run) -> None:
     async with (
         scripted_replica(run, "a", stream_of(EVENT, EVENT, go_on=asyncio.Event()), version=3) as replica,
@@ -141,11 +217,8 @@ async def test_a_client_that_leaves_ends_its_request_at_the_replica(run: Run) ->
     ):
         async with http.stream("POST", "/v1/completions", json=STREAM) as reply:
             assert reply.status_code == 200
-
-        async def is_free() -> bool:
-            return "polyreme_gateway_active_requests 0.0" in (await http.get("/metrics")).text
-
-        await until(is_free)
+        await asyncio.wait_for(replica.left.wait(), 300)
+        await until(lambda: shows(http, IDLE))
         assert len(replica.bodies) == 1
 
 

@@ -2,23 +2,20 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from polyreme.experience.run import Run
 from polyreme.gateway import replicas as gateway_replicas
-from support.gateways import gateway, reply_with, scripted_replica, stream_of
+from support.gateways import gateway, reply_with, scripted_replica, shows, stream_of
 from support.waiting import until
 
 BODY = b'{"id":"cmpl-1", "choices":[{"text":"\xc3\xa9","logprobs":{"token_logprobs":[-0.125]}}],"system_fingerprint":"policy-3"}'
 EVENT = b'data: {"choices":[{"text":"%d"}],"system_fingerprint":"policy-3"}\n\n'
 DONE = b"data: [DONE]\n\n"
-
-
-@pytest.fixture(autouse=True)
-def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 0.02)
 
 
 def completion(model: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -35,7 +32,7 @@ async def test_a_reply_passes_through_unchanged(run: Run) -> None:
         )
         assert (reply.status_code, reply.content) == (200, compact)
         assert replica.bodies == [sent]
-        assert replica.headers[0]["x-request-id"] == "mine"
+        assert replica.headers[0]["x-request-id"] == b"mine"
         assert reply.headers["polyreme-policy-version"] == "3"
         assert reply.headers["polyreme-replica"] == replica.id
         assert reply.headers["x-request-id"] == "id-of-the-replica"
@@ -70,11 +67,52 @@ async def test_a_replica_that_refuses_the_version_of_a_header_leaves_the_request
             assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, replica.id)
 
 
+async def test_the_version_of_a_header_takes_part_in_the_choice(run: Run) -> None:
+    async with AsyncExitStack() as replicas:
+        behind = [
+            await replicas.enter_async_context(scripted_replica(run, f"a{i}", reply_with(BODY), version=2)) for i in range(4)
+        ]
+        ahead = await replicas.enter_async_context(scripted_replica(run, "b", reply_with(BODY), version=3, load=99))
+        http = await replicas.enter_async_context(gateway(run))
+        for name in ("min", "exact"):
+            reply = await http.post("/v1/completions", json=completion(), headers={f"polyreme-{name}-policy-version": "3"})
+            assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, ahead.id)
+        assert "polyreme_gateway_retries_total 0.0" in (await http.get("/metrics")).text
+        assert not any(each.bodies for each in behind)
+        wrong = await http.post("/v1/completions", json=completion(), headers={"polyreme-min-policy-version": "x"})
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_header")
+
+
+async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not see the swaps
+    async with AsyncExitStack() as replicas:
+        moved = [
+            await replicas.enter_async_context(scripted_replica(run, f"a{i}", reply_with(BODY), version=3)) for i in range(4)
+        ]
+        last = await replicas.enter_async_context(scripted_replica(run, "b", reply_with(BODY), version=3, load=99))
+        http = await replicas.enter_async_context(gateway(run))
+        for each in moved:
+            each.report(4)
+        reply = await http.post("/v1/completions", json=completion(), headers={"polyreme-exact-policy-version": "3"})
+        assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, last.id)
+
+
 async def test_an_error_of_the_replica_is_the_clients(run: Run) -> None:
     error = b'{"error":{"message":"a prompt that is too long"}}'
     async with scripted_replica(run, "a", reply_with(error, status=400)) as replica, gateway(run) as http:
         reply = await http.post("/v1/completions", json=completion())
         assert (reply.status_code, reply.content, len(replica.bodies)) == (400, error, 1)
+
+
+@pytest.mark.parametrize("text", ["é中😀", "\ud800"], ids=["text", "half of a surrogate pair"])
+async def test_what_a_client_writes_passes_as_it_is(run: Run, text: str) -> None:
+    body = json.dumps({"prompt": text, "model": "latest"}, ensure_ascii=text == "\ud800").encode()
+    async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
+        reply = await http.post("/v1/completions", content=body, headers=[(b"x-request-id", b"caf\xe9")])
+        assert reply.status_code == 200, reply.content
+        assert json.loads(replica.bodies[0])["prompt"] == text
+        assert len(replica.bodies[0]) <= len(body) + len((await run.config()).name)
+        assert replica.headers[0]["x-request-id"] == b"caf\xe9"
 
 
 async def test_a_name_chooses_the_replica_and_is_the_models_own_there(run: Run) -> None:
@@ -154,13 +192,17 @@ async def test_the_list_of_models(run: Run) -> None:
         (b"{", 400, "invalid_body"),
         (b"[1]", 400, "invalid_body"),
         (b'{"model": 3}', 400, "invalid_body"),
+        (b"[" * 5000, 400, "invalid_body"),
+        (b'{"seed": %b}' % (b"1" * 5000), 400, "invalid_body"),
+        (b'{"model": "MODEL@%b"}' % (b"1" * 5000), 404, "model_not_found"),
+        (b'{"model": "MODEL@", "suffix": "\\ud800"}', 404, "model_not_found"),
         (b'{"model": "unknown"}', 404, "model_not_found"),
         (b'{"model": "old"}', 404, "model_not_found"),
     ],
 )
 async def test_a_request_without_a_replica_for_it(run: Run, body: bytes, status: int, code: str) -> None:
     async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run, ["old=1"]) as http:
-        reply = await http.post("/v1/completions", content=body)
+        reply = await http.post("/v1/completions", content=body.replace(b"MODEL", (await run.config()).name.encode()))
         error = reply.json()["error"]
         assert (reply.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
         assert status == 400 or f"{(await run.config()).name}@3" in error["message"]
@@ -186,14 +228,39 @@ async def test_requests_beyond_the_bound_get_429(run: Run) -> None:
             assert refused.json()["error"]["code"] == "rate_limit_exceeded"
             go_on.set()
             assert [part async for part in first.aiter_raw()][-1].endswith(DONE)
+        await until(lambda: shows(http, "polyreme_gateway_active_requests 0.0"))
         async with http.stream("POST", "/v1/completions", json=completion(stream=True)) as again:
             assert again.status_code == 200
+
+
+async def test_a_body_that_is_still_read_counts(run: Run) -> None:
+    go_on = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"prompt":'
+        await go_on.wait()
+        yield b'"a"}'
+
+    async with scripted_replica(run, "a", reply_with(BODY), version=3), gateway(run, requests=1) as http:
+        slow = asyncio.create_task(http.post("/v1/completions", content=pieces()))
+        await until(lambda: shows(http, "polyreme_gateway_active_requests 1.0"))
+        assert (await http.post("/v1/completions", json=completion())).status_code == 429
+        go_on.set()
+        assert (await slow).status_code == 200
+
+
+async def test_an_error_of_the_gateway_has_the_format_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme.gateway.forward.parse", None)
+    async with gateway(run) as http:
+        reply = await http.post("/v1/completions", json=completion())
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal_error")
 
 
 async def test_a_body_beyond_the_limit_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyreme.net.http_server.BODY_LIMIT", 100)
     async with scripted_replica(run, "a", reply_with(BODY), version=3) as replica, gateway(run) as http:
-        assert (await http.post("/v1/completions", content=b"x" * 101)).status_code == 413
+        refused = await http.post("/v1/completions", content=b"x" * 101)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
         assert replica.bodies == []
 
 
@@ -201,12 +268,11 @@ async def test_metrics_count_requests_and_replicas(run: Run) -> None:
     async with scripted_replica(run, "a", reply_with(BODY), version=3), gateway(run) as http:
         await http.post("/v1/completions", json=completion())
         await http.post("/v1/completions", json=completion("unknown"))
-        text = (await http.get("/metrics")).text
-        for line in (
+        lines = (
             'polyreme_gateway_requests_total{status="200"} 1.0',
             'polyreme_gateway_requests_total{status="404"} 1.0',
             "polyreme_gateway_replicas 1.0",
             "polyreme_gateway_active_requests 0.0",
             "polyreme_gateway_retries_total 0.0",
-        ):
-            assert line in text.splitlines(), text
+        )
+        await until(lambda: shows(http, *lines))

@@ -37,7 +37,8 @@ async def test_callers_and_the_gateway_itself_need_what_the_run_asks_for(
     ):
         found = {path: (await http.get(path)).status_code for path in ("/health", "/ready", "/metrics", "/v1/models")}
         assert found == {"/health": 200, "/ready": 200, "/metrics": 401, "/v1/models": 401}
-        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 401
+        refused = await http.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
         assert replica.bodies == []
         http.headers["authorization"] = f"Bearer {TOKEN}"
         assert (await http.get("/v1/models")).status_code == 200

@@ -7,6 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import PolyremeError
+from polyreme.experience.device_lease import DeviceLease
 from polyreme.experience.leases import Registry
 from polyreme.net.endpoint import Endpoint
 from polyreme.process.supervisor import FINAL_CODES
@@ -14,6 +15,22 @@ from polyreme_rollout import serving
 from polyreme_rollout.run_spec import RunSpec
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from support.simulated import CONTEXT, ROWS, VOCAB, config_tree, make_run
+
+
+async def test_a_colocated_replica_that_waits_for_the_devices_heeds_a_stop(
+    redis: Redis, redis_url: str, run_id: str, tmp_path: Path
+) -> None:
+    config = config_tree(tmp_path, ROWS, placement="colocated")
+    run = await make_run(redis, run_id, config)
+    await DeviceLease(run, "train", "l", 1000.0).acquire()
+    engine, stop = SimulatedInferenceEngine(frozenset(["weight"]), CONTEXT, VOCAB), asyncio.Event()
+    serves = asyncio.create_task(
+        serving.serve(engine, RunSpec(run_id, config, {}, ""), redis_url, Endpoint(http_port=None), stop)
+    )
+    stop.set()
+    await asyncio.wait_for(serves, 300)
+    assert await Registry(run).leases("rollout") == []
+    engine.close()
 
 
 async def test_a_dead_engine_ends_the_replica_with_a_restartable_code(

@@ -65,9 +65,25 @@ def test_turns_change_hands(turns: LearnerTurns, do: Do[Any]) -> None:
     assert do(holders) == ["train"]
     assert turns.give_up() and not turns.give_up()
     assert do(holders) == []
-    assert turns.take()
+
+
+def test_a_learner_that_ends_with_the_devices_does_not_give_them_up_before_its_memory_is_freed(
+    turns: LearnerTurns, do: Do[Any]
+) -> None:
+    turns.take()
     turns.close()
-    assert do(holders) == []
+    assert do(holders) == ["train"]  # until the deadline
+
+
+def test_a_learner_that_ends_while_it_waits_for_the_devices_leaves_no_claim(turns: LearnerTurns, do: Do[Any]) -> None:
+    async def generate(run: Run) -> None:
+        assert await DeviceLease(run, "generate", "r", ttl=1000.0).ask() is not None
+
+    do(generate)
+    turns._ranks.on_leader(lambda: turns._lease._ask(turns._lease._lease.ask()))
+    assert do(holders) == ["generate", "train"]
+    turns.close()
+    assert do(holders) == ["generate"]
 
 
 def test_a_learner_whose_grant_has_ended_publishes_nothing(turns: LearnerTurns, do: Do[Any]) -> None:

@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from polyreme.cli.compare import common_iterations, metric_rows, settings_rows
+from polyreme.cli.compare import common_iterations, metric_rows, result_rows, settings_rows
 from polyreme.cli.main import build_app
 from polyreme.errors import ConfigError
 from support.recorded_run import record_run
@@ -27,6 +28,16 @@ def test_settings_that_differ_have_a_value_per_run() -> None:
     assert rows == {"a.c": [2, 3, None], "d": [None, None, [1]]}
 
 
+def test_results_are_those_that_decide() -> None:
+    summaries: list[dict[str, Any]] = [
+        {"hard/pass@8_before": None, "hard/pass@8_after": 0.5, "state": "done", "staleness": [1]},
+        {"accuracy_before": 0.1, "accuracy_after": 0.2, "state": "done", "rl_seconds": 3.0},
+    ]
+    rows = result_rows(summaries)
+    assert list(rows) == ["state", "hard/pass@8_after", "accuracy_before", "accuracy_after", "rl_seconds"]
+    assert rows["hard/pass@8_after"] == [0.5, None]
+
+
 def test_the_command(tmp_path: Path) -> None:
     first = record_run(tmp_path, "first", iterations=3, group_size=2)
     second = record_run(tmp_path, "second", iterations=2, group_size=4)
@@ -36,6 +47,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["iterations"] == [1, 2]
     assert found["metrics"]["reward/mean"] == pytest.approx([0.15, 0.15])
     assert found["results"]["accuracy_after"] == [0.3, 0.2]
+    assert found["evaluations"] == {"version": [3, 2], "accuracy": [0.3, 0.2]}
     text = runner.invoke(app, ["compare", str(first), str(second)]).stdout
     assert "MEAN OF ITERATIONS 1 TO 2  first  second" in text
     assert isinstance(runner.invoke(app, ["compare", str(first)]).exception, ConfigError)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from polyreme.cli import view
-from polyreme.cli.progress import Progress
+from polyreme.cli.progress import Progress, same_metric
 from polyreme.cli.report import plain_line, report
 from polyreme.cli.summary import redis_bytes, summary_lines
 from polyreme.config.trainer import ParallelConfig
@@ -160,6 +160,35 @@ def test_accuracy_before_and_after() -> None:
         progress_of(evaluation(0, 1.0, 0.3), iteration(1, time=2.0)).summary()["accuracy_after"] is None
     )  # nobody evaluated version 1
     assert Progress(1).summary()["accuracy_before"] is None
+
+
+def test_results_of_different_metrics_are_not_compared() -> None:
+    hard = {**evaluation(2, 4.0, 0.9), "result": {"metric": "hard/pass@8", "value": 0.1}}
+    progress = progress_of(evaluation(0, 1.0, 0.3), iteration(1, time=2.0), iteration(2, time=3.0), hard)
+    assert (progress.metric, progress.evaluations) == ("hard/pass@8", {2: 0.1})
+    assert (progress.summary()["hard/pass@8_before"], progress.summary()["hard/pass@8_after"]) == (None, 0.1)
+    progress.add(evaluation(3, 5.0, 0.4))
+    assert (progress.metric, progress.evaluations) == ("accuracy", {3: 0.4})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("accuracy", "score", True),
+        ("hard/score", "hard/accuracy", True),
+        ("hard/score", "accuracy", False),
+        ("reward/accuracy", "reward/score", False),
+        ("hard/pass@8", "hard/pass@4", False),
+    ],
+)
+def test_the_mean_of_a_set_has_two_names(one: str, other: str, same: bool) -> None:
+    assert same_metric(one, other) is same
+
+
+def test_the_summary_has_the_metrics_of_every_set() -> None:
+    progress = progress_of(evaluation(0, 1.0, 0.3), {**evaluation(8, 2.0, 0.5), "hard/accuracy": 0.2, "hard/reward/exact": 0.1})
+    newest = {"version": 8, "accuracy": 0.5, "hard/accuracy": 0.2, "hard/reward/exact": 0.1}
+    assert progress.summary()["newest_evaluation"] == newest
 
 
 def test_kinds_of_a_later_release_change_nothing() -> None:

@@ -287,3 +287,9 @@ def _without_validators(tree: ast.Module) -> ast.Module:
         if isinstance(node, ast.FunctionDef) and any("validator" in ast.unparse(mark) for mark in node.decorator_list):
             node.body = [ast.Pass()]
     return tree
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(tmp_path / "none.yaml")
+    assert str(tmp_path / "none.yaml") in raised.value.expected and "polyreme init" in raised.value.do

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.gateway.events import DONE, EventSplitter, is_done, versions
+from polyreme.gateway.events import DONE, EventSplitter, is_done, is_error, versions
 
 STREAM = b'data: {"a":1}\n\n: a comment\n\ndata: {"b":"\xc3\xa9"}\n\n' + DONE
 
@@ -29,6 +29,13 @@ def test_an_incomplete_event_is_kept_back() -> None:
 def test_the_end_of_a_stream() -> None:
     assert is_done(STREAM)
     assert not is_done(STREAM[: -len(DONE)])
+
+
+def test_an_error_is_the_last_event() -> None:
+    error = b'data: {"error":{"code":"policy_version"}}\n\n'
+    assert is_error(STREAM + error) and is_error(error)
+    assert not is_error(error + b'data: {"choices":[]}\n\n')
+    assert not is_error(STREAM) and not is_error(b"")
 
 
 def test_the_versions_that_events_name() -> None:

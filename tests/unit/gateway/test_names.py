@@ -26,6 +26,7 @@ def names() -> ModelNames:
         ("letters@-1", None),
         ("letters@x", None),
         ("letters@²", None),
+        ("letters@" + "1" * 5000, None),
         ("other@1", None),
         ("other", None),
         ("", None),
@@ -41,7 +42,9 @@ def test_the_list_has_every_name_that_can_be_asked_for(names: ModelNames) -> Non
     assert all(names.wanted(name) is not None for name in listed)
 
 
-@pytest.mark.parametrize("word", ["=17", "a b=1", "prod=", "prod=x", "prod=-1", "a@1=2", "letters=3", "latest=3", "latest", ""])
+@pytest.mark.parametrize(
+    "word", ["=17", "a b=1", "prod=", "prod=x", "prod=-1", "prod=" + "1" * 5000, "a@1=2", "letters=3", "latest=3", "latest", ""]
+)
 def test_a_word_that_is_no_alias_is_refused(word: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_aliases([word], "letters")

@@ -1,5 +1,6 @@
 """Which replica a request goes to."""
 
+from polyreme.gateway.names import VersionBounds
 from polyreme.gateway.replicas import ServedReplica, choose
 
 
@@ -33,6 +34,16 @@ def test_the_latest_version_is_the_newest_of_those_left() -> None:
     assert found(*both, wanted="latest") == "b"
     assert found(*both, wanted="latest", tried={"b"}) == "a"
     assert found(wanted="latest") is None
+
+
+def test_headers_bound_the_version() -> None:
+    three = replica("a", 1), replica("b", 2, load=9), replica("c", 3, load=99)
+    assert found(*three, bounds=VersionBounds(minimum=2)) == "b"
+    assert found(*three, bounds=VersionBounds(exact=3)) == "c"
+    assert found(*three, bounds=VersionBounds(minimum=0)) == "a"
+    assert found(*three, bounds=VersionBounds(minimum=4)) is None
+    assert found(*three, bounds=VersionBounds(exact=3), wanted=2) is None
+    assert found(*three, bounds=VersionBounds(exact=2), wanted="latest") == "b"
 
 
 def test_a_replica_without_a_version_or_already_tried_is_no_choice() -> None:

@@ -19,6 +19,7 @@ from polyreme_rollout.engine.protocol import ArenaSource
 from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
 from polyreme_rollout.weight_swap import FAILURES_TO_QUARANTINE, WeightSwapper
 from support.receiver import MemoryEngine
+from support.waiting import until
 
 LAYOUT = plan_manifest([TensorSpec("a", "F32", (3,)), TensorSpec("b", "F32", (2, 2))], {"c": "a"})
 NAMES = frozenset({"a", "b"})
@@ -348,6 +349,30 @@ async def test_weights_that_cannot_be_loaded_again_are_served_no_more(
     assert swapper.steady.is_set()  # calls are refused, not kept
     await bring(swapper, arena, 2)
     assert swapper.version == 2 and not engine.paused
+
+
+async def test_a_commit_whose_devices_are_lost_does_not_continue_sampling(arena: Arena) -> None:
+    engine = MemoryEngine(sorted(NAMES))
+    swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
+    await bring(swapper, arena, 1)
+    usable = True
+    swapper.may_use_devices = lambda: usable
+    engine.may_load.clear()
+    commit = asyncio.ensure_future(bring(swapper, arena, 2))
+    await until(lambda: engine.paused)
+    usable = False
+    engine.may_load.set()
+    with pytest.raises(Refusal) as refused:
+        await commit
+    assert refused.value.code == "FAILED_PRECONDITION"
+    assert engine.paused and engine.weights["a"][0] == 2 and swapper.version == 1
+    await swapper.go_on(weights=True)
+    assert engine.paused and not swapper.steady.is_set()
+    with pytest.raises(Refusal):
+        await bring(swapper, arena, 2)
+    usable = True
+    await swapper.go_on(weights=True)
+    assert not engine.paused and engine.weights["a"][0] == swapper.version == 1
 
 
 def test_a_replaced_arena_is_detected() -> None:

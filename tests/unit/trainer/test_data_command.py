@@ -73,6 +73,23 @@ def test_the_report_of_prompts(config: Path, capsys: pytest.CaptureFixture[str])
     assert found["example"] == "<user>|1|+|1|=|<assistant>"
 
 
+def test_leaks_are_counted_for_every_held_out_set(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(config.parent / "hard.jsonl", [{"prompt": "1+1="}])
+    overrides = [f"eval_sets=[{{name: hard, data: {config.parent / 'hard.jsonl'}}}]"]
+    check(config, None, overrides)
+    leaks = [line for line in capsys.readouterr().out.splitlines() if line.startswith("leaks")]
+    assert len(leaks) == 2
+    assert "data.eval" in leaks[0] and leaks[0].endswith("eval.jsonl:1")
+    assert "hard," in leaks[1] and leaks[1].endswith("hard.jsonl:1")
+
+
+def test_held_out_data_is_not_compared_with_itself(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    assert "leaks" not in report(capsys, config, Path("eval.jsonl"))
+
+
 def test_the_report_of_supervised_rows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, config, config.parent / "sft.jsonl")
     assert found["example"] == "<user>|2|+|2|=|<assistant> [trained:] |4|<eos>"

@@ -1,4 +1,4 @@
-"""What vLLM's sleep mode does not bear, found before an engine starts.
+"""What vLLM's sleep mode does not support, found before an engine starts.
 
 Invariant: a setting under which sleep would fail, or damage weights, is refused by its name.
 """
@@ -9,8 +9,6 @@ from polyreme.errors import ConfigError
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables that configure torch's allocator."""
-ASCEND_FORMAT = "VLLM_ASCEND_ENABLE_NZ"
-"""Whether vllm-ascend stores weights in FRACTAL_NZ, in which it refuses to wake them one tag at a time; 0: it does not."""
 
 
 def check_sleep(environment: Mapping[str, str]) -> None:
@@ -22,9 +20,3 @@ def check_sleep(environment: Mapping[str, str]) -> None:
                 f"{name}={text}",
                 f"Remove expandable_segments from {name} of the replicas, or set placement: separate.",
             )
-    if environment.get(ASCEND_FORMAT, "0") != "0":
-        raise ConfigError(
-            f"{ASCEND_FORMAT}=0, because weights in FRACTAL_NZ cannot be woken before the cache",
-            f"{ASCEND_FORMAT}={environment[ASCEND_FORMAT]}",
-            f"Unset {ASCEND_FORMAT}, or set placement: separate.",
-        )

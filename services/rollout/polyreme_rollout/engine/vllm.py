@@ -270,7 +270,7 @@ def _prepare_environment(config: RunConfig) -> None:
             TORCHDYNAMO_DISABLE="1",  # compiling the sampler for each new batch size would stop generation for seconds
         )
     if config.device == "npu":
-        os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a reload needs weights in the plain format
+        os.environ["VLLM_ASCEND_ENABLE_NZ"] = "0"  # a reload, and a wake of weights alone, need the plain format
 
 
 @contextmanager

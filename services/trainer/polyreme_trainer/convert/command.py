@@ -23,6 +23,9 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
 from polyreme_trainer.megatron.hf_mapping import Rank
 
+VOCAB_MULTIPLE = 128
+"""The default of Megatron's `make-vocab-size-divisible-by`."""
+
 
 class Layers(StrEnum):
     """Whose names the parameters have."""
@@ -54,7 +57,7 @@ def convert(
     expert: Annotated[int, typer.Option(min=1, help="Its expert ranks.")] = 1,
     vocab_multiple: Annotated[
         int, typer.Option(min=1, help="Its embedding is padded to a multiple of this for each tensor rank.")
-    ] = 128,
+    ] = VOCAB_MULTIPLE,
     layers: Annotated[Layers, typer.Option(help="Whose names its parameters have.")] = Layers.local,
 ) -> None:
     """Convert weights between Hugging Face directories, Megatron checkpoints and state dicts, bit for bit.
@@ -74,6 +77,8 @@ def convert(
     layout = Rank(tp=tensor, pp=pipeline, ep=expert, vocab_multiple=vocab_multiple)
     if to_megatron:
         check_layout(arch, layout, layers)
+    elif adapter is not None:
+        check_no_layout(layout, layers)
     with ExitStack() as stack:
         tensors = read(stack, source, arch, iteration)
         if adapter is not None:
@@ -100,6 +105,24 @@ def read(stack: ExitStack, source: Path, arch: Architecture, iteration: int | No
     if (folder / torch_dist.INDEX).is_file():
         return torch_dist.TorchDist(folder, arch)
     return rank_files.RankFiles(folder, arch)
+
+
+def check_no_layout(layout: Rank, layers: Layers) -> None:
+    """Raises ConfigError for options of a Megatron checkpoint, which is not written with an adapter."""
+    plain = Rank(vocab_multiple=VOCAB_MULTIPLE)
+    given = {
+        "--tensor": (layout.tp, plain.tp),
+        "--pipeline": (layout.pp, plain.pp),
+        "--expert": (layout.ep, plain.ep),
+        "--vocab-multiple": (layout.vocab_multiple, plain.vocab_multiple),
+        "--layers": (layers.value, Layers.local.value),
+    }
+    if changed := [f"{option} {value}" for option, (value, default) in given.items() if value != default]:
+        raise ConfigError(
+            "no layout beside --adapter, which writes a Hugging Face directory",
+            ", ".join(changed),
+            "Merge the adapter first, then convert the merged directory.",
+        )
 
 
 def check_layout(arch: Architecture, layout: Rank, layers: Layers) -> None:

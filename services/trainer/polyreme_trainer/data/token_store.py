@@ -1,17 +1,20 @@
 """Token sequences on disk, of which only those in use are in memory.
 
-Invariant: a sequence is read back as it was stored. The sequences are in unnamed temporary files (TMPDIR) that end with the process, and are
-read through a memory map; memory grows by 8 bytes per sequence.
+Invariant: a sequence is read back as it was stored. The sequences are in unnamed temporary files (TMPDIR) that end with the process, 5 bytes
+per token, and are read through a memory map; memory grows by 8 bytes per sequence.
 """
 
 import tempfile
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
+
+from polyreme.errors import DataError
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -21,11 +24,11 @@ class Slices(Sequence[NDArray[Number]], Generic[Number]):
 
     Args:
         values: of all arrays.
-        lengths: int64 [n].
+        ends: int64 [n], where each array ends.
     """
 
-    def __init__(self, values: NDArray[Number], lengths: NDArray[np.int64]) -> None:
-        self._values, self._ends = values, np.cumsum(lengths)
+    def __init__(self, values: NDArray[Number], ends: NDArray[np.int64]) -> None:
+        self._values, self._ends = values, ends
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -51,20 +54,22 @@ class TokenStore:
     def __init__(self) -> None:
         self._ids, self._mask = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 a map keeps their content
         for file in (self._ids, self._mask):
-            weakref.finalize(self, file.close)
-        self._lengths = array("q")
+            weakref.finalize(self, _discard, file)
+        self._ends, self._tokens = array("q"), 0
 
     def append(self, ids: NDArray[np.int32], loss_mask: NDArray[np.uint8]) -> None:
-        """Adds a sequence, int32 [L] and uint8 [L]."""
-        self._ids.write(np.ascontiguousarray(ids, dtype=np.int32).tobytes())
-        self._mask.write(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
-        self._lengths.append(len(ids))
+        """Adds a sequence, int32 [L] and uint8 [L]. Raises DataError when the disk is full."""
+        with _with_room():
+            self._ids.write(np.ascontiguousarray(ids, dtype=np.int32).tobytes())
+            self._mask.write(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
+        self._tokens += len(ids)
+        self._ends.append(self._tokens)
 
     def close(self) -> tuple[Slices[np.int32], Slices[np.uint8]]:
-        """The ids and loss masks of all sequences. Nothing can be added any more."""
-        lengths = np.array(self._lengths, dtype=np.int64)
-        found = _mapped(self._ids, np.int32), _mapped(self._mask, np.uint8)
-        return Slices(found[0], lengths), Slices(found[1], lengths)
+        """The ids and loss masks of all sequences. Nothing can be added any more. Raises DataError when the disk is full."""
+        ends = np.array(self._ends, dtype=np.int64)
+        with _with_room():
+            return Slices(_mapped(self._ids, np.int32), ends), Slices(_mapped(self._mask, np.uint8), ends)
 
 
 def _mapped(file: Any, kind: type[Number]) -> NDArray[Number]:
@@ -73,3 +78,21 @@ def _mapped(file: Any, kind: type[Number]) -> NDArray[Number]:
             return np.empty(0, dtype=kind)
         file.flush()
         return np.asarray(np.memmap(file, dtype=kind, mode="r"))
+
+
+def _discard(file: Any) -> None:
+    """Closes a file. Its tokens are not needed any more, so it does not matter whether the last ones can still be written."""
+    with suppress(OSError):
+        file.close()
+
+
+@contextmanager
+def _with_room() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"room for the tokens of the rows in {tempfile.gettempdir()}, the directory of temporary files",
+            str(error),
+            "Free disk space there, or set TMPDIR to a directory with 5 bytes per token for each learner rank.",
+        ) from error

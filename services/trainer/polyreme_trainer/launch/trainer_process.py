@@ -197,7 +197,7 @@ class Trainer:
     async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
         """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
-        self._notifier.know(recorder.evaluations)
+        self._notifier.know(recorder.metric, recorder.evaluations)
         best = BestExport(self._config.run_dir / "hf")
         while True:
             last = ended.is_set()

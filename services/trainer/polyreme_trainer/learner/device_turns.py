@@ -82,9 +82,12 @@ class LearnerTurns:
             await self._lease.check()
 
     def close(self) -> None:
-        """Gives the devices up and ends rank 0's thread. Not collective."""
+        """Ends rank 0's thread. Not collective.
+
+        Devices that the ranks still hold are not given up, because this learner's memory is still on them: the grant ends at its deadline.
+        """
         if self._thread is not None:
-            self._thread.close()
+            self._thread.close(give_up=not self.held)
 
     @property
     def _lease(self) -> "LeaseThread":
@@ -100,6 +103,7 @@ class LeaseThread:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="device lease", daemon=True)
         self._running: Future[asyncio.AbstractEventLoop] = Future()
         self._lost: StaleGrantError | None = None
+        self._gives_up = False
         self._stop: asyncio.Event
         self._run: Run
         self._lease: DeviceLease
@@ -120,9 +124,10 @@ class LeaseThread:
         """Renews the grant. Raises StaleGrantError, now and at every later call, when it has ended."""
         await self._ask(self._renewed())
 
-    def close(self) -> None:
-        """Idempotent."""
+    def close(self, give_up: bool) -> None:
+        """Idempotent. `give_up`: whether a grant or a claim ends now. If not, it ends at its deadline."""
         if self._thread.is_alive():
+            self._gives_up = give_up
             with suppress(RuntimeError):  # the loop is closed already
                 self._running.result(START_TIMEOUT).call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSE_TIMEOUT)
@@ -132,10 +137,8 @@ class LeaseThread:
 
     async def _take(self) -> None:
         limit, began = self._config.rollout.start_timeout, time.perf_counter()
-        if (
-            await self._run.check() is RunState.STARTING
-        ):  # replicas start first: a run that trains before has nobody to wait for it
-            await self._wait_for_replicas(limit)
+        if await self._run.check() is RunState.STARTING:
+            await self._wait_for_replicas(limit)  # an engine needs the devices while it starts
         await self._lease.acquire(limit, self._run.check)
         logger.debug("took the devices after %.3f s", time.perf_counter() - began)
 
@@ -176,8 +179,9 @@ class LeaseThread:
             self._lease = DeviceLease(self._run, "train", f"learner-{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
             self._running.set_result(asyncio.get_running_loop())
             await self._renew()
-            with suppress(StoreError):
-                await self._lease.give_up()
+            if self._gives_up:
+                with suppress(StoreError):
+                    await self._lease.give_up()
         except PolyremeError as error:
             if not self._running.done():
                 self._running.set_exception(error)

@@ -38,7 +38,7 @@ class Learner:
         engine: this rank's training engine.
         redis_url, run_id: where rank 0 finds the run.
         ranks: the ranks of this learner.
-        turns: of the ranks on shared devices, which they hold now. None: on devices of their own.
+        turns: of the ranks, which hold the devices now; the caller closes them. None: the ranks have devices of their own.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class Learner:
                 self.train(written)
             self.ranks.on_leader(lambda: self.client.close())
         finally:
-            self.turns.close()
             if self.ranks.leads:
                 self.publisher.close()  # before the engine removes the arena that the publisher reads
 

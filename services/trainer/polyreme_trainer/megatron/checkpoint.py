@@ -32,7 +32,7 @@ from polyreme_trainer.megatron.roles import Role
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "checkpoint.json"
-_FORMAT = 4
+_FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
 
     Raises:
-        ConfigError: the checkpoint has another dtype or other roles.
+        ConfigError: the checkpoint has another dtype, other roles or other adapters.
     """
     saved = dict(checkpoint.layout)
     layout = RankMesh(**{field.name: saved.pop(field.name) for field in fields(RankMesh)})
@@ -202,16 +202,6 @@ def weights_digest(directory: Path) -> str:
     """The digest of a Hugging Face directory's weight files."""
     files = {file.name: digest_of(file) for file in sorted(directory.glob("*.safetensors"))}
     return xxhash.xxh3_64_hexdigest(json.dumps(files).encode())
-
-
-def check_weights(expected: str | None, directory: Path, use: str) -> None:
-    """Raises ConfigError unless the directory's weights are those that a checkpoint has recorded. `use`: what they are for."""
-    if expected != (found := weights_digest(directory)):
-        raise ConfigError(
-            f"digest {expected} of the weights in {directory}, {use}, as the checkpoint has it",
-            found,
-            "Restore the directory from a copy.",
-        )
 
 
 def _manifest_digest(fields: Mapping[str, Any]) -> str:

@@ -74,8 +74,9 @@ class MegatronEngine:
         self.reference: Role[Policy] | None = self.followers.reference
         self.critic = self.make_critic() if self.algorithm.needs.critic else None
         self.state = AlgorithmState()
-        self.trained_samples: TrainedSamples | None = None
         """The algorithm's state between iterations."""
+        self.trained_samples: TrainedSamples | None = None
+        """What the last iteration trained on."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank < policy.rank.ep)
         self.saves = Saves(config, files, ranks)
         self.facts: Mapping[str, Any] = {}

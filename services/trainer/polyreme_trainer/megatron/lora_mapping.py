@@ -50,6 +50,19 @@ def stacked_ranks(adapter: Architecture) -> int:
     return sum(shape[0] for row in rows for shape in adapter.shapes(row).values())
 
 
+def wide_numbers(adapter: Architecture) -> int:
+    """The numbers of one layer's B as matrices for the stacked A, see `lora.Adapter.wide_b`, over all tensor ranks. A B that is such a matrix
+    itself counts as 0."""
+    total = 0
+    for row in adapter.family.layer:
+        if row.param.endswith(B) and len(row.tensors) > 1:
+            shapes = adapter.shapes(row)
+            total += sum(rows for rows, _ in shapes.values()) * sum(
+                rank for name, (_, rank) in shapes.items() if name not in row.absent
+            )
+    return total
+
+
 def projection_of(hf_name: str) -> str:
     """The projection's name in a tensor's name: "q_proj" of "...self_attn.q_proj.weight"."""
     return hf_name.removesuffix(LORA_A).removesuffix(LORA_B).removesuffix(".weight").rpartition(".")[2]

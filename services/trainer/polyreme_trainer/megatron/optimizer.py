@@ -229,11 +229,16 @@ class Optimizer:
     @torch.no_grad()
     def _norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm over the whole model. `tensors` has one tensor for each fragment that this rank counts. Collective."""
-        norms: list[Tensor] = list(torch._foreach_norm(list(tensors)))
-        squared = torch.stack([*norms, torch.zeros((), device=self.model.device.torch)]).square().sum()
+        squared = sum_of_squares(list(tensors), self.model.device.torch)
         distributed = self._ddp.ddp_config.use_distributed_optimizer  # then all data ranks have parts, otherwise each has all
         torch.distributed.all_reduce(squared, group=None if distributed else parallel_state.get_model_parallel_group())
         return math.sqrt(squared.item())
+
+
+def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements, fp32 [], on `device`. 0 without tensors: a rank may have none that it counts."""
+    norms = list(torch._foreach_norm(tensors)) if tensors else []
+    return torch.stack([*norms, torch.zeros((), device=device)]).square().sum()
 
 
 def adam_of(config: OptimizerConfig) -> Adam:

@@ -1,7 +1,7 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Invariant: an adapter that is written is one that PEFT loads, and that `read_adapter` reads. A feature of PEFT that would change the merged
-weights is refused by name, never ignored.
+Invariant: an adapter that is written is one that PEFT loads. `read_adapter` reads it too, but for a classifier's, whose head is no part of the
+model beside it. A feature of PEFT that would change the merged weights is refused by name, never ignored.
 """
 
 import json
@@ -31,7 +31,20 @@ _PLAIN: dict[str, Any] = {
     "alpha_pattern": {},
     "modules_to_save": None,
 }
-"""Fields of PEFT's configuration that `read_adapter` requires to have these values."""
+"""Fields of PEFT's configuration that `read_adapter` requires to have these values, and that are written."""
+_UNSUPPORTED: dict[str, Any] = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "layer_replication": None,
+    "monteclora_config": None,
+    "target_parameters": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+}
+"""Likewise, but not written: older versions of PEFT do not know all of these."""
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the model's weights as they are. PiSSA, OLoRA, CorDA, LoftQ and others change them."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +105,15 @@ def read_adapter(folder: Path) -> ReadAdapter:
         raise ConfigError(f"{CONFIG} and {TENSORS} in {folder}", str(error), "Give a directory that PEFT has saved.") from None
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"peft_type LORA in {folder / CONFIG}", repr(config.get("peft_type")), "Merge this adapter with PEFT.")
-    for field, plain in _PLAIN.items():
+    for field, plain in (_PLAIN | _UNSUPPORTED).items():
         if config.get(field, plain) not in (plain, None):
             raise ConfigError(f"{field} {plain!r} in {folder / CONFIG}", repr(config[field]), "Merge this adapter with PEFT.")
+    if (initial := config.get("init_lora_weights")) not in _INITIAL:
+        raise ConfigError(
+            f"init_lora_weights that leaves the model's weights as they are in {folder / CONFIG}",
+            repr(initial),
+            "Merge this adapter with PEFT, into the weights that it has changed.",
+        )
     found = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, tensor in found.items():

@@ -1,7 +1,7 @@
 """Cuts the saved state of ranks anew, for ranks of the same or of another layout.
 
-Every rank saves its parameters' weights and the parts of their moments that it updates (`RankState`). The mapping table says which elements of
-the Hugging Face tensors these are, so it leads from the ranks that saved to the ranks that load.
+Every rank saves the weights of its trained parameters and the parts of their moments that it updates (`RankState`). The mapping table says
+which elements of the Hugging Face tensors these are, so it leads from the ranks that saved to the ranks that load.
 
 Invariant: numbers are copied, never computed. Ranks of the same layout get back the bits that they saved, and every layout gets the same
 model and moments.
@@ -19,7 +19,7 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, Slice, hf_shapes, is_expert, param_shapes, rank_slices
 
 WEIGHTS = "weights"
-"""The state of every parameter; the others are those of the trained ones: the optimizer's moments, and full-precision copies of weights."""
+"""Kind of state: the weights of the parameters that training changes. The others are the optimizer's: moments, and full-precision copies."""
 
 RankState = Mapping[str, Any]
 """One role on one rank: `steps`, the optimizer's steps; and by kind of state and parameter a pair (start, flat tensor): the elements from

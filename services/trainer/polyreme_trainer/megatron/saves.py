@@ -6,7 +6,6 @@ removed: it is the reference policy, and every checkpoint has its digest.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,15 @@ from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import atomic, checkpoint
 from polyreme_trainer.megatron.export import Export, export_hf
+from polyreme_trainer.megatron.frozen_weights import FrozenWeights
 from polyreme_trainer.megatron.peft_files import PeftAdapter
 from polyreme_trainer.megatron.roles import Role
 
 WARM_START = "warm-start"
 """Prefix of the checkpoints between the steps of a warm start."""
+
+FROZEN = "frozen"
+"""The fact of a checkpoint with the digests of the weights that it was trained beside."""
 
 
 def find_newest(ranks: Ranks, root: Path, prefix: str = "iteration") -> checkpoint.Checkpoint | None:
@@ -64,6 +67,7 @@ class Saves:
     def __init__(self, config: RunConfig, files: Mapping[str, bytes], ranks: Ranks) -> None:
         self._config, self._files, self._ranks = config, files, ranks
         self._root = config.run_dir / "checkpoints"
+        self._frozen = FrozenWeights(ranks)
         self.newest: int | None = None
 
     def hf_path(self, version: int) -> Path:
@@ -79,12 +83,12 @@ class Saves:
         Raises:
             ConfigError: there are checkpoints, but all of them are damaged. Or they belong to adapters of other weights.
         """
-
         found = find_newest(self._ranks, self._root)
         if found is None:
             return None
         self.newest = found.iteration
-        self._check_bases(found.facts)
+        self._frozen.check(self._bases, found.facts[FROZEN])
+        self._check_warm_start(found.facts)
         checkpoint.load(found, roles)
         return self.newest, found.facts
 
@@ -115,26 +119,21 @@ class Saves:
             await asyncio.to_thread(self._prune, version)
 
         self._ranks.on_leader(export)
-        digests = {"reference": self._reference_digest, **self._base_digests} if self._ranks.leads else {}
-        checkpoint.save(path, roles, {**facts, **digests})
+        reference = self._frozen.record(self._reference)
+        own = {FROZEN: self._frozen.record(self._bases), "warm_started": bool(self._config.trainer.sft)}
+        checkpoint.save(path, roles, {**facts, **reference, **own})
         self.newest = version
         self._ranks.on_leader(prune)
         oldest = checkpoint.find(self._root)[0].iteration if self._ranks.leads else version
         return Saved(path, self.hf_path(version), oldest)
 
     def check_reference(self, facts: Mapping[str, Any]) -> Path:
-        """The Hugging Face directory of version 0, after a check of its weights against the checkpoint's digest.
+        """The Hugging Face directory of version 0, after a check of its weights against the checkpoint's digest. Collective.
 
         Raises:
-            ConfigError: the weights' digest differs.
+            ConfigError: the weights' digest differs. On rank 0; on the others, LeaderError.
         """
-        expected, found = facts["reference"], self._reference_digest
-        if found != expected:
-            raise ConfigError(
-                f"digest {expected} of {self._reference_file()}, as in the checkpoint",
-                found,
-                "Restore the file from a copy: the KL term would otherwise pull towards a different model.",
-            )
+        self._frozen.check(self._reference, {use: facts[use] for use in self._reference})
         return self.hf_path(0)
 
     def find_warm_start(self) -> checkpoint.Checkpoint | None:
@@ -148,13 +147,13 @@ class Saves:
         if not name:
             return None
         found = read_shared(self._root / name)
-        self._check_bases(found.facts)
+        self._frozen.check(self._bases, found.facts[FROZEN])
         return found
 
     def save_warm_start(self, step: int, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
         """Writes a checkpoint between two steps of a warm start and removes older ones. `step` counts the steps of all phases. Collective."""
         path = self._root / f"{WARM_START}-{step:06d}"
-        checkpoint.save(path, roles, {**facts, **(self._base_digests if self._ranks.leads else {})})
+        checkpoint.save(path, roles, {**facts, FROZEN: self._frozen.record(self._bases)})
         if self._ranks.leads:
             self._discard_warm_starts(except_for=path)
 
@@ -171,30 +170,30 @@ class Saves:
             if path != except_for:
                 atomic.discard(path)
 
-    def _check_bases(self, facts: Mapping[str, Any]) -> None:
-        """Raises ConfigError when the frozen weights are not those of the checkpoint with these facts. Collective."""
+    def _check_warm_start(self, facts: Mapping[str, Any]) -> None:
+        """Raises ConfigError for adapters when only one of the checkpoint and the configuration has a warm start.
 
-        async def check() -> None:
-            for use, path in self._bases.items():
-                await asyncio.to_thread(checkpoint.check_weights, facts[use], path, f"the {use}")
-
-        self._ranks.on_leader(check)
+        Reference and critic then stand beside the wrong frozen weights: after a warm start they start from version 0's export, and otherwise
+        from the weights beside the adapters.
+        """
+        trainer = self._config.trainer
+        if trainer.lora is not None and facts["warm_started"] != bool(trainer.sft):
+            with_phases, without = "trainer.sft with the phases of a warm start", "no trainer.sft"
+            expected, found = (with_phases, without) if facts["warm_started"] else (without, with_phases)
+            raise ConfigError(
+                f"{expected}, as in the run that saved the checkpoint",
+                found,
+                "With adapters, a warm start decides the weights of the reference and of the critic: set trainer.sft as it was there.",
+            )
 
     @property
     def _bases(self) -> dict[str, Path]:
-        """The directories of the weights beside which adapters are trained, by their use."""
+        """The directories of the weights beside which adapters are trained, by the key that names them."""
         if self._config.trainer.lora is None:
             return {}
         critic = self._config.trainer.critic.path if self._config.algorithm.has_critic else None
-        return {"base": self._config.model.path} | ({} if critic is None else {"critic_base": critic})
+        return {"model.path": self._config.model.path} | ({} if critic is None else {"trainer.critic.path": critic})
 
-    @cached_property
-    def _base_digests(self) -> dict[str, str]:
-        return {use: checkpoint.weights_digest(path) for use, path in self._bases.items()}
-
-    @cached_property
-    def _reference_digest(self) -> str:
-        return checkpoint.digest_of(self._reference_file())
-
-    def _reference_file(self) -> Path:
-        return self.hf_path(0) / "model.safetensors"
+    @property
+    def _reference(self) -> dict[str, Path]:
+        return {"reference": self.hf_path(0)}

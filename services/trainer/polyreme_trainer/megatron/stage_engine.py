@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,12 @@ from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.frozen_weights import FrozenWeights
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import BaseRole, Loss, LossTerm, Role
-from polyreme_trainer.megatron.saves import find_newest
+from polyreme_trainer.megatron.saves import FROZEN, find_newest
 from polyreme_trainer.megatron.shard import DataShard, data_shard
 from polyreme_trainer.megatron.step import over_ranks
 
@@ -81,7 +81,7 @@ class MegatronStageEngine:
         self.prefix = config.checkpoint_prefix
         self.model = self.make_model()
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
-        self.reference_path = reference
+        self.frozen, self.reference_path = FrozenWeights(ranks), reference
         self.reference = None if reference is None else self.make_reference(reference)
 
     def make_model(self) -> Role[Any]:
@@ -104,12 +104,7 @@ class MegatronStageEngine:
         found = find_newest(self.ranks, self.root, self.prefix)
         if found is None:
             return 0
-
-        async def check_frozen() -> None:
-            for use, path in self.frozen_weights.items():
-                await asyncio.to_thread(checkpoint.check_weights, found.facts[use], path, f"the {use}")
-
-        self.ranks.on_leader(check_frozen)
+        self.frozen.check(self.frozen_directories, found.facts[FROZEN])
         checkpoint.load(found, [self.model])
         return found.iteration
 
@@ -129,7 +124,7 @@ class MegatronStageEngine:
 
     def save(self, number: int, facts: Mapping[str, Any]) -> Path:
         path = checkpoint.iteration_path(self.root, number, self.prefix)
-        checkpoint.save(path, [self.model], {**facts, **(self.frozen_digests if self.ranks.leads else {})})
+        checkpoint.save(path, [self.model], {**facts, FROZEN: self.frozen.record(self.frozen_directories)})
 
         async def prune() -> None:
             keep = self.config.trainer.keep_checkpoints
@@ -199,15 +194,10 @@ class MegatronStageEngine:
         return loss
 
     @property
-    def frozen_weights(self) -> dict[str, Path]:
+    def frozen_directories(self) -> dict[str, Path]:
         """The directories of weights that a resume reads again, by their use. Checkpoints have their digests."""
-        base = {} if self.config.trainer.lora is None else {"base": self.config.model.path}
+        base = {} if self.config.trainer.lora is None else {"model.path": self.config.model.path}
         return base if self.reference_path is None else {"reference": self.reference_path, **base}
-
-    @cached_property
-    def frozen_digests(self) -> dict[str, str]:
-        """The digests of `frozen_weights`. On rank 0."""
-        return {use: checkpoint.weights_digest(path) for use, path in self.frozen_weights.items()}
 
     def classifier_pad(self) -> int | None:
         """The padding token for config.json. transformers scores a sequence at its last token that is none, so a stop token is never it."""

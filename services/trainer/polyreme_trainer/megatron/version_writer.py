@@ -1,6 +1,6 @@
 """The version writer: the first copy of the model writes its slices of the policy into one arena slot.
 
-That are data rank 0's tensor ranks and stages, and with expert ranks those of the first data ranks that together have all experts.
+The first copy is on data rank 0's tensor ranks and stages; with expert ranks, also on those of the next data ranks, until all experts are there.
 
 Invariant: a sealed version is complete: every byte was written between the slot's `begin` and its `complete`. All other ranks wait at the
 barrier. Rank 0 owns the arena and seals the version.

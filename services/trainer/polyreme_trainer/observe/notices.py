@@ -1,13 +1,14 @@
 """Which records of a run are worth a notice, and its content.
 
-Invariant: pure; a record gives at most one notice. The first evaluated version is the one to compare with, so it is no new best.
+Invariant: pure; a record gives at most one notice. The first evaluated version is the one to compare with, so it is no new best; so is the
+first one with another metric, which a resume may have chosen.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from polyreme.cli.progress import Record, evaluation_of
+from polyreme.cli.progress import Record, evaluation_of, same_metric
 from polyreme.config.notices import Event
 from polyreme.experience.run import RunState
 
@@ -45,11 +46,14 @@ class NoticeRules:
 
     Args:
         run_id, name, run_dir: of the run.
-        evaluations: results by version that are known already, of a run that is resumed.
+        metric: name of the results that are known already, of a run that is resumed.
+        evaluations: these results by version.
     """
 
-    def __init__(self, run_id: str, name: str, run_dir: str, evaluations: Mapping[int, float] | None = None) -> None:
-        self._run = (run_id, name, run_dir)
+    def __init__(
+        self, run_id: str, name: str, run_dir: str, metric: str = "", evaluations: Mapping[int, float] | None = None
+    ) -> None:
+        self._run, self._metric = (run_id, name, run_dir), metric
         self._best: float | None = max((evaluations or {}).values(), default=None)
 
     def of_records(self, records: Iterable[Record]) -> list[Notice]:
@@ -66,7 +70,8 @@ class NoticeRules:
             return Notice("alarm", *self._run, record["time"], f"{self._run[1]}: alarm: {record['text']}")
         if record["kind"] == "eval":
             metric, value = evaluation_of(record)
-            before, self._best = self._best, value if self._best is None else max(value, self._best)
+            before = self._best if same_metric(metric, self._metric) else None
+            self._metric, self._best = metric, value if before is None else max(value, before)
             if before is not None and value > before:
                 text = (
                     f"{self._run[1]}: {metric} {value:.3f} at version {record['version']}, the best so far (before: {before:.3f})"

@@ -83,8 +83,12 @@ class Recorder:
 
     @property
     def evaluations(self) -> Mapping[int, float]:
-        """The recorded evaluation results by version."""
+        """The recorded evaluation results by version; `metric` is their name."""
         return self._progress.evaluations
+
+    @property
+    def metric(self) -> str:
+        return self._progress.metric
 
     async def take(self, records: list[tuple[str, Record]], state: tuple[RunState, str]) -> None:
         """Writes the records that follow the cursor, in order, and the summary when it changes.

@@ -113,7 +113,7 @@ async def _call(claim: Claim, rollouts: PartialRollouts, request: rollout_pb2.Ge
         raise TimeoutError
     call = claim.stub.Generate(request)
     try:
-        async with asyncio.timeout(chunk_timeout) as deadline:
+        async with asyncio.timeout(None if claim.asleep else chunk_timeout) as deadline:
             claim.deadline, claim.chunk_timeout = deadline, chunk_timeout
             async for response in call:
                 claim.arrived(rollouts.add(response), rollouts.missing_tokens(), response, time.monotonic())

@@ -22,7 +22,7 @@ def share_rows(ranks: Ranks, read: Callable[[], StageRows]) -> StageRows:
     """The rows that `read` returns on rank 0, on every rank. Collective. On other ranks without what was left out.
 
     Raises:
-        On rank 0, the error of `read`; on the others, LeaderError.
+        On rank 0, the error of `read`; on the others, LeaderError, or DataError when their disk is full.
     """
     own: list[StageRows] = []
 

@@ -49,7 +49,7 @@ class Commit:
 
 
 class InterruptedPushError(Exception):
-    """Training needs the slot that the replica's push reads."""
+    """Training needs the slot that the replica's push reads, or the replica's devices."""
 
 
 class ReplicaState:

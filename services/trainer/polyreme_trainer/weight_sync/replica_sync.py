@@ -7,7 +7,8 @@ Invariant:
   or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten bytes.) A stream
   that blocks training is interrupted much earlier, and restarted.
 - A replica that cannot map the arena receives its versions by stream: see `streams`.
-- A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is attempted.
+- A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is attempted. What
+  fails while the learner has the replicas' devices is no failure.
 """
 
 import asyncio
@@ -213,7 +214,7 @@ class ReplicaSync:
             try:
                 version, answer, transfer = await self._bring(replica, version)
             except InterruptedPushError:
-                if replica.client.unmapped:
+                if replica.client.unmapped or self._devices_train:
                     continue
                 if not await self._may_retry(replica, version, SwapError("it blocked a weight slot that training needs")):
                     return
@@ -222,6 +223,9 @@ class ReplicaSync:
                 if isinstance(error, UnreachableError):
                     self._slots.drop(replica.lease.id)
                     self._notify()
+                if self._devices_train:
+                    logger.info("replica %s: a push crossed the hand-over of its devices: %s", replica.lease.id, error)
+                    continue
                 if not await self._may_retry(replica, version, error):
                     return
                 continue
@@ -240,6 +244,7 @@ class ReplicaSync:
             self._slots.loading(name, version.slot)
             await replica.interruptibly(client.stage(version))
         if not client.unmapped:
+            self._check_devices()
             answer = await replica.interruptibly(client.commit(version))
             self._slots.serving(name, version.slot)
             return version, answer, Transfer("arena")
@@ -247,9 +252,15 @@ class ReplicaSync:
             replica.streams = True
             await self._notice(f"replica {name} cannot map the weights and receives them by stream: {client.unmapped}")
         version, transfer = await self._streams.bring(replica, version)
+        self._check_devices()
         answer = await client.commit(version)
         replica.streamed = version
         return version, answer, transfer
+
+    def _check_devices(self) -> None:
+        """Raises InterruptedPushError when the learner has taken the devices since the push began."""
+        if self._devices_train:
+            raise InterruptedPushError
 
     async def _may_retry(self, replica: ReplicaState, version: Version, error: SwapError | UnreachableError) -> bool:
         """Counts the failure and waits for the next attempt. False when the replica is quarantined instead."""

@@ -123,6 +123,26 @@ async def test_replicas_that_are_asleep_get_no_call_and_their_calls_have_no_dead
     assert len(replica.calls) == 2  # the first call went on
 
 
+async def test_a_call_that_begins_when_its_replica_has_fallen_asleep_has_no_deadline(world, monkeypatch):
+    await world.start({"lengths": Lengths(1e9)})
+    deadlines = []
+
+    def begin(*arguments):
+        claim = began(*arguments)
+        world.pool.set_asleep(True)
+        return claim
+
+    def arrive(claim, *arguments):
+        deadlines.append(claim.deadline.when())
+        arrived(claim, *arguments)
+
+    began, arrived = world.pool._begin, Claim.arrived
+    monkeypatch.setattr(world.pool, "_begin", begin)
+    monkeypatch.setattr(Claim, "arrived", arrive)
+    assert len(await world.generate()) == 4
+    assert deadlines[0] is None
+
+
 async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
     """Not to the one that it would have waited at: neither long answers nor a full pool keep a replica idle."""
     slow, fast = await world.start(

@@ -3,14 +3,16 @@
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyreme.cli.reader import RunReader, SampleQuery, run_directories
+from polyreme.cli.reader.index import Index
 from polyreme.cli.reader.run import INDEX
-from polyreme.errors import ConfigError
+from polyreme.errors import ConfigError, UnavailableError
 
 RUN = "sorting-1"
 
@@ -147,6 +149,48 @@ def test_an_index_of_another_schema_is_rebuilt(run_dir: Path, reader: RunReader)
     connection.commit()
     connection.close()
     assert reader.refresh() and reader.sample("5.1") is not None
+
+
+def test_an_index_that_another_file_replaces_is_rebuilt(run_dir: Path, reader: RunReader) -> None:
+    index = run_dir / INDEX
+    reader.refresh()
+    before = index.stat().st_ctime_ns
+    index.write_bytes(b"")  # as a deleted file whose inode the next one gets
+    while index.stat().st_ctime_ns == before:  # the clock of the file system is coarse
+        index.touch()
+    assert reader.contents().samples == 0
+    assert reader.refresh() and reader.contents().samples == 13
+
+
+def test_an_unchanged_index_is_not_opened(reader: RunReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.refresh()
+    reader.contents()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("opened")
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    assert not reader.refresh()
+
+
+def test_a_transaction_takes_few_sample_files(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme.cli.reader.index._BYTES_AT_ONCE", 1)
+    steps: list[int] = []
+    index = Index(run_dir, run_dir / INDEX)
+    assert index.update(RUN, steps.append)
+    assert len(steps) == 5 and sum(steps) == (run_dir / "metrics.jsonl").stat().st_size  # four files and the alarm
+    assert RunReader(run_dir).contents().samples == 13
+
+
+def test_a_locked_index_is_no_damaged_one(run_dir: Path, reader: RunReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyreme.cli.reader.index._BUSY_SECONDS", 0.01)
+    write(run_dir, [{"kind": "alarm", "text": "later"}])
+    with closing(sqlite3.connect(run_dir / INDEX, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(UnavailableError) as raised:
+            reader.refresh()
+    assert "elete" not in raised.value.do
+    assert reader.refresh()
 
 
 def test_a_reader_leaves_the_runs_files_alone(run_dir: Path) -> None:

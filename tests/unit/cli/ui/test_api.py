@@ -101,6 +101,7 @@ def test_the_page_loads_nothing_from_another_host(client: TestClient) -> None:
             and asset.headers["content-encoding"] == "gzip"
             and "immutable" in asset.headers["cache-control"]
         )
+    assert client.get("/ui/static/0123456789abcdef/app.js").status_code == 404  # of another release
     lazy = names[0].split("/")[1]
     assert client.get(f"/ui/static/{lazy}/vendor/diff.js", headers={"accept-encoding": "identity"}).text.startswith("((global")
     assert client.get(f"/ui/static/{lazy}/../api.py").status_code == 404 == client.get(f"/ui/static/{lazy}/none.js").status_code

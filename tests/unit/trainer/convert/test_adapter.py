@@ -11,8 +11,8 @@ from torch import Tensor
 
 from polyreme.config.trainer import LoraConfig
 from polyreme.errors import ConfigError
-from polyreme_trainer.convert.command import convert
-from polyreme_trainer.megatron.peft_files import CONFIG, TENSORS, PeftAdapter
+from polyreme_trainer.convert.command import Layers, convert
+from polyreme_trainer.megatron.peft_files import CONFIG, TENSORS, PeftAdapter, read_adapter
 from support.models import tiny_family_model
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -77,7 +77,18 @@ def test_a_weight_keeps_its_dtype(model: Path, tmp_path: Path) -> None:
         {"bias": "all"},
         {"rank_pattern": {"q_proj": 8}},
         {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["score"]},
+        {"alora_invocation_tokens": [5, 6]},
+        {"arrow_config": {"top_k": 2}},
+        {"kasa_config": {}},
+        {"layer_replication": [[0, 2], [1, 2]]},
+        {"monteclora_config": {"samples": 2}},
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"use_bdlora": {"nblocks": 2}},
+        {"use_qalora": True},
+        *({"init_lora_weights": kind} for kind in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")),
     ],
+    ids=lambda fields: " ".join(f"{name} {value}" for name, value in fields.items()),
 )
 def test_more_than_plain_lora_is_refused_by_name(model: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
@@ -85,6 +96,11 @@ def test_more_than_plain_lora_is_refused_by_name(model: Path, tmp_path: Path, fi
     assert next(iter(fields)) in error.value.expected
     assert error.value.found == repr(next(iter(fields.values())))
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("initial", [True, False, "gaussian", "eva", "orthogonal"])
+def test_an_initial_state_beside_unchanged_weights_is_plain_lora(tmp_path: Path, initial: bool | str) -> None:
+    assert read_adapter(written(tmp_path / "adapter", init_lora_weights=initial)).scale == 1.5
 
 
 @pytest.mark.parametrize(
@@ -115,3 +131,17 @@ def test_a_missing_or_damaged_adapter_is_refused(model: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError) as error:
         convert(model, tmp_path / "merged", adapter=damaged)
     assert str(damaged) in error.value.expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tensor": 2}, {"pipeline": 2}, {"expert": 2}, {"vocab_multiple": 64}, {"layers": Layers.transformer_engine}],
+    ids=lambda layout: next(iter(layout)),
+)
+def test_a_layout_beside_an_adapter_is_refused(model: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """What is written is a Hugging Face directory, which has none."""
+    [(option, value)] = layout.items()
+    with pytest.raises(ConfigError) as error:
+        convert(model, tmp_path / "merged", adapter=written(tmp_path / "adapter"), **layout)
+    assert error.value.found == f"--{option.replace('_', '-')} {value}"
+    assert not (tmp_path / "merged").exists()

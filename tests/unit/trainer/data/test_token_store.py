@@ -1,8 +1,11 @@
 """Token sequences on disk."""
 
+import tempfile
+
 import numpy as np
 import pytest
 
+from polyreme.errors import DataError
 from polyreme_trainer.data.token_store import TokenStore
 
 
@@ -25,3 +28,14 @@ def test_sequences_are_read_back_in_any_order() -> None:
 def test_a_store_may_be_empty() -> None:
     ids, mask = TokenStore().close()
     assert list(ids) == list(mask) == []
+
+
+@pytest.mark.parametrize("tokens", [1, 1 << 16], ids=["when it is closed", "when a sequence is added"])
+def test_a_full_disk_is_an_error_of_its_own(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/full is a file on a full disk. A few tokens stay in the file's buffer until it is closed."""
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: open("/dev/full", "w+b"))  # noqa: SIM115
+    store = TokenStore()
+    with pytest.raises(DataError) as error:
+        store.append(np.arange(tokens, dtype=np.int32), np.zeros(tokens, dtype=np.uint8))
+        store.close()
+    assert tempfile.gettempdir() in error.value.expected and "TMPDIR" in error.value.do

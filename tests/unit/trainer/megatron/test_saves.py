@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from polyreme.config.algorithm import AlgorithmConfig
+from polyreme.config.trainer import CriticConfig, LoraConfig, SftPhase
 from polyreme.errors import ConfigError
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron.checkpoint import digest_of, iteration_path, newest, write_manifest
+from polyreme_trainer.megatron.checkpoint import digest_of, iteration_path, newest, weights_digest, write_manifest
 from polyreme_trainer.megatron.saves import Saves
 from support.configs import run_config
 
@@ -17,7 +20,14 @@ STRIDE = 7
 
 
 @pytest.fixture
-def saves(tmp_path: Path) -> Iterator[Saves]:
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def saves(tmp_path: Path, ranks: Ranks) -> Saves:
     """Of a run whose iterations 4 and 6 are saved, beside the export of version 0."""
     config = run_config(tmp_path)
     for iteration in (4, 6):
@@ -31,9 +41,7 @@ def saves(tmp_path: Path) -> Iterator[Saves]:
     export = config.run_dir / "hf" / "iteration-000000"
     export.mkdir(parents=True)
     (export / "model.safetensors").write_bytes(bytes(range(200)))
-    ranks = Ranks()
-    yield Saves(config, {}, ranks)
-    ranks.close()
+    return Saves(config, {}, ranks)
 
 
 def flips(file: Path, stride: int) -> Iterator[int]:
@@ -65,11 +73,63 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_so(saves: Saves) -> None:
     assert str(root) in error.value.expected and error.value.found.startswith("2")
 
 
-def test_a_reference_with_a_flipped_byte_is_refused(saves: Saves) -> None:
+def test_a_reference_with_a_flipped_byte_is_refused(saves: Saves, ranks: Ranks) -> None:
     file = saves.hf_path(0) / "model.safetensors"
-    facts = {"reference": digest_of(file)}
+    facts = {"reference": weights_digest(file.parent)}
     assert saves.check_reference(facts) == saves.hf_path(0)
     for _ in flips(file, STRIDE):
-        fresh = Saves(saves._config, {}, Ranks())  # a resume reads the file anew
-        with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        fresh = Saves(saves._config, {}, ranks)  # a resume reads the file anew
+        with pytest.raises(ConfigError, match="iteration-000000"):
             fresh.check_reference(facts)
+
+
+def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> Saves:
+    """Of a PPO run of the weights in `folder`/model."""
+    config = run_config(folder, algorithm=AlgorithmConfig.model_validate({"preset": "ppo"}))
+    config.model.path.mkdir(exist_ok=True)
+    (config.model.path / "model.safetensors").write_bytes(b"weights")
+    return Saves(config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)}), {}, ranks)
+
+
+def write_checkpoint(saves: Saves, **facts: Any) -> None:
+    folder = iteration_path(saves.hf_path(0).parents[1] / "checkpoints", 1)
+    folder.mkdir(parents=True)
+    write_manifest(folder, 1, {}, facts, {})
+
+
+@pytest.mark.parametrize("warm_started", [True, False])
+def test_adapters_resume_only_with_or_without_a_warm_start_as_they_began(
+    tmp_path: Path, ranks: Ranks, warm_started: bool
+) -> None:
+    """The warm start decides which frozen weights the reference and the critic have."""
+    phase = SftPhase(data=Path("unread"), steps=1, batch_size=1, lr=1e-3)
+    saves = run_of(tmp_path, ranks, lora=LoraConfig(rank=2), sft=[] if warm_started else [phase])
+    write_checkpoint(saves, frozen={"model.path": weights_digest(tmp_path / "model")}, warm_started=warm_started)
+    with pytest.raises(ConfigError) as error:
+        saves.load([])
+    assert error.value.found == ("no trainer.sft" if warm_started else "trainer.sft with the phases of a warm start")
+
+
+LORA: dict[str, Any] = {"lora": LoraConfig(rank=2)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, LORA),
+        (LORA, {}),
+        (LORA, {**LORA, "critic": CriticConfig(path=Path("another"))}),
+        ({**LORA, "critic": CriticConfig(path=Path("another"))}, LORA),
+    ],
+    ids=["adapters added", "adapters removed", "critic's weights added", "critic's weights removed"],
+)
+def test_a_checkpoint_beside_other_frozen_weights_is_refused(
+    tmp_path: Path, ranks: Ranks, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """Before any role is loaded."""
+    saved, present = (run_of(tmp_path, ranks, **trainer) for trainer in (before, after))
+    write_checkpoint(saved, frozen=dict.fromkeys(saved._bases, "digest"), warm_started=False)
+    with pytest.raises(ConfigError) as error:
+        present.load([])
+    for text, saves in ((error.value.expected, saved), (error.value.found, present)):
+        assert all((key in text) == (key in saves._bases) for key in ("model.path", "trainer.critic.path"))

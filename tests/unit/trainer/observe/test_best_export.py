@@ -46,6 +46,17 @@ def test_it_is_the_best_among_the_exports_and_outlives_its_own(tmp_path: Path) -
     ]
 
 
+def test_a_version_with_a_result_of_another_metric_makes_way(tmp_path: Path) -> None:
+    export(tmp_path, 8)
+    best = BestExport(tmp_path)
+    best.update({8: 0.9})
+    best.update({16: 0.1})
+    assert best.version() == 8  # version 16 is not saved
+    export(tmp_path, 16)
+    best.update({16: 0.1})
+    assert best.version() == 16
+
+
 def test_an_interrupted_exchange_is_repeated(tmp_path: Path) -> None:
     export(tmp_path, 8)
     (tmp_path / ".best-partial").mkdir()

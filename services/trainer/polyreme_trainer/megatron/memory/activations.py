@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from polyreme.config.trainer import Recompute
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import padded_vocab
-from polyreme_trainer.megatron.lora_mapping import stacked_ranks
+from polyreme_trainer.megatron.lora_mapping import stacked_ranks, wide_numbers
 from polyreme_trainer.megatron.memory.sharding import Sharding
 from polyreme_trainer.megatron.memory.state import Addend, Model
 
@@ -55,7 +55,8 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
         batch.tokens * each * layers * sharding.micro_batches,
         f"{batch.tokens:,} tokens x {layers} layers x {each:,} bytes{in_flight}",
     )
-    moments = [[saved, peak] for peak in _peaks(model, sharding, batch)]
+    wide = _wide_adapters(model, sharding, batch)
+    moments = [[saved, peak, *wide] for peak in _peaks(model, sharding, batch)]
     if sharding.first and model.adapter is None:  # the last gradient of a step, when no layer's activations are left
         moments.append([_embedding_gradient(model, sharding)])
     return max(moments, key=lambda terms: sum(term.nbytes for term in terms))
@@ -104,6 +105,17 @@ def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Adde
     elif sharding.last:
         found.append(_logits(model, sharding, batch))
     return found
+
+
+def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
+    """The B of fused layers as matrices, which each micro-batch saves for its backward pass; nothing without them."""
+    numbers = 0 if model.adapter is None else wide_numbers(model.adapter) // sharding.rank.tp
+    if not numbers or batch.recompute == "full":
+        return []
+    layers = model.arch.layers // sharding.rank.pp
+    in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
+    arithmetic = f"{numbers:,} numbers x {layers} layers x {model.width} bytes{in_flight}"
+    return [Addend(f"{model.role} B of fused layers", numbers * layers * model.width * sharding.micro_batches, arithmetic)]
 
 
 def _table(model: Model, sharding: Sharding) -> int:

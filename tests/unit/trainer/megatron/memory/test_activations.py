@@ -100,3 +100,22 @@ def test_beside_adapters_embedding_and_output_layer_have_no_gradient() -> None:
     inner = 1024 * 28 * 2 * 7 * 16  # the rank's numbers of each of seven projections
     assert adapted[0].nbytes == full[0].nbytes + inner
     assert sum(term.nbytes for term in adapted[1:]) < sum(term.nbytes for term in full[1:])
+
+
+def wide(lora: LoraConfig, batch: MicroBatchSize, sharding: Sharding = ALONE) -> int:
+    """Bytes of the B of fused layers."""
+    arch = architecture()
+    model = Model("actor", arch, "bfloat16", trained=True, adapter=adapter_architecture(arch, lora))
+    return sum(term.nbytes for term in step_terms(model, sharding, batch) if term.name == "actor B of fused layers")
+
+
+def test_each_micro_batch_saves_the_b_of_fused_layers_as_matrices() -> None:
+    """Queries, keys and values have 48 columns, gate and up 32. The output projection and down are no fused layers."""
+    batch, lora = MicroBatchSize(1024, 1024), LoraConfig(rank=16)
+    whole = 28 * 2 * ((3584 + 2 * 512) * 3 * 16 + 2 * 18944 * 2 * 16)
+    assert wide(lora, batch) == wide(lora, replace(batch, tokens=64)) == whole
+    assert wide(lora, batch, Sharding(Rank(tp=4))) == whole // 4
+    assert wide(lora, batch, Sharding(Rank(pp=2), micro_batches=2)) == whole
+    assert wide(lora, replace(batch, recompute="full")) == 0
+    assert wide(LoraConfig(rank=16, targets=["v_proj"]), batch) == 28 * 2 * (3584 + 2 * 512) * 16
+    assert wide(LoraConfig(rank=16, targets=["o_proj", "down_proj"]), batch) == 0

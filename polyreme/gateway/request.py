@@ -1,0 +1,84 @@
+"""A client's request as every replica gets it.
+
+Invariant: pure. What no replica could answer is refused here, as an error for the client. Headers pass as the bytes that came.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polyreme.gateway.names import ModelNames, VersionBounds, Wanted
+
+_BOUNDS = (b"polyreme-min-policy-version", b"polyreme-exact-policy-version")
+_TO_REPLICA = (b"content-type", b"accept", b"x-request-id", *_BOUNDS)
+_SHOWN = 100
+"""Characters of a client's text in an error, at most."""
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+class RefusedRequest(Exception):
+    """The client's mistake, with the status and the code of the reply."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    """What is sent to a replica, and to which ones.
+
+    Attributes:
+        wanted: by the name of the model.
+        bounds: by headers, which the replica checks too.
+    """
+
+    path: str
+    headers: RawHeaders
+    body: bytes
+    wanted: Wanted
+    bounds: VersionBounds
+
+
+def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served: Iterable[int]) -> ForwardedRequest:
+    """Reads a client's request.
+
+    Args:
+        headers: with lower-case names.
+        served: versions, for the message about a wrong name.
+
+    Raises:
+        RefusedRequest: the body, the model's name or a version's header cannot be used.
+    """
+    try:
+        asked: Any = json.loads(body)
+        if not isinstance(asked, dict) or not isinstance(model := asked.get("model"), str | None):
+            raise RefusedRequest(400, "expected a JSON object whose `model` is a name. Fix the request.", "invalid_body")
+        sent = body if model in (None, names.base) else _dumped({**asked, "model": names.base})
+    except (ValueError, RecursionError) as error:
+        raise RefusedRequest(400, f"expected a JSON object; found {error}. Fix the request's body.", "invalid_body") from None
+    wanted = names.wanted(model)
+    if wanted is None:
+        raise RefusedRequest(
+            404, f"expected {names.described(served)}; found `{model:.{_SHOWN}}`. Fix `model`.", "model_not_found"
+        )
+    passed = [(name, value) for name, value in headers if name in _TO_REPLICA]
+    return ForwardedRequest(path, [*passed, (b"accept-encoding", b"identity")], sent, wanted, _bounds(dict(passed)))
+
+
+def _bounds(headers: Mapping[bytes, bytes]) -> VersionBounds:
+    try:
+        return VersionBounds(*(int(headers[name]) if name in headers else None for name in _BOUNDS))
+    except ValueError:
+        found = " and ".join(f"{name.decode()}: {headers[name]!r:.{_SHOWN}}" for name in _BOUNDS if name in headers)
+        raise RefusedRequest(400, f"expected a policy version; found {found}. Fix the header.", "invalid_header") from None
+
+
+def _dumped(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can hold
+        return json.dumps(body, separators=(",", ":")).encode()
