@@ -106,12 +106,19 @@ class SimulatedTrainEngine:
         return json.loads(found[-1].read_text()) if found else None
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
+        began = time.time()
         time.sleep(self._train_seconds)
+        used = f"{began} {time.time()}"  # Unix times between which it needed its devices
         self._weights = self._weights.trained_on(batch)
         self.trained_samples = centred(batch)
         samples = sum(len(group.samples) for group in batch.groups)
         weights = (self._weights.plans + self._weights.payloads).hex()
-        return {"weights": weights, "trained_samples": samples, "actor/lr": self._config.trainer.optimizer.lr}
+        return {
+            "weights": weights,
+            "devices_used": used,
+            "trained_samples": samples,
+            "actor/lr": self._config.trainer.optimizer.lr,
+        }
 
     def write(self, slot: int, version: int, term: int) -> Written:
         self._arena.begin(slot)
