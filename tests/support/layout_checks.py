@@ -67,8 +67,8 @@ def step(role: Role[Policy]) -> tuple[float, float]:
 
 
 def follow(script: str) -> None:
-    """Runs a script: {model, dtype, out, layout: [tensor, data], lora: of the configuration | null, runs: [{resume: path | null, steps,
-    save: {step: path}}]}.
+    """Runs a script: {model, dtype, out, layout: [tensor, data], runs: [{resume: path | null, steps, save: {step: path}, lora: of the
+    configuration | absent}]}.
 
     Rank 0 writes {runs: [[[loss, norm] of each step]], state_bytes: of rank 0} to `out`.
     """
@@ -77,7 +77,7 @@ def follow(script: str) -> None:
     init_parallel(ParallelConfig(**order["layout"]), device)
     runs, role = [], None
     for run in order["runs"]:
-        role = make_role(order["model"], order["dtype"], device, order.get("lora"))
+        role = make_role(order["model"], order["dtype"], device, run.get("lora"))
         if run["resume"] is not None:
             step(role)  # leaves weights and moments that the checkpoint must replace
             found = checkpoint.read(Path(run["resume"]))

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from polyreme.config.trainer import LoraConfig, ParallelConfig
-from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.accelerator import ACCELERATOR
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.cpu.spec import CPU
@@ -125,18 +124,8 @@ def resume_and_train(config: str, out: str) -> None:
     rank.engine.close()
 
 
-def resume_beside_other_weights(config: str, error: str) -> None:
-    """Writes the error that a resume fails with to the file `error`."""
-    rank = learning.Rank(*learning.start(config))
-    try:
-        rank.engine.load()
-    except ConfigError as refused:
-        Path(error).write_text(refused.expected)
-    finally:
-        rank.engine.close()
-
-
-def compare_classifiers(model: str, exported: str) -> None:
+@torch.no_grad()
+def compare_classifiers(model: Path, exported: Path) -> None:
     """PEFT's classifier of the base model with the adapters and the head of an export has the outputs of the merged export."""
     import peft
     from transformers import AutoModelForSequenceClassification
@@ -144,7 +133,7 @@ def compare_classifiers(model: str, exported: str) -> None:
     merged = AutoModelForSequenceClassification.from_pretrained(exported, dtype=torch.float32)
     base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32)
     base.config.pad_token_id = merged.config.pad_token_id
-    theirs = peft.PeftModel.from_pretrained(base, str(Path(exported) / ADAPTER))
+    theirs = peft.PeftModel.from_pretrained(base, str(exported / ADAPTER))
     ids = torch.randint(3, merged.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
     assert_close(theirs(ids).logits, merged(ids).logits, rtol=0, atol=TOLERANCE)
     assert float(merged(ids).logits.abs().max()) > 0
