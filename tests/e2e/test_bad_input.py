@@ -111,7 +111,7 @@ def test_what_a_command_refuses_at_once(task: Path, tmp_path: Path, taken: int) 
     cases = [
         (("up", run, "trainer.optimizer.lr.x=1"), 2, ["trainer.optimizer.lr.x", "0.001"]),
         (("up", run, "reward.rewards.7.name=exact"), 2, ["reward.rewards.7.name"]),
-        (("up", str(task.parent)), 2, ["Is a directory", "a YAML file"]),
+        (("up", str(task.parent)), 2, ["Is a directory", "a configuration file"]),
         (("up", str(task.parent / "model" / "model.safetensors")), 2, ["expected YAML in"]),
         (("up", run, f"output_dir={run}"), 2, ["a writable run directory", "Set output_dir."]),
         (("train", run, "trainer.optimiser.lr=1"), 2, ["trainer.optimiser", "did you mean trainer.optimizer?"]),
