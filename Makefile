@@ -38,9 +38,9 @@ demo: env
 test: test-light test-real
 
 # Every process that runs tests imports all the files of its run. So the unit tests, which compute, have one process, and the others,
-# which mostly wait, have two beside it. With ARGS, which may choose few tests, it is one run.
+# which mostly wait, have three beside it. With ARGS, which may choose few tests, it is one run.
 LIGHT = $(PYTEST) -m "not slow and not real"
-## test-light: tests without vLLM, learner ranks and browser (about eight minutes on two cores)
+## test-light: tests without vLLM, learner ranks and browser (four minutes or so on two cores)
 test-light: $(VENV)/.dev
 	$(if $(ARGS),$(LIGHT) -n 2 --dist worksteal $(ARGS),\
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync .test-light-unit .test-light-rest)
@@ -49,7 +49,7 @@ test-light: $(VENV)/.dev
 	$(LIGHT) tests/unit
 
 .test-light-rest:
-	$(LIGHT) -n 2 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
+	$(LIGHT) -n 3 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
 
 # Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
 ## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package
