@@ -18,6 +18,7 @@ COMMIT_METRICS = {
     "density",
     "encode_seconds",
     "apply_seconds",
+    "canary_difference",
 }
 _NO_METRICS = ("step", "steps", "time", "rows", "seconds")
 

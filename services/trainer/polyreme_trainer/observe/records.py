@@ -31,17 +31,6 @@ from polyreme.experience.trained_samples import TrainedSamples
 logger = logging.getLogger(__name__)
 
 _TAIL = 1 << 16
-COMMIT_METRICS = {
-    "stall_seconds",
-    "reload_seconds",
-    "bytes",
-    "relayed_bytes",
-    "hops",
-    "density",
-    "encode_seconds",
-    "apply_seconds",
-    "canary_difference",
-}
 
 GroupsOf = Callable[[int], Awaitable[tuple[list[bytes], bytes | None]]]
 """The payloads of an iteration's groups, and what the iteration did with their samples (None: unknown). Raises PolyremeError when the log no

@@ -9,6 +9,7 @@ import pytest
 from polyreme.config.run import RunConfig
 from polyreme.config.trackers import TrackerConfig
 from polyreme.errors import PolyremeError
+from polyreme_trainer.observe.registry import METRICS
 from polyreme_trainer.observe.trackers import follow
 from polyreme_trainer.observe.trackers.follow import Cursor, cursor_path, points, read_cursor, read_lines, write_cursor
 from polyreme_trainer.observe.trackers.protocol import TRACKERS, Point
@@ -25,6 +26,12 @@ def test_a_record_is_one_point_with_its_axis() -> None:
     commit = {"kind": "commit", "version": 4, "stall_seconds": 0.5, "reload_seconds": 0.25, "time": 1.0}
     assert list(points(commit)) == [Point("iteration", 4, 1.0, {"weights/stall_seconds": 0.5, "weights/reload_seconds": 0.25})]
     assert list(points({"kind": "notice", "text": "", "time": 1.0})) == []
+
+
+def test_every_documented_number_of_a_commit_is_a_point() -> None:
+    documented = {metric.name.removeprefix("weights/") for metric in METRICS if metric.when.startswith("`commit` records")}
+    (point,) = points({"kind": "commit", "version": 4, "time": 1.0, **dict.fromkeys(documented, 0.5)})
+    assert point.values.keys() == {f"weights/{name}" for name in documented}
 
 
 def test_lines_are_read_whole_and_in_bounded_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
