@@ -8,29 +8,20 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.experience.ledger import ExperienceLog, Writer
-from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import ArenaError
-from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme.weights.wire import encode_chunk
 from polyreme_trainer.weight_sync import replica_client, replica_sync
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.proxy import bad_network
-from support.publishing import World, publishing, same
+from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, same
 from support.receiver import lease, serving
 from support.waiting import until
-
-LAYOUT = plan_manifest([TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,))], {"head": "embed"})
-SPARSE = 0.01
 
 
 @pytest.fixture
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """A learner on another host than its replicas; every fourth version is an anchor."""
-    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
-    async with publishing(redis, redis_url, run_id, LAYOUT, weights={"anchor_interval": 4}) as world:
-        world.arena.unlink()
+    async with far_publishing(redis, redis_url, run_id, monkeypatch) as world:
         yield world
 
 
@@ -52,11 +43,11 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
     assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
     for record in await commits(world):
         if record["path"] == "delta":
-            assert 0 < record["bytes"] < LAYOUT.nbytes / 10
+            assert 0 < record["bytes"] < SPARSE_LAYOUT.nbytes / 10
             assert 0 < record["density"] < 2 * SPARSE
             assert record["encode_seconds"] > 0 < record["apply_seconds"]
         else:
-            assert record["bytes"] == LAYOUT.nbytes
+            assert record["bytes"] == SPARSE_LAYOUT.nbytes
             assert "density" not in record
 
 
@@ -157,7 +148,7 @@ async def test_a_damaged_delta_is_refused_and_the_whole_version_follows(world: W
         await world.publisher.wait_committed(0, 1, 300)
 
         def damaged(offset: int, data: memoryview) -> bytes:
-            return encode_chunk(offset, data if len(data) > LAYOUT.nbytes / 2 else memoryview(bytes(len(data))))
+            return encode_chunk(offset, data if len(data) > SPARSE_LAYOUT.nbytes / 2 else memoryview(bytes(len(data))))
 
         monkeypatch.setattr(replica_client, "encode_chunk", damaged)
         weights = await world.step(SPARSE)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
@@ -20,15 +19,15 @@ from polyreme.config.stage import StageConfig
 from polyreme.config.trainer import LoraConfig, ParallelConfig, SftPhase
 from polyreme_trainer.convert.command import convert
 from polyreme_trainer.megatron.lora_mapping import projection_of
-from support import layout_checks, learning, lora_checks
+from support import layout_chain, layout_checks, learning, lora_checks
 from support.configs import algorithm, run_config
+from support.layout_chain import TOLERANCE, agree, check_chain, train_ranks
 from support.models import tiny_family_model, tiny_model
 from support.ranks import run_ranks
 from support.stages import prepared, run_rank, stage_config, write_data, write_model
 
 pytestmark = pytest.mark.real
 
-TOLERANCE = 1e-5
 LORA = {"rank": 3, "alpha": 6.0}
 LAYOUTS = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}, "one": dict[str, int]()}
 KL = {"place": "loss", "estimator": "k3", "coef": 0.1}
@@ -50,23 +49,8 @@ def test_values_gradients_and_merged_weights_are_those_of_peft(model: Path, tmp_
     run_ranks(lora_checks.compare_with_peft, 1, json.dumps([str(path) for path in (model, *others)]), str(tmp_path / "out"))
 
 
-def follow(model: Path, layout: dict[str, int], out: Path, *runs: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
-    order = {"model": str(model), "dtype": dtype, "out": str(out), "layout": layout, "runs": runs}
-    run_ranks(layout_checks.follow, ParallelConfig(**layout).world_size, json.dumps(order), timeout=240)
-    measured: dict[str, Any] = json.loads(out.read_text())
-    return measured
-
-
 def a_run(steps: int, resume: Path | None = None, lora: dict[str, Any] = LORA, **save: Path) -> dict[str, Any]:
-    """`save`: step_N=path."""
-    saves = {name.removeprefix("step_"): str(path) for name, path in save.items()}
-    return {"steps": steps, "resume": None if resume is None else str(resume), "save": saves, "lora": lora}
-
-
-def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close({name: found[name]}, {name: tensor}, rtol=0, atol=tolerance)
+    return layout_chain.a_run(steps, resume, lora, **save)
 
 
 def test_two_tensor_ranks_train_as_one_does_and_go_on_from_what_it_saved(model: Path, tmp_path: Path) -> None:
@@ -77,10 +61,10 @@ def test_two_tensor_ranks_train_as_one_does_and_go_on_from_what_it_saved(model: 
         {(kind, step): tmp_path / f"{name}-{kind}-{step}" for kind in kinds for step in (2, 3)} for name in ("one", "two")
     )
     straight = [a_run(3, lora=lora, step_2=one[kind, 2], step_3=one[kind, 3]) for kind, lora in kinds.items()]
-    expected = follow(model, {}, out, *straight)["runs"]
+    expected = train_ranks(model, {}, out, *straight)["runs"]
     fresh = [a_run(2, lora=lora, step_2=two[kind, 2]) for kind, lora in kinds.items()]
     resumed = [a_run(1, resume=one[kind, 2], lora=lora, step_1=two[kind, 3]) for kind, lora in kinds.items()]
-    found = follow(model, LAYOUTS["tensor"], out, *fresh, *resumed)["runs"]
+    found = train_ranks(model, LAYOUTS["tensor"], out, *fresh, *resumed)["runs"]
     for number in range(len(kinds)):
         steps = found[number] + found[len(kinds) + number]
         assert steps == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in expected[number]]
@@ -96,43 +80,26 @@ def test_training_is_that_of_one_rank_and_resumes_on_any_layout(model: Path, tmp
     """Loss, moments and adapters after three steps. Then each layout goes on from the third step of the layout before it, and once more,
     to the same bits, from its own fourth step. Checkpoints have the adapters alone."""
     out = tmp_path / "measured.json"
-    straight = follow(model, {}, out, a_run(5, step_1=tmp_path / "at-1", step_3=tmp_path / "at-3"))["runs"][0]
+    straight = train_ranks(model, {}, out, a_run(5, step_1=tmp_path / "at-1", step_3=tmp_path / "at-3"))["runs"][0]
     assert straight[4][0] < straight[0][0]
-    reference = [layout_checks.saved_state(model, tmp_path / name) for name in ("at-1", "at-3")]
-    assert all(".lora_" in name for kind in reference[1].values() for name in kind)
-    assert all(float(tensor.abs().max()) > 0 for tensor in reference[1]["weights"].values())
-    before = tmp_path / "at-3"
-    for name, layout in LAYOUTS.items():
-        at = {number: tmp_path / f"{name}-{number}" for number in (1, 3, 4, 5, 6)}
-        found = follow(
-            model,
-            layout,
-            out,
-            a_run(3, step_1=at[1], step_3=at[3]),
-            a_run(2, resume=before, step_1=at[4], step_2=at[5]),
-            a_run(1, resume=at[4], step_1=at[6]),
-        )
-        fresh, resumed, again = found["runs"]
-        assert fresh == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in straight[:3]], name
-        assert resumed == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in straight[3:]], name
-        assert again == resumed[1:], name
-        for number, state in zip((1, 3), reference, strict=True):
-            for kind, tensors in layout_checks.saved_state(model, at[number]).items():
-                agree(tensors, state[kind], TOLERANCE)
-        last, repeated = (layout_checks.saved_state(model, at[number]) for number in (5, 6))
-        for kind in last:
-            agree(repeated[kind], last[kind], 0.0)
-        before = at[3]
+    saved = layout_checks.saved_state(model, tmp_path / "at-3")
+    assert all(".lora_" in name for kind in saved.values() for name in kind)
+    assert all(float(tensor.abs().max()) > 0 for tensor in saved["weights"].values())
+
+    def train(layout: dict[str, int], *runs: dict[str, Any]) -> dict[str, Any]:
+        return train_ranks(model, layout, out, *runs)
+
+    check_chain(train, LAYOUTS, model, straight, tmp_path, tmp_path, LORA)
 
 
 @pytest.mark.slow
 def test_adapters_of_attention_beside_experts(tmp_path: Path) -> None:
     """Tensor ranks share the positions of a model with experts, and expert ranks all have the adapters."""
     model, out = tiny_family_model("qwen2_moe", tmp_path / "model", num_experts=4), tmp_path / "measured.json"
-    expected = follow(model, {}, out, a_run(3, step_3=tmp_path / "one"))["runs"][0]
+    expected = train_ranks(model, {}, out, a_run(3, step_3=tmp_path / "one"))["runs"][0]
     adapters = layout_checks.saved_state(model, tmp_path / "one")["weights"]
     for number, layout in enumerate(({"tensor": 2}, {"data": 2, "expert": 2})):
-        found = follow(model, layout, out, a_run(3, step_3=tmp_path / f"at-{number}"))["runs"][0]
+        found = train_ranks(model, layout, out, a_run(3, step_3=tmp_path / f"at-{number}"))["runs"][0]
         assert found == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in expected], layout
         agree(layout_checks.saved_state(model, tmp_path / f"at-{number}")["weights"], adapters, TOLERANCE)
 
@@ -141,12 +108,12 @@ def test_adapters_of_attention_beside_experts(tmp_path: Path) -> None:
 def test_bfloat16_adapters_and_their_copies_pass_from_layout_to_layout_bit_for_bit(model: Path, tmp_path: Path) -> None:
     """Adapters alone have optimizer state, and data ranks divide it."""
     out, before = tmp_path / "measured.json", tmp_path / "at-2"
-    whole = follow(model, {}, out, a_run(2, step_2=before), dtype="bfloat16")
+    whole = train_ranks(model, {}, out, a_run(2, step_2=before), dtype="bfloat16")
     expected = layout_checks.saved_state(model, before)
     assert not all(torch.equal(expected["master"][name], tensor.float()) for name, tensor in expected["weights"].items())
     assert whole["state_bytes"] == 12 * sum(tensor.numel() for tensor in expected["weights"].values())
     for name in ("tensor", "data"):
-        found = follow(model, LAYOUTS[name], out, a_run(0, resume=before, step_0=tmp_path / name), dtype="bfloat16")
+        found = train_ranks(model, LAYOUTS[name], out, a_run(0, resume=before, step_0=tmp_path / name), dtype="bfloat16")
         for kind, tensors in layout_checks.saved_state(model, tmp_path / name).items():
             agree(tensors, expected[kind], 0.0)
         before = tmp_path / name

@@ -14,28 +14,19 @@ from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.api.v1 import weights_pb2_grpc as pb_grpc
 from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
-from polyreme.process.backoff import Backoff
-from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme.weights.wire import encode_chunk
 from polyreme_rollout import relay, weights_service
 from polyreme_trainer.weight_sync import relay_plan, replica_sync
 from support.certificates import issue
 from support.proxy import bad_network
-from support.publishing import World, publishing, same
+from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, publishing, same
 from support.receiver import Receiver, lease, replica, serving
 from support.waiting import until
-
-LAYOUT = plan_manifest([TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,))], {"head": "embed"})
-SPARSE = 0.01
 
 
 @pytest.fixture
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    """A learner on another host than its replicas; every fourth version is an anchor."""
-    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
-    async with publishing(redis, redis_url, run_id, LAYOUT, weights={"anchor_interval": 4}) as world:
-        world.arena.unlink()
+    async with far_publishing(redis, redis_url, run_id, monkeypatch) as world:
         yield world
 
 
@@ -59,7 +50,7 @@ async def test_the_trainer_sends_each_version_once_to_sixteen_replicas(world: Wo
             assert [record["hops"] for record in records if "source" not in record] == [1]
             assert min(record["hops"] for record in records if "source" in record) == 2
     received = [receiver.metrics.received_bytes.labels("replica")._value.get() for receiver in replicas]
-    assert sum(received) > 15 * LAYOUT.nbytes
+    assert sum(received) > 15 * SPARSE_LAYOUT.nbytes
 
 
 async def test_a_late_joiner_fetches_from_a_replica_and_a_mapping_one_is_left_alone(world: World) -> None:
@@ -74,7 +65,12 @@ async def test_a_late_joiner_fetches_from_a_replica_and_a_mapping_one_is_left_al
             assert same(one.weights, world.weights)
             assert "StageStream" not in two.calls
     record = (await commits(world, 1))["two"]
-    assert (record["path"], record["bytes"], record["relayed_bytes"], record["source"]) == ("stream", 0, LAYOUT.nbytes, "one")
+    assert (record["path"], record["bytes"], record["relayed_bytes"], record["source"]) == (
+        "stream",
+        0,
+        SPARSE_LAYOUT.nbytes,
+        "one",
+    )
 
 
 async def test_a_late_joiner_fetches_a_version_that_its_source_had_under_an_older_number(world: World) -> None:
@@ -86,12 +82,12 @@ async def test_a_late_joiner_fetches_a_version_that_its_source_had_under_an_olde
             await world.publisher.wait_committed(1, 2, 300)
             assert same(two.weights, world.weights)
     record = (await commits(world, 1))["two"]
-    assert (record["bytes"], record["relayed_bytes"], record["source"]) == (0, LAYOUT.nbytes, "one")
+    assert (record["bytes"], record["relayed_bytes"], record["source"]) == (0, SPARSE_LAYOUT.nbytes, "one")
 
 
 async def test_replicas_on_the_trainers_host_neither_fetch_nor_serve(redis: Redis, redis_url: str, run_id: str) -> None:
     async with AsyncExitStack() as stack:
-        world = await stack.enter_async_context(publishing(redis, redis_url, run_id, LAYOUT))
+        world = await stack.enter_async_context(publishing(redis, redis_url, run_id, SPARSE_LAYOUT))
         near = [await stack.enter_async_context(world.replica(f"near{i}")) for i in range(2)]
         far = [world.receiver() for _ in range(2)]
         for number, receiver in enumerate(far):
@@ -118,7 +114,7 @@ async def test_a_relay_that_sends_other_bytes_is_refused_and_replaced(world: Wor
         assert same(one.weights, weights)
         assert same(two.weights, weights)
         await world.notice("could not fetch weights from replica", "DATA_LOSS: version 0: embed differs")
-        assert {record["bytes"] for record in (await commits(world, 0)).values()} == {LAYOUT.nbytes}
+        assert {record["bytes"] for record in (await commits(world, 0)).values()} == {SPARSE_LAYOUT.nbytes}
         assert not [text for text in await world.notices() if "quarantined" in text]
 
 
@@ -138,7 +134,7 @@ async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(world: World, monk
         async def count(data: bytes) -> None:
             nonlocal sent
             sent += len(data)
-            if sent > LAYOUT.nbytes // 2:
+            if sent > SPARSE_LAYOUT.nbytes // 2:
                 proxy.refuse()
 
         proxy.answer_listener = count
@@ -148,7 +144,7 @@ async def test_a_relay_that_dies_costs_a_fetch_from_elsewhere(world: World, monk
         await world.notice("replica b could not fetch weights from replica a", "UNAVAILABLE")
         record = (await commits(world, 0))["b"]
         assert (record["hops"], "source" in record) == (1, False)
-        assert 0 < record["bytes"] <= LAYOUT.nbytes
+        assert 0 < record["bytes"] <= SPARSE_LAYOUT.nbytes
         proxy.heal()
 
 
@@ -277,7 +273,7 @@ async def test_replicas_show_each_other_the_runs_token_and_certificates(
     section = section or {"token_env": "POLYREME_TEST_TOKEN"}
     security = SecurityConfig.model_validate(section)
     async with AsyncExitStack() as stack:
-        world = await stack.enter_async_context(publishing(redis, redis_url, run_id, LAYOUT, security=section))
+        world = await stack.enter_async_context(publishing(redis, redis_url, run_id, SPARSE_LAYOUT, security=section))
         world.arena.unlink()
         receivers = [Receiver(world.run.run_id, ["embed", "norm"], shown) for shown in (security, security, None)]
         for number, receiver in enumerate(receivers):

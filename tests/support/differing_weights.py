@@ -22,7 +22,7 @@ def compare(folder: str) -> None:
     for name, found in (("a", "the same"), (own, "others")):
         config = run_config(Path(folder), model=ModelConfig(path=Path(folder) / name))
         try:
-            check_same_weights(build_policy(config, device))
+            check_same_weights(build_policy(config.model.path, config, device))
             assert found == "the same"
         except ConfigError as error:
             assert found == "others" and "the same weights at model.path" in str(error)

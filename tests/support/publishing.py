@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 from redis.asyncio import Redis
 
 from polyreme.config.load import parse_config
 from polyreme.experience.leases import Registry
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
+from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
+from polyreme_trainer.weight_sync import replica_sync
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.receiver import Receiver, replica
 
@@ -104,6 +107,21 @@ async def publishing(redis: Redis, redis_url: str, run_id: str, layout: Manifest
     publisher.close()
     arena.close()
     assert not arena.path.exists()
+
+
+SPARSE_LAYOUT = plan_manifest([TensorSpec("embed", "BF16", (400, 30)), TensorSpec("norm", "F32", (33,))], {"head": "embed"})
+SPARSE = 0.01
+"""A fraction of changed elements at which a version of SPARSE_LAYOUT is a delta."""
+
+
+@asynccontextmanager
+async def far_publishing(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    """A learner on another host than its replicas; every fourth version is an anchor."""
+    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
+    async with publishing(redis, redis_url, run_id, SPARSE_LAYOUT, weights={"anchor_interval": 4}) as world:
+        world.arena.unlink()
+        yield world
 
 
 def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:

@@ -61,7 +61,7 @@ class MegatronEngine:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
         self.algorithm = load_algorithm(config)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
-        self.policy = policy = build_policy(config, device)
+        self.policy = policy = build_policy(config.model.path, config, device)
         """The actor's model."""
         if config.trainer.parallel.nodes > 1:
             check_same_weights(policy)

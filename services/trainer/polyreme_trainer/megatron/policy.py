@@ -4,12 +4,14 @@ Invariant: the logits of a micro-batch never exist together while log-probabilit
 (`logprobs.BLOCK_LOGITS`).
 """
 
+from pathlib import Path
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.device import Device
@@ -88,11 +90,15 @@ class Policy(ShardedModel):
         return self.spec.linear(x, weight, None, parallel_state.get_tensor_model_parallel_group(), False)
 
 
-def build_policy(config: RunConfig, device: Device, *, trainable: bool = True) -> Policy:
-    """The run's model with the weights of its Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
-    arch, settings = load_architecture(config.model.path), config.trainer
+def build_policy(path: Path, config: RunConfig | StageConfig, device: Device, *, trainable: bool = True) -> Policy:
+    """A language model with the weights of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError.
+
+    Args:
+        config: `model.dtype`, `seed`, and of `trainer` `recompute` and `lora` are used; adapters only where it is trainable.
+    """
+    settings = config.trainer
     policy = Policy(
-        arch,
+        load_architecture(path),
         config.model.dtype,
         device,
         trainable=trainable,
@@ -100,5 +106,5 @@ def build_policy(config: RunConfig, device: Device, *, trainable: bool = True) -
         lora=settings.lora if trainable else None,
         seed=config.seed,
     )
-    policy.load_hf(config.model.path)
+    policy.load_hf(path)
     return policy

@@ -26,11 +26,10 @@ from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequ
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
-from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.frozen_weights import FrozenWeights
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.pipeline import on_every_stage
-from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import BaseRole, Loss, LossTerm, Role
 from polyreme_trainer.megatron.saves import FROZEN, find_newest
 from polyreme_trainer.megatron.shard import DataShard, data_shard
@@ -227,15 +226,5 @@ class MegatronStageEngine:
 
 def policy_role(name: str, path: Path, config: StageConfig, shard: DataShard, device: Device, trainable: bool) -> Role[Policy]:
     """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
-    arch, settings = load_architecture(path), config.trainer
-    policy = Policy(
-        arch,
-        config.model.dtype,
-        device,
-        trainable=trainable,
-        recompute=settings.recompute,
-        lora=settings.lora if trainable else None,
-        seed=config.seed,
-    )
-    policy.load_hf(path)
+    policy = build_policy(path, config, device, trainable=trainable)
     return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), shard)
