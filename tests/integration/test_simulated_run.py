@@ -66,20 +66,20 @@ async def test_no_sample_file_is_missing_however_late_the_disk_takes_them(redis_
     in_the_way = tmp_path / "run" / "metrics.jsonl"
     in_the_way.mkdir(parents=True)
     saves = {"save_interval": 1, "keep_checkpoints": 1}
-    async with simulated_run(redis_url, run_id, tmp_path, iterations=40, train_seconds=0.3, trainer=saves) as started:
+    async with simulated_run(redis_url, run_id, tmp_path, iterations=16, train_seconds=0.3, trainer=saves) as started:
         log = ExperienceLog(started.run)
 
         async def trained_four() -> bool | None:
             return await log.version() >= 4 or None
 
         assert await started.run.until(trained_four, within=90), started.logs()
-        assert await log.version() < 40, "the run is over already"
+        assert await log.version() < 16, "the run is over already"
         in_the_way.rmdir()
         assert await started.ended(180) == ("done", ""), started.logs()
         assert (await log.audit()).clean
         assert (await log.audit()).counts["released"] > 0
     samples = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
-    assert samples == [f"iteration_{number:04d}.jsonl" for number in range(1, 41)]
+    assert samples == [f"iteration_{number:04d}.jsonl" for number in range(1, 17)]
 
 
 async def started_config(redis_url: str, run_id: str) -> RunConfig:
