@@ -132,7 +132,7 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
         rank.write(Path(out, name), {"trained": [rank.iterate(i) for i in (1, 2)]})
         rank.engine.close()
     rank = Rank(config, device)
-    losses, canary = warm_start(rank), rank.engine.canary()
+    losses, canary = warm_start(rank), rank.engine.probes.canary()
     rank.write(Path(out, "warm_start"), {"losses": losses, "canary": [canary.ids, canary.logprobs]})
     rank.engine.close()
 
