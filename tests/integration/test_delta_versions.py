@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.weights.arena import ArenaError
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.weight_sync import replica_client, replica_sync
+from polyreme_trainer.weight_sync import replica_client, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.proxy import bad_network
@@ -182,7 +182,7 @@ async def test_a_failed_swap_of_a_delta_rolls_back_and_is_repeated(world: World)
 
 
 async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     receiver = world.receiver()
     async with AsyncExitStack() as stack:
