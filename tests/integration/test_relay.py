@@ -277,10 +277,11 @@ async def test_replicas_show_each_other_the_runs_token_and_certificates(
         world.arena.unlink()
         receivers = [Receiver(world.run.run_id, ["embed", "norm"], shown) for shown in (security, security, None)]
         for number, receiver in enumerate(receivers):
-            port = await stack.enter_async_context(serving(receiver, security=security))
-            await stack.enter_async_context(await world.registry.register(lease(f"r{number}", port)))
             if number != 1:
                 weights = await world.step()
+            await world.publisher.wait_committed(world.version, number, 300)  # so that the next replica finds a source
+            port = await stack.enter_async_context(serving(receiver, security=security))
+            await stack.enter_async_context(await world.registry.register(lease(f"r{number}", port)))
             await world.publisher.wait_committed(world.version, number + 1, 300)
         assert all(same(receiver.weights, weights) for receiver in receivers)
         await world.notice("replica r2 could not fetch weights", "UNAVAILABLE" if tls else "UNAUTHENTICATED")
