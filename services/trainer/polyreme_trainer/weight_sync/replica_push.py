@@ -16,7 +16,7 @@ from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.process.backoff import Backoff
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
-from polyreme_trainer.weight_sync.changes import Changes
+from polyreme_trainer.weight_sync.change_signal import ChangeSignal
 from polyreme_trainer.weight_sync.replica_client import SwapError, UnreachableError, Version
 from polyreme_trainer.weight_sync.replica_state import Commit, InterruptedPushError, ReplicaState, Transfer
 from polyreme_trainer.weight_sync.streams import Streams
@@ -51,7 +51,7 @@ class ReplicaPush:
         target: Callable[[], Version | None],
         devices_train: Callable[[], bool],
         notice: Callable[[str], Awaitable[None]],
-        changes: Changes,
+        changes: ChangeSignal,
     ) -> None:
         self._experience, self._slots, self._streams, self._term = experience, slots, streams, term
         self._target, self._devices_train, self._notice, self._changes = target, devices_train, notice, changes

@@ -20,7 +20,7 @@ from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
-from polyreme_trainer.weight_sync.changes import Changes
+from polyreme_trainer.weight_sync.change_signal import ChangeSignal
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
 from polyreme_trainer.weight_sync.relay_plan import RelayPlan
@@ -68,7 +68,7 @@ class ReplicaSync:
         self._run, self._experience, self._registry, self._arena = run, experience, registry, arena
         self._wanted, self._hold = wanted, hold
         self._slots, self._deltas = slots, deltas
-        self._changes = Changes()
+        self._changes = ChangeSignal()
         self._streams = Streams(deltas, slots, plan, self._target, self._address, self._notice, self._changes.notify)
         self._push = ReplicaPush(
             experience, slots, self._streams, term, self._target, lambda: self._devices_train, self._notice, self._changes

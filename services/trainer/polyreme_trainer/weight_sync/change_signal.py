@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Changes:
+class ChangeSignal:
     """Runs on one event loop."""
 
     def __init__(self) -> None:
