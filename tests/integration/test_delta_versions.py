@@ -39,7 +39,7 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
             weights = await world.step(SPARSE)
             await world.publisher.wait_committed(version, 1, 300)
             assert same(far.weights, weights)
-            assert bool(far._swapper._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
+            assert bool(far._swapper.staging._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
     assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
     for record in await commits(world):
         if record["path"] == "delta":
@@ -134,7 +134,7 @@ async def test_a_restarted_replica_refuses_the_delta_and_receives_the_whole_vers
     async with serving(receiver) as port, await world.registry.register(lease("far", port)):
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
-        receiver._swapper._receiver._buffers.clear()  # the memory of a process that is gone
+        receiver._swapper.staging._receiver._buffers.clear()  # the memory of a process that is gone
         weights = await world.step(SPARSE)
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
