@@ -96,7 +96,6 @@ class Progress:
     sft_seconds: float = 0.0
     saved: Record | None = None
     rollout: Record | None = None
-    learned: bool = False
     _seconds: float = 0.0
     _split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT, 0.0))
     _waits: dict[int, float] = field(default_factory=dict)
@@ -150,7 +149,7 @@ class Progress:
             case "gate":
                 self.gates[record["name"]] = record
             case "done_learning":
-                self.learned = True
+                pass  # its time counts
             case _:
                 return
         self.time = max(self.time, record["time"])
@@ -239,7 +238,7 @@ class Progress:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
-        self.sft, self._sft_first, self.evaluating, self.learned = None, None, None, False
+        self.sft, self._sft_first, self.evaluating = None, None, None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:
