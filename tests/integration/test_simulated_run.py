@@ -66,22 +66,13 @@ async def test_no_sample_file_is_missing_however_late_the_disk_takes_them(redis_
     in_the_way = tmp_path / "run" / "metrics.jsonl"
     in_the_way.mkdir(parents=True)
     saves = {"save_interval": 1, "keep_checkpoints": 1}
-<<<<<<< HEAD
-    async with simulated_run(redis_url, run_id, tmp_path, iterations=16, train_seconds=0.3, trainer=saves) as started:
-=======
     async with simulated_run(redis_url, run_id, tmp_path, iterations=10_000, train_seconds=0.1, trainer=saves) as started:
->>>>>>> c11
         log = ExperienceLog(started.run)
 
         async def trained_four() -> bool | None:
             return await log.version() >= 4 or None
 
-<<<<<<< HEAD
-        assert await started.run.until(trained_four, within=90), started.logs()
-        assert await log.version() < 16, "the run is over already"
-=======
         assert await started.run.until(trained_four, within=300), started.logs()
->>>>>>> c11
         in_the_way.rmdir()
         late = await log.version()
         await until(lambda: trained(started.run, late + 10))
@@ -91,11 +82,7 @@ async def test_no_sample_file_is_missing_however_late_the_disk_takes_them(redis_
         assert (await log.audit()).counts["released"] > 0
         trained_in_all = await log.version()
     samples = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
-<<<<<<< HEAD
-    assert samples == [f"iteration_{number:04d}.jsonl" for number in range(1, 17)]
-=======
     assert samples == [f"iteration_{number:04d}.jsonl" for number in range(1, trained_in_all + 1)]
->>>>>>> c11
 
 
 async def started_config(redis_url: str, run_id: str) -> RunConfig:
