@@ -145,10 +145,12 @@ async def test_a_call_that_begins_when_its_replica_has_fallen_asleep_has_no_dead
 
 async def test_work_waits_for_room_and_goes_to_the_replica_that_has_it_first(world):
     """Not to the one that it would have waited at: neither long answers nor a full pool keep a replica idle."""
-    slow, fast = await world.start(
-        {"step_seconds": 0.01, "lengths": Lengths(1e9)}, {"step_seconds": 0.0005, "lengths": Lengths(1e9)}
-    )
-    await asyncio.gather(*(world.generate(count=12) for _ in range(8)))
+    slow, fast = await world.start(*[{"lengths": Lengths(1e9)}] * 2)
+    await slow.engine.pause()
+    generating = [asyncio.create_task(world.generate(count=12)) for _ in range(8)]
+    await until(lambda: sum(task.done() for task in generating) == 7)
+    await slow.engine.resume()
+    await asyncio.gather(*generating)
     assert (len(slow.calls), len(fast.calls)) == (1, 7)
     assert [target.sequences for target in world.pool._targets.values()] == [0, 0]
 
