@@ -124,7 +124,8 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
         for index, parts in kept.items():
             restored = join_parts(parts, groups[index].prompt_ids, rollouts(max_new=96, count=3))
             for restored_sample, sample in zip(restored.samples, groups[index].samples, strict=True):
-                assert prefixes[str(index), restored_sample.index] == restored_sample.ids
+                if restored_sample.length < 96:  # what was complete needs no call
+                    assert prefixes[str(index), restored_sample.index] == restored_sample.ids
                 assert sample.token_ids.tobytes().startswith(restored_sample.ids)
                 assert len(sample.token_ids) == 96
         assert {group.attempt for group in groups.values()} == {1}
