@@ -43,7 +43,7 @@ class Part:
     """One process of the run with its own connection to Redis. It is restarted when it ends.
 
     `forked`: from the nursery; else it is a new interpreter, as what forks or imports torch must be.
-    `drained`: the process that was told to end.
+    `drained`: the process that was asked to end.
     """
 
     name: str

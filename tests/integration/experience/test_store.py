@@ -60,7 +60,7 @@ async def test_invalid_redis_urls(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_somebody_else_at_the_address() -> None:
+async def test_another_server_at_the_address() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")

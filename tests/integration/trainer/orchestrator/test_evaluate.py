@@ -78,7 +78,7 @@ async def test_a_deciding_metric_that_is_not_there_fails_the_evaluation(world, t
         assert "hard/score" in failed[0]["text"]
 
 
-async def test_an_evaluation_that_cannot_be_scored_is_told_and_training_goes_on(world):
+async def test_an_evaluation_that_cannot_be_scored_is_reported_and_training_continues(world):
     bad = [{**row, "answer": "bad"} for row in ROWS[:3]]
     async with world(
         eval_rows=bad, plugin=True, iterations=1, reward={"start_timeout": 1.0, "attempts": 1}
@@ -90,7 +90,7 @@ async def test_an_evaluation_that_cannot_be_scored_is_told_and_training_goes_on(
         assert all("cannot score this" in record["text"] for record in failed)
 
 
-async def test_an_evaluation_that_replicas_run_away_from_is_told(world):
+async def test_an_evaluation_whose_version_the_replicas_leave_is_reported(world):
     """This learner holds nothing back."""
     slow = {"step_seconds": 0.002, "lengths": Lengths(40)}
     async with world(slow, eval_rows=ROWS, iterations=6, max_staleness=3, eval_interval=1) as w:

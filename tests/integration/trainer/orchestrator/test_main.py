@@ -68,7 +68,7 @@ async def test_one_call_per_group_and_a_seed_per_sample(world):
                 assert group.samples[slot].token_ids.tolist() == ids
 
 
-async def test_overlong_prompts_are_filtered_counted_and_said(world):
+async def test_overlong_prompts_are_filtered_counted_and_reported(world):
     rows = [*ROWS, {"prompt": "1" * 40, "answer": "x"}]
     async with world(rows=rows, iterations=1) as w:
         await asyncio.gather(orchestrate(w.run), w.train())

@@ -33,9 +33,7 @@ async def test_what_cannot_be_prepared_fails_the_run_with_its_reason(world, sect
 
 async def test_no_replica_in_time(world):
     async with world({"api": 7}, rollout={"start_timeout": 0.3}) as w:
-        with pytest.raises(
-            UnavailableError, match=r"1 rollout server within rollout.start_timeout = 0.3 s; found 0: r0 \(API 7, ours is 1\)"
-        ):
+        with pytest.raises(UnavailableError, match=r"rollout\.start_timeout = 0.3 s.*r0 \(API 7, ours is 1\)"):
             await orchestrate(w.run)
         assert (await w.run.state())[0] is RunState.FAILED
         assert ["r0" in record["text"] and "expected API 1, found 7" in record["text"] for record in await w.records("notice")][
@@ -45,9 +43,7 @@ async def test_no_replica_in_time(world):
 
 async def test_no_reward_server_in_time(world):
     async with world(reward_server=False, reward={"start_timeout": 0.3}) as w:
-        with pytest.raises(
-            UnavailableError, match=r"1 reward server within reward.start_timeout = 0.3 s; found 0\. .*polyreme reward"
-        ):
+        with pytest.raises(UnavailableError, match=r"reward\.start_timeout = 0.3 s.*polyreme reward"):
             await orchestrate(w.run)
 
 
@@ -70,7 +66,7 @@ async def test_a_reward_that_always_raises_later_fails_the_run(world):
     good, sections = ROWS[row_of(0, 0, len(ROWS))], {"start_timeout": 1.0, "attempts": 1}
     bad = [row if row == good else {**row, "answer": "bad"} for row in ROWS]
     async with world(rows=bad, plugin=True, reward=sections, max_attempts=1, max_failed_fraction=0.05) as w:
-        with pytest.raises(RunFailedError, match=r"\d% failed, the last one because 3 of 3 samples .*cannot score this"):
+        with pytest.raises(RunFailedError, match=r"\d% failed.*cannot score this"):
             await orchestrate(w.run)
         state, reason = await w.run.state()
         assert state is RunState.FAILED and "cannot score this" in reason
@@ -90,7 +86,7 @@ async def test_a_bad_row_costs_its_group_only(world):
         assert "bad" not in {group.label for groups in w.learner.trained.values() for group in groups}
 
 
-async def test_many_failed_groups_are_told_as_counts(world):
+async def test_many_failed_groups_are_reported_as_counts(world):
     rows = [{**row, "answer": "bad"} if i % 2 else row for i, row in enumerate(ROWS)]
     async with world(
         rows=rows, plugin=True, iterations=5, reward={"start_timeout": 1.0, "attempts": 1}, max_attempts=1, max_failed_fraction=1.0
