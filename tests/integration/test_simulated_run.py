@@ -75,7 +75,7 @@ async def test_no_sample_file_is_missing_however_late_the_disk_takes_them(redis_
         assert await started.run.until(trained_four, within=300), started.logs()
         in_the_way.rmdir()
         late = await log.version()
-        await until(lambda: trained(started.run, late + 10))
+        await until(lambda: trained(started.run, late + 8))
         await started.run.set_state(RunState.DRAINING)
         assert (await started.ended(300))[0] == "stopped", started.logs()
         assert (await log.audit()).clean
