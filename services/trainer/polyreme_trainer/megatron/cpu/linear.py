@@ -19,9 +19,12 @@ from polyreme_trainer.megatron.mcore import ColumnParallelLinear, RowParallelLin
 
 
 def _made_by_intel() -> bool:
-    """Whether Linux names Intel as the maker of this machine's processor."""
+    """Whether Linux names Intel as the maker of this machine's processor. False on other systems."""
     info = Path("/proc/cpuinfo")
-    return info.exists() and "GenuineIntel" in info.read_text()
+    if not info.exists():
+        return False
+    with info.open() as text:
+        return "GenuineIntel" in text.read(200)  # of the first processor: a list of hundreds takes long to make
 
 
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
