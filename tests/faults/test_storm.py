@@ -162,6 +162,14 @@ async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_a_storm_of_faults_over_samples_that_pause(tmp_path: Path) -> None:
+    """With a token budget; a sample of 64 tokens has up to three parts."""
+    rollout = {"start_timeout": 600.0, "chunk_timeout": 5.0, "max_new_tokens": 64, "tokens_per_iteration": 24}
+    await endure_all(tmp_path, seed_of(400), 60, 60, supervised=False, max_staleness=2, rollout=rollout)
+
+
+@pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.timeout(5400)
 async def test_faults_in_every_part_of_the_real_stack(tmp_path: Path) -> None:
