@@ -15,7 +15,7 @@ from polyreme_trainer.megatron.critic import build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.policy import Policy
-from support import model_checks
+from support import model_checks, router_checks
 from support.model_checks import TOLERANCE, batch, hf_model, policy_of
 
 
@@ -39,6 +39,9 @@ def family_agrees(model: str, device: Device, folder: str) -> None:
     entropies_agree_also_in_blocks(model, device)
     both_specs_agree(model, device)
     critic_agrees(model, device, folder)
+    if load_architecture(Path(model)).experts:
+        router_checks.balance_agrees(model, device)
+        router_checks.replay_agrees(model, device)
 
 
 def positions_agree(folder: str) -> None:

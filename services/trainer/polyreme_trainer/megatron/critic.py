@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polyreme.config.trainer import LoraConfig, Recompute
+from polyreme.config.trainer import LoraConfig, MoeConfig, Recompute
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
@@ -68,10 +68,11 @@ def build_critic(
     trainable: bool = True,
     recompute: Recompute | None = None,
     lora: LoraConfig | None = None,
+    moe: MoeConfig | None = None,
     seed: int = 0,
 ) -> Critic:
     """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
     arch = critic_architecture(load_architecture(path))
-    critic = Critic(arch, dtype, device, trainable=trainable, recompute=recompute, lora=lora, seed=seed)
+    critic = Critic(arch, dtype, device, trainable=trainable, recompute=recompute, lora=lora, moe=moe, seed=seed)
     critic.load_hf(path)
     return critic
