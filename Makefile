@@ -49,7 +49,7 @@ test-light: $(VENV)/.dev
 	$(LIGHT) tests/unit
 
 .test-light-rest:
-	$(LIGHT) -n 3 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
+	$(LIGHT) -n 5 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
 
 # Two stacks at a time: one waits for its engine or ranks to start while the other computes. The tests of a file share a stack.
 ## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package

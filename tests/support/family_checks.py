@@ -38,8 +38,10 @@ def family_agrees(model: str, device: Device, folder: str) -> None:
     model_checks.export_loads_in_transformers(model, device, folder)
     entropies_agree_also_in_blocks(model, device)
     both_specs_agree(model, device)
-    critic_agrees(model, device, folder)
-    if load_architecture(Path(model)).experts:
+    arch = load_architecture(Path(model))
+    if arch.family.classifier:
+        critic_agrees(model, device, folder)
+    if arch.experts:
         router_checks.balance_agrees(model, device)
         router_checks.replay_agrees(model, device)
 

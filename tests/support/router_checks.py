@@ -21,6 +21,7 @@ from polyreme_trainer.megatron.optimizer import Adam
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import DataShard
+from polyreme_trainer.observe.registry import ROUTING
 from support.model_checks import file_tensors, hf_model
 
 LENGTHS = (9, 4, 12, 6)
@@ -78,6 +79,7 @@ def balance_agrees(model: str, device: Device) -> None:
         role = make_role(model, device, recompute, MoeConfig(aux_loss_coef=aux_coef, z_loss_coef=z_coef))
         check_step(role, device, sequences, expected)
         found = finish(combine([role.routing_metrics]))
+        assert set(found) == {metric.name for metric in ROUTING}
         assert math.isclose(found["moe/aux_loss"], balancing.item(), rel_tol=1e-4)
         assert math.isclose(found["moe/z_loss"], squares.item(), rel_tol=1e-4)
 

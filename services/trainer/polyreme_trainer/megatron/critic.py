@@ -4,7 +4,6 @@ Invariant: a critic that starts from a language model has a zero head, so its fi
 """
 
 from collections import ChainMap
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,8 +55,8 @@ class Critic(ShardedModel):
 
 
 def critic_architecture(arch: Architecture) -> Architecture:
-    """The same architecture with a value head."""
-    return replace(arch, head="value")
+    """The same architecture with a value head. Raises ConfigError."""
+    return arch.with_value_head()
 
 
 def build_critic(

@@ -9,12 +9,13 @@ import pytest
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
 from polyreme.experience.records import GroupRecord, SampleRecord, decode_group, encode_group
-from polyreme_trainer.megatron.batch import collect, pad
+from polyreme_trainer.megatron.batch import Sequences, collect, pad
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
-from polyreme_trainer.megatron.replay import decode_routes
+from polyreme_trainer.megatron.replay import decode_routes, mismatch
+from polyreme_trainer.observe.registry import REPLAY
 
 FIELDS = {
     "model_type": "mixtral",
@@ -76,3 +77,29 @@ def test_what_no_router_of_the_model_chose_is_refused(routes: Any) -> None:
     assert decode_routes(good, arch(4)).shape == (3, 2, 2)
     with pytest.raises(DataError):
         decode_routes(replace(good, routes=routes), arch(4))
+
+
+class Actor:
+    """A role whose log-probabilities are those of the replica with its experts, and `drift` lower with its own."""
+
+    def __init__(self, drift: float, replays: bool) -> None:
+        self.drift, self.replays = drift, replays
+
+    def infer(self, sequences: Sequences, indices: np.ndarray) -> np.ndarray:
+        values = np.zeros(len(sequences.mask), np.float32)
+        for index in indices:
+            values[sequences.offsets[index] : sequences.offsets[index + 1]] = 0.0 if self.replays else -self.drift
+        return values
+
+
+def test_the_mismatch_is_measured_with_the_replicas_experts_and_with_the_learners() -> None:
+    """Over the sampled tokens of the given sequences alone: the others have another mismatch."""
+    routes = np.tile(np.array([0, 1, 2, 3], np.uint8), (3, 1))
+    stale = replace(sample(routes), logprobs=np.full(3, -5.0, np.float32))
+    sequences, tokens = collect([GroupRecord(1, 1, np.array([7, 8], np.int32), [sample(routes), stale])])
+    actor: Any = Actor(0.5, replays=True)
+    found = mismatch(actor, sequences, tokens, np.array([0]))
+    assert set(found) == {metric.name for metric in REPLAY} and actor.replays
+    assert found["moe/mismatch_kl_replayed"] == 0
+    assert found["moe/mismatch_kl_routed"] == pytest.approx(np.exp(-0.5) - 1 + 0.5)
+    assert mismatch(actor, sequences, tokens, np.array([], np.int64)) == {}

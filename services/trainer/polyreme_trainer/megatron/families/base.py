@@ -108,6 +108,16 @@ class Architecture:
         """The width of all key heads together; that of all value heads is the same."""
         return self.kv_heads * self.head_dim
 
+    def with_value_head(self) -> "Architecture":
+        """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family to read it."""
+        if not self.family.classifier:
+            raise ConfigError(
+                "a model_type with a sequence classifier in transformers, for a critic or reward model",
+                f"{self.family.name}, which has none",
+                "Take a critic or reward model of another family, or an algorithm without a critic.",
+            )
+        return replace(self, head="value")
+
     def shapes(self, row: MappingRow) -> dict[str, Shape]:
         """The shape of each Hugging Face tensor of the row, including absent ones."""
         return {
@@ -198,6 +208,7 @@ class ModelFamily:
         activation: the activation of the MLP's gate; "gelu_tanh" is the tanh approximation of GELU.
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
         projection_norms: whether queries and keys each pass a norm over all their heads together.
+        classifier: whether transformers has a sequence classifier of the family.
     """
 
     name: str
@@ -209,6 +220,7 @@ class ModelFamily:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     post_norms: bool = False
     projection_norms: bool = False
+    classifier: bool = True
 
     def architecture(self, config: HfConfig) -> Architecture:
         """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that this package does not support."""

@@ -19,4 +19,5 @@ FAMILY = MoeFamily(
     fixed={"clip_qkv": None},
     expert_ffn="intermediate_size",
     projection_norms=True,
+    classifier=False,
 )

@@ -145,3 +145,9 @@ def test_key_heads_under_one_norm_divide_over_the_tensor_ranks() -> None:
     hf_mapping.check(shared, 2)
     with pytest.raises(ValueError, match="key-value heads = 2"):
         hf_mapping.check(shared, 4)
+
+
+def test_a_critic_that_transformers_could_not_read_is_refused() -> None:
+    assert read_architecture(HfConfig(MIXTRAL_8X7B)).with_value_head().head == "value"
+    with pytest.raises(ConfigError, match="olmoe"):
+        read_architecture(HfConfig(OLMOE_1B_7B)).with_value_head()
