@@ -68,7 +68,7 @@ async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervis
 )
 async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
     own = random.SystemRandom().randrange(1 << 31) if seed is None else seed
-    await endure_all(tmp_path, seed_of(own), 15, 15, supervised=False)
+    await endure_all(tmp_path, seed_of(own), 10, 10, supervised=False)
 
 
 async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ async def test_a_resume_replays_the_same_plans(opened: Opener) -> None:
         assert await successor.plan(plan.iteration, 60) == plan
         assert await successor.read(plan) == [b"payload %d" % index for index in plan.indices]
         await successor.set_version(plan.iteration)
-    with pytest.raises(StoreError, match=r"iteration 1 in the log; found no payload of \[0, 1\]"):
+    with pytest.raises(StoreError, match=r"no payload of \[0, 1\]"):
         await successor.read(plans[0])
 
 
@@ -275,7 +275,7 @@ async def test_a_group_is_never_readmitted_at_an_older_version(opened: Opener) -
     (admission,) = await admit_all(orchestrator)
     await learner.begin(0)  # the learner catches up from its checkpoint; version 2 will be there again before iteration 3
     assert await orchestrator.readmit(admission.index, 1, "the replica died", 3) == Admission(2, 2, 2)
-    with pytest.raises(TransitionError, match="group 2 was admitted at version 2 and cannot hold tokens of version 0"):
+    with pytest.raises(TransitionError, match=r"group 2 .*version 2 .*version 0"):
         await orchestrator.append(2, 2, b"", 0, 0.0)
 
 

@@ -23,7 +23,7 @@ from polyreme_trainer.megatron.mcore import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from polyreme_trainer.megatron.moe import experts
-from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm
+from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm, projection_norms
 from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
 
 
@@ -53,10 +53,11 @@ class RotatedAttention(SelfAttention):
 def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
+    query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     attention.module = RotatedAttention
     attention.submodules = replace(
-        attention.submodules, core_attention=FusedAttention, q_layernorm=head_norm, k_layernorm=head_norm
+        attention.submodules, core_attention=FusedAttention, q_layernorm=query_norm, k_layernorm=key_norm
     )
     if family.post_norms:
         normed = ends_in_norm(RowParallelLinear, TorchRmsNorm)
@@ -91,4 +92,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_inpu
     )
 
 
-ACCELERATOR = ModelSpec(block=_block, forward=_forward, linear=_linear)
+def _rows(positions: Tensor) -> Tensor:
+    return positions.transpose(0, 1).flatten(0, 1)
+
+
+ACCELERATOR = ModelSpec(block=_block, forward=_forward, rows=_rows, linear=_linear)

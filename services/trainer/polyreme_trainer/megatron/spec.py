@@ -48,12 +48,14 @@ class ModelSpec:
         block: (config, family, number of layers of this stage) -> the modules of megatron-core's transformer block.
         forward: (module, token ids [b, s], rotary angles) -> final hidden states [b * s, hidden]; of a stage before the last, its output
             in megatron-core's shape. A stage after the first takes the input that the schedule has set instead of the ids.
+        rows: entries per position [b, s, ...] -> the same in the order in which the layers see the positions, [b * s, ...].
         linear: the matrix product of the output layer.
         options: fields of megatron-core's TransformerConfig that `block` requires.
     """
 
     block: Callable[[TransformerConfig, ModelFamily, int], TransformerBlockSubmodules]
     forward: Callable[[GPTModel, Tensor, Angles], Tensor]
+    rows: Callable[[Tensor], Tensor]
     linear: Linear
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -91,6 +91,28 @@ ACTOR = (
     ),
     *statistics("critic/advantages", "1", "advantage of a trained token"),
 )
+EXPERTS = "with experts"
+ROUTING = (
+    Metric(
+        "moe/aux_loss",
+        "1",
+        "Load-balancing loss of an optimizer step without its coefficient: number of experts x sum over experts of choices per token x mean probability; the mean over layers and steps. With evenly used experts, the number of experts of a token.",
+        EXPERTS,
+    ),
+    Metric("moe/z_loss", "1", "Mean squared log-sum-exp of a token's router logits, over tokens, layers and steps.", EXPERTS),
+    Metric("moe/imbalance", "1", "Tokens of a layer's most used expert / mean over its experts; the mean over layers.", EXPERTS),
+    Metric("moe/imbalance_max", "1", "The same of the layer and step where it is largest.", EXPERTS),
+    Metric("moe/unused_expert_fraction", "1", "Experts that no token of an optimizer step was sent to.", EXPERTS),
+)
+REPLAY = (
+    Metric(
+        "moe/mismatch_kl_replayed",
+        "nats",
+        "k3 of KL(sampling || learner) of up to 16 fresh samples before the step, with the replica's experts.",
+        "with `replay_routes`",
+    ),
+    Metric("moe/mismatch_kl_routed", "nats", "The same with the experts of the learner's routers.", "with `replay_routes`"),
+)
 VALUES = (
     *statistics("critic/returns", "score", "return of a trained token: the target of its value", CRITIC),
     *statistics("critic/values", "score", "value of a trained token before the iteration", CRITIC),
@@ -251,6 +273,7 @@ SECTIONS = {
     "Rewards": REWARDS,
     "Lengths": LENGTHS,
     "Actor": ACTOR,
+    "Experts": (*ROUTING, *REPLAY),
     "Critic": VALUES,
     "Correction": CORRECTION,
     "Staleness": STALENESS,

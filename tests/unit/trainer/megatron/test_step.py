@@ -29,6 +29,7 @@ class Drifting:
     rows: list[int] = field(default_factory=list)
     """Of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
+    routing = None
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
@@ -63,7 +64,13 @@ WHOLE = [(1, 0, 4)]
 """The spans of a sample that version 1 sampled alone: the policy before iteration 2."""
 
 
-def trained(model: Drifting, scores: list[list[float]], spans: list[tuple[int, int, int]] = WHOLE, steps: int = 1) -> Trained:
+def trained(
+    model: Drifting,
+    scores: list[list[float]],
+    spans: list[tuple[int, int, int]] = WHOLE,
+    steps: int = 1,
+    algorithm: Algorithm = ALGORITHM,
+) -> Trained:
     """One iteration on groups of made-up samples with these scores."""
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
     groups = [
@@ -76,7 +83,7 @@ def trained(model: Drifting, scores: list[list[float]], spans: list[tuple[int, i
     models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)
     sequences, tokens = collect(groups)
     parts = np.array_split(np.arange(len(sequences)), steps)
-    return train_iteration(Iteration(2, sequences, tokens, parts, AlgorithmState(), 1e-3), ALGORITHM, models)
+    return train_iteration(Iteration(2, sequences, tokens, parts, AlgorithmState(), 1e-3), algorithm, models)
 
 
 def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> None:
@@ -113,3 +120,10 @@ def test_an_iteration_says_what_it_did_with_each_sample() -> None:
     assert advantages[0, 0] > 0 > advantages[1, 0] and not advantages[2:].any()
     assert found.steps.tolist() == [[1], [1], [2], [2]]
     assert found.weights.tolist() == [0.5, 0.5, 0.5, 0.5], "each step's loss is a mean over its two samples"
+
+
+def test_the_policy_loss_is_the_mean_of_the_losses_of_the_steps() -> None:
+    """Also with an aggregation whose coefficients do not add up to 1: here a sum over 4 tokens, divided by 8."""
+    result = trained(Drifting(), [[1.0, 0.0]], steps=2, algorithm=Algorithm(resolve("dr_grpo", {}), longest=8))
+    first, second = -0.5 * 4 / 8, 0.5 * 0.8 * 4 / 8  # the ratio is 1, then 1 / e, clipped at 0.8
+    assert result.metrics["actor/pg_loss"] == pytest.approx((first + second) / 2)
