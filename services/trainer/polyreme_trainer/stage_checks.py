@@ -1,6 +1,6 @@
 """The trainer's check of a stage before anything starts: model family, tokenizer, chat template, columns and labels of the data.
 
-Invariant: no torch, and bounded work: of long files, the first rows stand for the rest, which are checked when they are read.
+Invariant: no torch, and bounded work: of long files only the first rows are checked; the others are checked when they are read.
 """
 
 from collections.abc import Iterator

@@ -146,6 +146,16 @@ STALENESS = (
     Metric("staleness/samples", "samples", "How many samples have staleness 0, 1, ...: a list."),
     Metric("staleness/mixed_fraction", "1", "Samples that more than one version wrote."),
 )
+PARTIAL = (
+    Metric(
+        "partial/carried_samples",
+        "samples",
+        "Trained samples that more than one version sampled: partial rollouts that were continued.",
+    ),
+    Metric("partial/carried_tokens", "tokens", "Their tokens that versions before their newest one sampled."),
+    Metric("partial/parts_mean", "1", "Parts of a trained sample; a part is what one version sampled of it. The mean."),
+    Metric("partial/parts_max", "1", "The most parts of a trained sample."),
+)
 LOOP = (
     Metric("time/iteration", "s", "Wall-clock time of the iteration on the learner's rank 0, as all times."),
     Metric("time/learner_wait", "s", "Part of it: waiting for samples."),
@@ -207,6 +217,18 @@ THROUGHPUT = (
 )
 BESIDE = (
     Metric("time/rollout_wait", "s", "How long replicas waited for work since the plan before, their mean.", "`rollout` records"),
+    Metric(
+        "rollout/paused_samples",
+        "samples",
+        "Samples that spent their token budget since the plan before, and waited for the next version.",
+        "`rollout` records with `tokens_per_iteration`",
+    ),
+    Metric(
+        "rollout/parts_beyond_budget",
+        "1",
+        "Parts that groups got beyond the budget since the plan before, because the plan would not have come without them.",
+        "`rollout` records with `tokens_per_iteration`",
+    ),
     Metric("rollout/dropped_groups", "groups", "Groups dropped since the plan before.", "`rollout` records of dynamic sampling"),
     Metric(
         "rollout/mean_score", "score", "Mean score of all groups, dropped ones included.", "`rollout` records of dynamic sampling"
@@ -255,6 +277,7 @@ SECTIONS = {
     "Critic": VALUES,
     "Correction": CORRECTION,
     "Staleness": STALENESS,
+    "Partial rollouts": PARTIAL,
     "The learner's loop": LOOP,
     "Shared devices": DEVICES,
     "Parts of an iteration": TIMING,
