@@ -53,7 +53,7 @@ def test_what_the_model_or_the_engine_lacks_is_an_error(
 ) -> None:
     errors = list(check_experts(config(tmp_path, fields, engine, **moe)))
     assert [error.found for error in errors if isinstance(error, ConfigError)] == ([] if found is None else [errors[0].found])
-    assert found is None or found in errors[0].found  # type: ignore[attr-defined]
+    assert found is None or found in errors[0].found
 
 
 def test_a_replica_whose_engine_reports_no_routes_does_not_start_in_a_run_that_replays_them(tmp_path: Path) -> None:
