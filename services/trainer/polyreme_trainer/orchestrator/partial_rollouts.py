@@ -1,7 +1,7 @@
 """Partial rollouts: chunks of one or several calls become whole samples. Pure.
 
-Invariant: ids and log-probabilities of a partial rollout have equal length, and so have its routes if it has any; its spans cover that length in order, and nothing follows a
-stop token. After any chunk, another replica can therefore continue exactly after the last token that arrived.
+Invariant: ids and log-probabilities of a partial rollout have equal length, and so have its routes if it has any; its spans cover that length
+in order, and nothing follows a stop token. After any chunk, another replica can therefore continue exactly after the last token that arrived.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
