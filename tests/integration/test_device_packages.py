@@ -141,6 +141,18 @@ def test_torch_npu_has_what_the_device_module_calls(package: Get) -> None:
     assert {name for name in used if npu.find("torch_npu.npu", name) is None} == set()
 
 
+@pytest.mark.slow
+def test_torch_npu_takes_the_call_of_its_packed_attention(package: Get) -> None:
+    """Its documentation has the signature of the kernel, which is not written in Python."""
+    documentation = (package("torch-npu").root / "torch_npu/_op_plugin_docs.py").read_text()
+    start = documentation.index("torch_npu.npu_fusion_attention(Tensor query")
+    signature = documentation[start : documentation.index("->", start)]
+    parameters = [each.split("=")[0].split()[-1].rstrip(")") for each in signature.partition("(")[2].split(",")]
+    [call] = calls(OURS / "accelerator.py", {"npu_fusion_attention"})
+    assert set(call.keywords) <= set(parameters[call.positional :])
+    assert parameters[: call.positional] == ["query", "key", "value", "head_num", "input_layout"]
+
+
 def _names_a_backend(node: ast.expr) -> bool:
     """Whether this is `torch.npu`, or `getattr(torch, kind)`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":

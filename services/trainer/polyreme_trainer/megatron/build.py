@@ -17,7 +17,7 @@ from torch import Tensor
 from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import hf_mapping, moe
-from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.accelerator import CUDA, NPU
 from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
@@ -87,7 +87,7 @@ class ValueHead(torch.nn.Module):
 
 def pick_spec(device: Device) -> ModelSpec:
     """The spec with the device's kernels."""
-    return CPU if device.kind == "cpu" else ACCELERATOR
+    return {"cpu": CPU, "cuda": CUDA, "npu": NPU}[device.kind]
 
 
 def build_module(
