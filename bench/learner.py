@@ -89,11 +89,12 @@ def learner_step(size: str, path: str, threads: int) -> Callable[[], object]:
     from polyreme_trainer.megatron.build import init_parallel
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.families import load_architecture
+    from polyreme_trainer.megatron.iteration import Iteration
+    from polyreme_trainer.megatron.iteration_losses import Losses
     from polyreme_trainer.megatron.optimizer import Adam
     from polyreme_trainer.megatron.policy import Policy
     from polyreme_trainer.megatron.roles import Role
     from polyreme_trainer.megatron.shard import DataShard
-    from polyreme_trainer.megatron.step import Iteration, Losses
 
     device = Device("cpu", threads=threads)
     init_parallel(ParallelConfig(), device)

@@ -54,8 +54,9 @@ def metrics_page() -> str:
 ## A run
 
 These are in `metrics.jsonl`, in TensorBoard and in [every other tracker](../trackers.md); [the records](records.md) say when each is
-written. Means of samples count each once, means of tokens are over the trained tokens of the whole batch. A unit of 1 is a ratio, a
-fraction or a number without unit. Names under `timing/`, `actor/`, `critic/`, `response_length/` and `prompt_length/` and those in
+written. Means of samples count each once, means of tokens are over the trained tokens of the whole batch. What is measured in the policy's forward
+pass (clip fractions, `actor/ppo_kl`, `actor/kl_loss`, `actor/entropy` and the section Correction) leaves out samples without a gradient,
+since they are not computed. A unit of 1 is a ratio, a fraction or a number without unit. Names under `timing/`, `actor/`, `critic/`, `response_length/` and `prompt_length/` and those in
 `_tps` are MindSpeed RL's.
 
 {_sections()}

@@ -1,12 +1,12 @@
 """Supervised training, a reward model from comparisons, and PPO against it: three commands, one after the other.
 
-Each is started with `--resume`, so this script may be interrupted anywhere, within a step and between two, and goes on where it stopped when
-it is started again. Ctrl-C saves the step under way.
+Each is started with `--resume`, so this script may be interrupted anywhere, within a step and between two, and continues where it stopped
+when it is started again. Ctrl-C saves the current step.
 
     python examples/three_steps/run.py                       # a few minutes on two cores
     python examples/three_steps/run.py --output DIR          # everything in another directory than runs/
 
-Invariant: a step begins when the one before is done, and its files are the earlier one's export.
+Invariant: a step begins when the one before is done, and its files are the earlier one's export. After a signal no step begins.
 """
 
 import argparse
@@ -39,8 +39,39 @@ def summary(command: str, output: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def step(command: str, output: Path, extra: list[str]) -> int:
-    """Runs one step to its end. Returns its exit status; a signal that ends this script reaches the step first."""
+class Interruption:
+    """Signals that ask the script to end. They go to the running step, and no further step begins."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
+        self.asked = True
+        if number == signal.SIGINT:
+            return  # a terminal sends Ctrl-C to the step itself
+        if self._process is None:
+            self._waiting.append(number)
+        else:
+            self._process.send_signal(number)
+
+    def run(self, words: list[str]) -> int:
+        """Runs a command to its end, unless a signal has arrived before. Returns its exit status."""
+        if self.asked:
+            return 0
+        self._process = subprocess.Popen(words)
+        while self._waiting:  # signals since the question above
+            self._process.send_signal(self._waiting.pop())
+        status = self._process.wait()
+        self._process = None
+        return status
+
+
+def step(command: str, output: Path, extra: list[str], interruption: Interruption) -> int:
+    """Runs one step to its end. Returns its exit status."""
     words = [
         sys.executable,
         "-m",
@@ -52,11 +83,7 @@ def step(command: str, output: Path, extra: list[str]) -> int:
         "--resume",
     ]
     print(f"== polyreme {command}", flush=True)
-    process = subprocess.Popen(words)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A terminal sends Ctrl-C to the step itself; what this process alone gets goes on to it.
-        signal.signal(number, lambda received, frame: process.send_signal(received) if received != signal.SIGINT else None)
-    return process.wait()
+    return interruption.run(words)
 
 
 def report(output: Path) -> list[str]:
@@ -79,10 +106,11 @@ def main() -> int:
     options = parser.parse_args()
     output: Path = options.output.resolve()
     subprocess.run([sys.executable, str(HERE / "prepare.py")], check=True)
+    interruption = Interruption()
     for command in FILES:
-        status = step(command, output, options.overrides)
+        status = step(command, output, options.overrides, interruption)
         if status or summary(command, output).get("state") != "done":
-            print(f"polyreme {command} has not ended its step; start this again to go on", flush=True)
+            print(f"polyreme {command} is not complete; start this script again to continue", flush=True)
             return status
     print("\n".join(report(output)))
     return 0

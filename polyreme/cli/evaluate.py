@@ -24,7 +24,14 @@ from polyreme.config.load import load_config
 from polyreme.errors import RunFailedError
 from polyreme.net.redis_url import redis_option
 
-_ONLY_EVALUATE = ("iterations=0", "max_staleness=0", "group_size=2", "algorithm={preset: dapo}", "teacher=null")
+_ONLY_EVALUATE = (
+    "iterations=0",
+    "max_staleness=0",
+    "group_size=2",
+    "algorithm={preset: dapo}",
+    "trainer.critic={}",
+    "teacher=null",
+)
 """Nothing is trained, so the learner needs no reference, no critic and no teacher."""
 _BESIDE = ("trainer.sft=[]", "trackers=[]", "notices=[]")
 

@@ -3,20 +3,17 @@
 Invariant: a fork changes nothing in the parent's directory, and needs nothing from it after the copy.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
 
-import xxhash
 import yaml
 
+from polyreme.cli.checkpoint_manifest import is_intact, read_manifest
 from polyreme.cli.run_directory import Origin, RunFile, checkpoints, read_run_file, unused
 from polyreme.cli.run_records import read_records
 from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
-
-_BLOCK = 1 << 24
 
 
 def plan_fork(config: RunConfig, file_run_dir: Path) -> tuple[Path, RunConfig]:
@@ -102,24 +99,13 @@ def next_group(run_dir: Path, run_file: RunFile, iteration: int) -> int:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether all files of the checkpoint have the xxh3_64 digests in its manifest."""
+    """Whether neither the checkpoint's manifest nor any of its files is damaged."""
     try:
-        text = (checkpoint / "checkpoint.json").read_text()
+        return is_intact(checkpoint, read_manifest(checkpoint)["files"])
     except FileNotFoundError:
         return any(checkpoint.iterdir())  # a checkpoint of the simulated engine has no manifest
-    try:
-        files = json.loads(text)["files"]
-        return bool(files) and all(_digest(checkpoint / name) == digest for name, digest in files.items())
-    except (ValueError, LookupError, TypeError, AttributeError, OSError):
+    except (OSError, ValueError):
         return False
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _copy(source: Path, target: Path) -> None:

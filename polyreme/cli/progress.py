@@ -34,9 +34,14 @@ def evaluation_of(record: Record) -> tuple[str, float]:
     return name, float(record[name])
 
 
-def same_metric(one: str, other: str) -> bool:
-    """Whether two results of evaluations have the same meaning. The mean of a set is `score` once an answer is partly right."""
-    return _mean_as_score(one) == _mean_as_score(other)
+def comparable(one: Record, other: Record) -> bool:
+    """Whether the results of two `eval` records have the same meaning: the same metric, on the same held-out prompts, answered alike. The
+    mean of a set is `score` once an answer is partly right."""
+    return _measured(one) == _measured(other)
+
+
+def _measured(record: Record) -> tuple[str, str | None]:
+    return _mean_as_score(evaluation_of(record)[0]), record.get("held_out")
 
 
 def _mean_as_score(metric: str) -> str:
@@ -58,8 +63,8 @@ class Progress:
         recent: the records of the newest iterations, oldest first.
         first, newest: the first iteration (above 1 for a fork) and the newest one; 0 before the first record.
         iterations: number of recorded iterations.
-        evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result of another metric,
-            which a resume may have chosen, replaces all of them: they cannot be compared.
+        evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result that is not
+            `comparable`, since a resume may have other held-out data or another `eval_best`, replaces all of them.
         evaluating: the newest `eval_progress` record of an evaluation that is not over.
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
@@ -96,7 +101,6 @@ class Progress:
     sft_seconds: float = 0.0
     saved: Record | None = None
     rollout: Record | None = None
-    learned: bool = False
     _seconds: float = 0.0
     _split: dict[str, float] = field(default_factory=lambda: dict.fromkeys(SPLIT, 0.0))
     _waits: dict[int, float] = field(default_factory=dict)
@@ -150,7 +154,7 @@ class Progress:
             case "gate":
                 self.gates[record["name"]] = record
             case "done_learning":
-                self.learned = True
+                pass  # its time counts
             case _:
                 return
         self.time = max(self.time, record["time"])
@@ -239,7 +243,7 @@ class Progress:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
-        self.sft, self._sft_first, self.evaluating, self.learned = None, None, None, False
+        self.sft, self._sft_first, self.evaluating = None, None, None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:
@@ -269,7 +273,7 @@ class Progress:
 
     def _evaluate(self, record: Record) -> None:
         name, value = evaluation_of(record)
-        if not (self.evaluations and same_metric(name, self.metric)):
+        if self.evaluation is None or not comparable(record, self.evaluation):
             self.evaluations.clear()
             self.metric, self.evaluation = name, None
         self.evaluations[record["version"]] = value

@@ -94,12 +94,18 @@ def _warnings(config: RunConfig) -> list[str]:
         for key, interval in intervals.items()
         if interval > config.iterations > 0
     ]
-    critic = config.trainer.critic.warmup_iterations
-    if config.algorithm.has_critic and 0 < config.iterations <= critic:
-        found.append(f"trainer.critic.warmup_iterations = {critic} is the whole run: the actor is never trained")
-    warmup = config.trainer.optimizer.warmup
-    if warmup > config.iterations > 0:
-        found.append(f"trainer.optimizer.warmup = {warmup} is longer than the run: the learning rate never reaches its peak")
+    kl, critic = config.recipe.kl, config.trainer.critic
+    if kl is not None and kl.renew_interval >= config.iterations > 0:
+        found.append(
+            f"algorithm.kl.renew_interval = {kl.renew_interval} is not shorter than the run: the reference stays version 0"
+        )
+    if config.algorithm.has_critic and 0 < config.iterations <= critic.warmup_iterations:
+        found.append(
+            f"trainer.critic.warmup_iterations = {critic.warmup_iterations} is the whole run: the actor is never trained"
+        )
+    for key, optimizer in (("trainer.optimizer", config.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
+        if optimizer is not None and optimizer.warmup > config.iterations > 0:
+            found.append(f"{key}.warmup = {optimizer.warmup} is longer than the run: the learning rate never reaches its peak")
     return found
 
 

@@ -182,7 +182,7 @@ def _explain(error: Any, schema: type[Section]) -> str:
         near = _nearest(".".join(str(part) for part in error["loc"] if not isinstance(part, int)), schema)
         return f"unknown key {dotted}" + (f" (did you mean {near}?)" if near else "")
     found = "" if error["type"] == "missing" else f", found {error['input']!r:.80}"
-    return f"{dotted or 'run'}: {error['msg'].removeprefix('Value error, ')}{found if dotted else ''}"
+    return f"{dotted or 'run'}: {error['msg'].removeprefix('Value error, ').removesuffix('.')}{found if dotted else ''}"
 
 
 def _nearest(key: str, schema: type[Section]) -> str | None:

@@ -39,7 +39,7 @@ def check(recipe: Recipe, group_size: int, steps: int, critic: bool) -> None:
         recipe: the resolved recipe.
         group_size: samples per prompt.
         steps: optimizer steps per iteration, over all epochs and mini-batches.
-        critic: whether the run has a critic.
+        critic: whether the run configures a critic. Without settings, the critic of `gae` starts from the actor.
 
     Raises:
         ConfigError: describes the first invalid combination.
@@ -62,13 +62,11 @@ def _advantage(recipe: Recipe, group_size: int, critic: bool) -> Iterator[Config
             f"group_size {group_size}",
             "Raise group_size, or choose gae or returns, which need no group.",
         )
-    if isinstance(recipe.advantage, Gae) and not critic:
-        yield ConfigError(
-            "a critic for advantage gae, which needs its values", "no critic", "Configure a critic, or choose another estimator."
-        )
     if critic and not isinstance(recipe.advantage, Gae):
         yield ConfigError(
-            "no critic, since only advantage gae uses one", f"a critic with advantage {kind}", "Remove the critic, or use gae."
+            "no trainer.critic, since only advantage gae has a critic",
+            f"trainer.critic with advantage {kind}",
+            "Remove trainer.critic (on the command line: trainer.critic={}), or use preset ppo.",
         )
     if isinstance(recipe.advantage, Zero) and recipe.teacher_coef == 0:
         yield ConfigError("a learning signal", "advantage zero without teacher_coef", "Set teacher_coef, or choose an estimator.")

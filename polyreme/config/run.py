@@ -21,7 +21,7 @@ from polyreme.config.section import Operational
 from polyreme.config.security import SecurityConfig
 from polyreme.config.teacher import TeacherConfig
 from polyreme.config.trackers import TrackerConfig
-from polyreme.config.trainer import TrainerConfig
+from polyreme.config.trainer import CriticConfig, TrainerConfig
 from polyreme.config.weights import WeightsConfig
 
 
@@ -112,7 +112,8 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"data.max_prompt_tokens + rollout.max_new_tokens = {longest} must fit rollout.max_model_len = {self.rollout.max_model_len}"
             )
-        check(self.recipe, self.group_size, self.algorithm.minibatches * self.algorithm.epochs, self.algorithm.has_critic)
+        steps, critic = self.algorithm.minibatches * self.algorithm.epochs, self.trainer.critic
+        check(self.recipe, self.group_size, steps, critic=critic != CriticConfig())
         self._check_what_is_learned_from()
         if self.algorithm.minibatches > self.groups_per_iteration:
             raise ValueError(
@@ -125,8 +126,9 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"max_staleness = {self.max_staleness} needs placement: separate; on shared devices generation never overlaps training, so older samples gain nothing: use 0"
             )
-        if self.trainer.optimizer.min_lr > self.trainer.optimizer.lr:
-            raise ValueError("trainer.optimizer.min_lr must not exceed trainer.optimizer.lr")
+        for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
+            if optimizer is not None and optimizer.min_lr > optimizer.lr:
+                raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
         return self
 
     def _check_what_is_learned_from(self) -> None:

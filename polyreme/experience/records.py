@@ -55,6 +55,8 @@ class SampleRecord:
         teacher_logprobs: float32 [t], of each token under the teacher of a distillation, or None.
         parts: the score is the sum of their weighted values without sub-parts.
         text: the response without special tokens, for display.
+        routes: uint8 [t, r], the experts that the replica chose for the position before each token, layer by layer, in r bytes: each a
+            uint8, or a uint16 (little-endian) where a layer has more than 256. None: not reported.
         replicas: ids of the replicas that sampled its tokens, in order.
         calls: the newest calls of reward servers for it.
     """
@@ -69,6 +71,7 @@ class SampleRecord:
     text: str = ""
     token_rewards: Float32 | None = None
     teacher_logprobs: Float32 | None = None
+    routes: UInt8 | None = None
     replicas: tuple[str, ...] = ()
     calls: tuple[RewardCall, ...] = ()
 
@@ -146,6 +149,7 @@ def encode_group(group: GroupRecord) -> bytes:
             text=sample.text,
             token_rewards=b"" if sample.token_rewards is None else _raw(sample.token_rewards, "<f4"),
             teacher_logprobs=b"" if sample.teacher_logprobs is None else _raw(sample.teacher_logprobs, "<f4"),
+            routes=b"" if sample.routes is None else _raw(sample.routes.reshape(-1), "u1"),
             replicas=sample.replicas,
             calls=[pb.RewardCall(server=c.server, status=c.status, message=c.message, seconds=c.seconds) for c in sample.calls],
         )
@@ -174,6 +178,7 @@ def decode_group(payload: bytes) -> GroupRecord:
                 text=sample.text,
                 token_rewards=_array(sample.token_rewards, "<f4") if sample.token_rewards else None,
                 teacher_logprobs=_array(sample.teacher_logprobs, "<f4") if sample.teacher_logprobs else None,
+                routes=_routes(sample),
                 replicas=tuple(sample.replicas),
                 calls=tuple(RewardCall(c.server, c.status, c.message, c.seconds) for c in sample.calls),
             )
@@ -187,6 +192,20 @@ def decode_group(payload: bytes) -> GroupRecord:
     )
     _check(group)
     return group
+
+
+def _routes(sample: pb.Sample) -> UInt8 | None:
+    """The routes of a sample, equally many bytes per token."""
+    tokens = len(sample.token_ids) // 4
+    if not sample.routes or not tokens:
+        return None
+    if len(sample.routes) % tokens:
+        raise DataError(
+            f"equally many bytes of routes for {tokens} tokens",
+            f"{len(sample.routes)} bytes",
+            "The payload is damaged: run `polyreme audit`.",
+        )
+    return _array(sample.routes, "u1").reshape(tokens, -1)
 
 
 def _raw(array: NDArray[np.generic], dtype: str) -> bytes:
@@ -224,6 +243,8 @@ def _problem(sample: SampleRecord) -> tuple[str, str] | None:
     for name, numbers in (("token_rewards", sample.token_rewards), ("teacher_logprobs", sample.teacher_logprobs)):
         if numbers is not None and not (len(numbers) == length and np.isfinite(numbers).all()):
             return f"{length} finite {name}", f"{len(numbers)}, {int((~np.isfinite(numbers)).sum())} of them not finite"
+    if sample.routes is not None and (sample.routes.ndim != 2 or len(sample.routes) != length or not sample.routes.size):
+        return f"routes of {length} tokens", f"shape {sample.routes.shape}"
     if sample.loss_mask.max() > 1:
         return "a loss mask of 0 and 1", f"a {sample.loss_mask.max()}"
     at = 0

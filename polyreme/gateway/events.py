@@ -27,18 +27,11 @@ def is_done(events: bytes) -> bool:
     return events.endswith(DONE)
 
 
-def is_error(events: bytes) -> bool:
-    """Whether the last of whole events is an OpenAI error."""
+def error_code(events: bytes) -> str | None:
+    """The code of the OpenAI error that is the last of whole events, '' for one without a code; None: it is no error."""
     *_, last = events.removesuffix(_END).rsplit(_END, 1)
-    return last.startswith(b"data: {") and "error" in json.loads(last.removeprefix(b"data: "))
-
-
-def versions(events: bytes) -> set[str]:
-    """The policy versions that whole events name in `system_fingerprint`, such as {"7"} or {"7-8"}."""
-    found = set()
-    for line in events.split(b"\n"):
-        if line.startswith(b"data: {"):
-            event: dict[str, Any] = json.loads(line[len(b"data: ") :])
-            if fingerprint := event.get("system_fingerprint"):
-                found.add(str(fingerprint).removeprefix("policy-"))
-    return found
+    event: dict[str, Any] = json.loads(last.removeprefix(b"data: ")) if last.startswith(b"data: {") else {}
+    error = event.get("error")
+    if error is None:
+        return None
+    return str((error.get("code") if isinstance(error, dict) else None) or "")

@@ -15,9 +15,9 @@ import httpx
 from starlette.types import Receive, Scope, Send
 
 from polyreme.gateway.client import ReplicaHttp
-from polyreme.gateway.events import EventSplitter, is_done, is_error, versions
+from polyreme.gateway.events import EventSplitter, error_code, is_done
 from polyreme.gateway.metrics import GatewayMetrics
-from polyreme.gateway.names import ModelNames, Wanted
+from polyreme.gateway.names import ModelNames
 from polyreme.gateway.replicas import ReplicaTable, ServedReplica
 from polyreme.gateway.reply import Reply
 from polyreme.gateway.request import ForwardedRequest, RawHeaders, RefusedRequest, parse
@@ -30,8 +30,10 @@ ATTEMPTS = 3
 """Replicas that may fail in a request."""
 _Outcome = Literal["answered", "failed", "refused"]
 """Of one replica: the client has a reply or a part of one; there is nothing for the client; the replica serves another version."""
-VERSION_HEADER, REPLICA_HEADER = "polyreme-policy-version", "polyreme-replica"
-_TO_CLIENT = (b"content-type", VERSION_HEADER.encode(), b"x-request-id")
+REPLICA_HEADER = "polyreme-replica"
+_REFUSAL = "policy_version"
+"""Code of a replica's error: it serves another version, or has swapped to it before the answer was complete."""
+_TO_CLIENT = (b"content-type", b"polyreme-policy-version", b"x-request-id")
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,10 @@ class Forwarder:
                 return "failed"
             if answer.status_code == 412:
                 return "refused"
-            if answer.is_success and _other_version(request.wanted, {answer.headers.get(VERSION_HEADER, "")}):
-                return "failed"
             headers = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() in _TO_CLIENT]
             headers.append((REPLICA_HEADER.encode(), replica.id.encode()))
             if answer.headers.get("content-type", "").startswith("text/event-stream"):
-                return await self._stream(answer, headers, request, replica, reply)
+                return await self._stream(answer, headers, replica, reply)
             await reply.whole(answer.status_code, headers, await answer.aread())
             return "answered"
         except httpx.TransportError:
@@ -157,40 +157,29 @@ class Forwarder:
             await answer.aclose()
 
     async def _stream(
-        self,
-        answer: httpx.Response,
-        headers: list[tuple[bytes, bytes]],
-        request: ForwardedRequest,
-        replica: ServedReplica,
-        reply: Reply,
+        self, answer: httpx.Response, headers: list[tuple[bytes, bytes]], replica: ServedReplica, reply: Reply
     ) -> _Outcome:
-        splitter, last, problem = EventSplitter(), b"", f"replica {replica.id} ended within its answer"
+        splitter, last = EventSplitter(), b""
         try:
             async for data in answer.aiter_raw():
                 if not (events := splitter.feed(data)):
                     continue
-                if other := _other_version(request.wanted, versions(events) if isinstance(request.wanted, int) else set()):
-                    problem = f"replica {replica.id} went on to version {other}"
-                    break
+                if not reply.status and error_code(events) == _REFUSAL:
+                    return "refused"
                 await reply.events(headers, events)
                 last = events
         except httpx.TransportError:
             replica.version = None
         if is_done(last):
             await reply.end()
-        elif is_error(last):  # the replica's own; it may lack an end
+        elif error_code(last) is not None:  # the replica's own; it may lack an end
             await reply.end_failed()
         elif reply.status:
-            await self._lose(reply, problem)
+            await self._lose(reply, f"replica {replica.id} ended within its answer")
         return "answered" if reply.status else "failed"
 
     async def _lose(self, reply: Reply, problem: str) -> None:
         await reply.fail(502, f"expected the rest of the answer; found that {problem}. Ask again.", "answer_lost")
-
-
-def _other_version(wanted: Wanted, named: set[str]) -> str:
-    """The versions beside the wanted one that a reply names; '' when any would do."""
-    return ", ".join(sorted(named - {str(wanted)})) if isinstance(wanted, int) else ""
 
 
 async def _read(receive: Receive) -> bytes | None:

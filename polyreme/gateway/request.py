@@ -10,7 +10,8 @@ from typing import Any
 
 from polyreme.gateway.names import ModelNames, VersionBounds, Wanted
 
-_BOUNDS = (b"polyreme-min-policy-version", b"polyreme-exact-policy-version")
+_EXACT = b"polyreme-exact-policy-version"
+_BOUNDS = (b"polyreme-min-policy-version", _EXACT)
 _TO_REPLICA = (b"content-type", b"accept", b"x-request-id", *_BOUNDS)
 _SHOWN = 100
 """Characters of a client's text in an error, at most."""
@@ -32,7 +33,7 @@ class ForwardedRequest:
 
     Attributes:
         wanted: by the name of the model.
-        bounds: by headers, which the replica checks too.
+        bounds: by the client's headers. The replica checks them and a version in `wanted` again: it may swap after it was chosen.
     """
 
     path: str
@@ -65,7 +66,9 @@ def parse(path: str, headers: RawHeaders, body: bytes, names: ModelNames, served
             404, f"expected {names.described(served)}; found `{model:.{_SHOWN}}`. Fix `model`.", "model_not_found"
         )
     passed = [(name, value) for name, value in headers if name in _TO_REPLICA]
-    return ForwardedRequest(path, [*passed, (b"accept-encoding", b"identity")], sent, wanted, _bounds(dict(passed)))
+    bounds = _bounds(dict(passed))
+    passed += [(_EXACT, b"%d" % wanted)] if isinstance(wanted, int) and bounds.exact is None else []
+    return ForwardedRequest(path, [*passed, (b"accept-encoding", b"identity")], sent, wanted, bounds)
 
 
 def _bounds(headers: Mapping[bytes, bytes]) -> VersionBounds:

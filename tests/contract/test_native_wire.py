@@ -132,15 +132,15 @@ async def test_the_service_answers_while_long_texts_are_scored(monkeypatch: pyte
 
     def slow(item: Item) -> float:
         loop.call_soon_threadsafe(begun.set)
-        assert may_end.wait(20), "the service did not answer meanwhile"
+        assert may_end.wait(300), "the service did not answer meanwhile"
         return 1.0
 
     monkeypatch.setattr("polyreme_reward.build.make_rule", lambda name, options: slow)
     async with serving({"name": "numeric"}) as (_, client, _):
         items = [{"response": "x" * 1_000_000, "label": "3"}] * 20
-        scoring = asyncio.ensure_future(client.post("/v1/score", json={"items": items}, timeout=60))
+        scoring = asyncio.ensure_future(client.post("/v1/score", json={"items": items}, timeout=300))
         try:
-            await asyncio.wait_for(begun.wait(), 60)
+            await asyncio.wait_for(begun.wait(), 300)
             assert (await client.get("/health")).json() == {"status": "ok"}
             assert not scoring.done()
         finally:
@@ -156,7 +156,7 @@ async def test_both_prompts_travel_over_both_wires(tmp_path: Path) -> None:
         texts = {"prompt": "p", "templated_prompt": "<user>p", "response": "r"}
         by_http = (await client.post("/v1/score", json={"items": [texts]})).json()["results"]
         request = reward_pb2.ScoreRequest(items=[reward_pb2.ScoreItem(**texts)])
-        by_grpc = (await stub.Score(request, timeout=20)).results
+        by_grpc = (await stub.Score(request, timeout=300)).results
         assert (by_http[0]["score"], by_grpc[0].score) == (1.0, 1.0)
 
 
@@ -165,13 +165,13 @@ async def test_both_ports_are_served_on_ipv6() -> None:
     async with (
         serve(reward_config(EXACT), Endpoint("::1")) as addresses,
         rpc.connect(addresses.grpc) as channel,
-        httpx.AsyncClient(trust_env=False, timeout=20) as client,
+        httpx.AsyncClient(trust_env=False, timeout=300) as client,
     ):
         assert addresses.grpc.startswith("[::1]:") and addresses.url.startswith("http://[::1]:")
         assert (await client.get(f"{addresses.url}health")).status_code == 200
         stub = reward_pb2_grpc.RewardServiceStub(channel)
         asked = reward_pb2.ScoreItem(response="#3", label="3")
-        assert (await stub.Score(reward_pb2.ScoreRequest(items=[asked]), timeout=20)).results[0].score == 1.0
+        assert (await stub.Score(reward_pb2.ScoreRequest(items=[asked]), timeout=300)).results[0].score == 1.0
         far = {"name": "far", "url": f"{addresses.url}v1/score", "protocol": "native"}
         async with scoring(far) as scorer:
             assert summary(await scorer.score([item("#3")])) == [("OK", 1.0)]

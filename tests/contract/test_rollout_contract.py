@@ -21,7 +21,7 @@ from polyreme.weights.manifest import TensorSpec, plan_manifest
 from polyreme_rollout.metrics import ReplicaMetrics
 from polyreme_rollout.requests import RequestLimits
 from polyreme_rollout.service import Identity, RolloutService
-from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
+from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine, routes_of
 from polyreme_rollout.weight_swap import WeightSwapper
 from polyreme_rollout.weights_service import WeightsService
 from support.models import tiny_model
@@ -60,7 +60,9 @@ async def simulated(run_id: str) -> AsyncIterator[tuple[Any, Any, Learner, dict[
     arrays = {"w": np.arange(64, dtype="<f4")}
     layout = plan_manifest([TensorSpec("w", "F32", (64,))])
     learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
-    engine = SimulatedInferenceEngine(frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.005, max_num_seqs=8)
+    engine = SimulatedInferenceEngine(
+        frozenset(arrays), max_model_len=128, vocab_size=45, step_seconds=0.005, max_num_seqs=8, route_bytes=6
+    )
     service = RolloutService(engine, Identity(run_id, "here", "f"), RequestLimits(128, 45, max_sequences=40), ReplicaMetrics())
     swapper = WeightSwapper(run_id, engine, lambda: 0, service.on_swap, service.on_lost)
     service.bind(swapper)
@@ -128,6 +130,17 @@ async def test_chunks_are_large_and_lengths_exact(world: World) -> None:
         assert all(size >= 16 for size in answer.chunk_lengths[:-1])
         assert answer.finish == LENGTH
         assert all(value <= 0 for value in answer.logprobs)
+
+
+async def test_routes_are_reported_for_every_token_or_for_none(world: World) -> None:
+    """By vLLM on CPU for none. A continued sequence reports those of its new tokens."""
+    described = await world.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)
+    for prefix in ([], [5, 6, 7]):
+        call = world.rollout.Generate(world.ask([(0, prefix, 40, 0)], temperature=1.0))
+        chunks = [chunk async for message in call for chunk in message.chunks]
+        ids = [token for chunk in chunks for token in np.frombuffer(chunk.token_ids, "<i4").tolist()]
+        routes = b"".join(chunk.routes for chunk in chunks)
+        assert len(ids) == 40 and routes == (routes_of(ids, 6) if described.engine == "simulated" else b"")
 
 
 async def test_a_stop_token_is_kept_as_the_last(world: World) -> None:

@@ -194,7 +194,7 @@ def test_a_reward_that_never_scores_ends_the_run_at_its_first_groups(task: Path)
     rewards = f"reward.rewards=[{{file: '{task.parent / 'rewards.py'}', function: always}}]"
     changes = ("trainer.sft=[]", "reward.attempts=1", "reward.start_timeout=1000", "max_failed_fraction=1", "data.eval=null")
     up = Up(task, "name=never", rewards, *changes)
-    assert up.wait(150) == 7
+    assert up.wait(600) == 7
     one_error(up.output, "scores for the first groups of the run", "KeyError", "rewards.py")
     assert not up.leftovers()
 

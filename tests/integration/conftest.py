@@ -6,9 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.process.backoff import Backoff
-from polyreme_trainer.weight_sync import replica_sync
-from support.publishing import World, publishing
+from support.publishing import World, publishing, push_soon
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +21,6 @@ def signal_handlers_of_before() -> Iterator[None]:
 
 @pytest.fixture
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
+    push_soon(monkeypatch)
     async with publishing(redis, redis_url, run_id) as world:
         yield world

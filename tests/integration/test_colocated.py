@@ -78,13 +78,13 @@ async def test_learner_and_replica_take_turns_although_each_is_killed_in_its_own
         async def samples_before_the_last() -> bool | None:
             return (await log.version() in (2, 3) and not await trains(started.run)) or None
 
-        assert await started.run.until(trains_before_the_last, within=120), started.logs()
+        assert await started.run.until(trains_before_the_last, within=300), started.logs()
         learner(started).kill()
-        assert await started.run.until(samples_before_the_last, within=120), started.logs()
+        assert await started.run.until(samples_before_the_last, within=300), started.logs()
         started.children["rollout-0"].kill()
         await started.children["rollout-0"].wait()
         started.start("rollout-0")
-        assert await started.ended(200) == ("done", ""), started.logs()
+        assert await started.ended(300) == ("done", ""), started.logs()
         assert (await log.audit()).clean
         records = await started.records("iteration")
         assert sorted({record["iteration"] for record in records}) == [1, 2, 3, 4]

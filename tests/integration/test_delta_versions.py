@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.weights.arena import ArenaError
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.weight_sync import replica_client, replica_sync
+from polyreme_trainer.weight_sync import replica_client, replica_push
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.proxy import bad_network
@@ -39,7 +39,7 @@ async def test_between_anchors_a_streamed_replica_receives_deltas(world: World) 
             weights = await world.step(SPARSE)
             await world.publisher.wait_committed(version, 1, 300)
             assert same(far.weights, weights)
-            assert bool(far._swapper._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
+            assert bool(far._swapper.staging._receiver._payloads) == (version % 4 > 0), "memory for deltas only"
     assert await paths(world) == ["stream", "delta", "delta", "delta", "stream", "delta", "delta"]
     for record in await commits(world):
         if record["path"] == "delta":
@@ -134,7 +134,7 @@ async def test_a_restarted_replica_refuses_the_delta_and_receives_the_whole_vers
     async with serving(receiver) as port, await world.registry.register(lease("far", port)):
         await world.step(SPARSE)
         await world.publisher.wait_committed(0, 1, 300)
-        receiver._swapper._receiver._buffers.clear()  # the memory of a process that is gone
+        receiver._swapper.staging._receiver._buffers.clear()  # the memory of a process that is gone
         weights = await world.step(SPARSE)
         await world.publisher.wait_committed(1, 1, 300)
         assert same(receiver.weights, weights)
@@ -182,7 +182,7 @@ async def test_a_failed_swap_of_a_delta_rolls_back_and_is_repeated(world: World)
 
 
 async def test_a_broken_connection_in_a_delta_is_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     receiver = world.receiver()
     async with AsyncExitStack() as stack:

@@ -68,6 +68,32 @@ def test_expert_ranks_train_as_one_rank_and_a_run_leaves_and_enters_them(train: 
     check_chain(partial(train, model=experts), layouts, experts, expected, tmp_path, tmp_path)
 
 
+def test_every_kind_of_model_with_experts_trains_on_expert_ranks_as_on_one(train: Train, experts: Path, tmp_path: Path) -> None:
+    """Other families, recomputed activations, adapters, and bfloat16 with full-precision copies, which also pass to them bit for bit."""
+    kinds: dict[str, dict[str, Any]] = {
+        "qwen3_moe": {"model": str(tiny_family_model("qwen3_moe", tmp_path / "qwen3_moe", num_experts=4))},
+        "mixtral": {"model": str(tiny_family_model("mixtral", tmp_path / "mixtral", num_local_experts=4))},
+        "full": {"recompute": "full"},
+        "selective": {"recompute": "selective"},
+        "lora": {"lora": {"rank": 3, "alpha": 6.0}},
+        "bfloat16": {"dtype": "bfloat16"},
+    }
+    runs = {name: [a_run(3, step_3=tmp_path / f"{name}-{number}") | kind for number in (1, 2)] for name, kind in kinds.items()}
+    expected = train(ONE, *(one for one, _ in runs.values()), model=experts)["runs"]
+    again = a_run(0, tmp_path / "bfloat16-1", step_0=tmp_path / "again") | kinds["bfloat16"]
+    found = train(EXPERT, *(two for _, two in runs.values()), again, model=experts)["runs"]
+    for (name, kind), one, two in zip(kinds.items(), expected, found, strict=False):
+        tolerance = 0.02 if name == "bfloat16" else TOLERANCE
+        assert two == [pytest.approx(step, rel=tolerance, abs=tolerance) for step in one], name
+        model = Path(kind.get("model", experts))
+        states = [layout_checks.saved_state(model, tmp_path / f"{name}-{number}") for number in (1, 2)]
+        agree(states[1]["weights"], states[0]["weights"], tolerance)
+    whole, passed = (layout_checks.saved_state(experts, tmp_path / name) for name in ("bfloat16-1", "again"))
+    for state, tensors in whole.items():
+        agree(passed[state], tensors, 0.0)
+    assert not all(torch.equal(whole["master"][name], tensor.float()) for name, tensor in whole["weights"].items())
+
+
 def test_bfloat16_weights_and_their_copies_pass_from_layout_to_layout_bit_for_bit(
     train: Train, model: Path, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def config_of(folder: Path, model: Path, parallel: ParallelConfig, critic: Criti
     optimizer = config.trainer.optimizer.model_copy(update={"lr": learning.LR, "eps": learning.EPS})
     changes = {"parallel": parallel, "micro_batch_tokens": 128, "optimizer": optimizer, "critic": critic}
     trainer = config.trainer.model_copy(update=changes)
-    return config.model_copy(update={"trainer": trainer})
+    return config.model_copy(update={"trainer": trainer, "algorithm": ALGORITHMS["ppo"]})
 
 
 def train_every_way(model: Path, folder: Path, parallel: ParallelConfig) -> Results:

@@ -13,7 +13,7 @@ from polyreme.errors import RunFailedError, StaleTermError, UnavailableError
 from polyreme.experience.ledger import ExperienceLog, Term, Writer
 from polyreme.experience.run import RunState
 from polyreme.weights.arena import Arena
-from polyreme_trainer.weight_sync import replica_sync
+from polyreme_trainer.weight_sync import replica_push
 from polyreme_trainer.weight_sync.publisher import Publisher
 from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version
 from support.publishing import LAYOUT, World, same
@@ -206,7 +206,7 @@ async def test_a_lost_lease_frees_the_slots(world: World) -> None:
 
 
 async def test_a_replica_that_is_not_reachable_yet_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     receiver = world.receiver()
     async with serving(receiver) as port:
         pass
@@ -255,7 +255,7 @@ async def test_a_defect_in_the_publisher_fails_the_run(world: World, monkeypatch
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(replica_sync.ReplicaClient, "commit", broken)
+    monkeypatch.setattr(ReplicaClient, "commit", broken)
     async with world.replica("a"):
         await world.step()
         with pytest.raises(RuntimeError, match="publisher") as raised:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from polyreme.process.backoff import Backoff
 from polyreme.weights.wire import encode_chunk
-from polyreme_trainer.weight_sync import replica_client, replica_sync, streams
+from polyreme_trainer.weight_sync import replica_client, replica_push, replica_sync, streams
 from support.proxy import bad_network
-from support.publishing import World, publishing, same
+from support.publishing import World, publishing, push_soon, same
 from support.receiver import lease, serving
 from support.waiting import until
 
@@ -21,8 +20,7 @@ from support.waiting import until
 @pytest.fixture
 async def world(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     """A learner that streams to every replica itself."""
-    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
+    push_soon(monkeypatch)
     async with publishing(redis, redis_url, run_id, weights={"relay_roots": 100}) as world:
         yield world
 
@@ -58,7 +56,7 @@ async def test_a_late_joiner_of_another_host_and_one_of_this_host_serve_the_same
 
 
 async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     monkeypatch.setattr(replica_client, "CHUNK_BYTES", 16)
     world.arena.unlink()
     receiver = world.receiver()
@@ -81,7 +79,7 @@ async def test_a_broken_stream_is_reported_and_retried(world: World, monkeypatch
 async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_connection_of_its_own(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     world.arena.unlink()
     receiver = world.receiver()
     async with (

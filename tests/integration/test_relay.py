@@ -16,7 +16,7 @@ from polyreme.config.security import SecurityConfig
 from polyreme.net import rpc
 from polyreme.weights.wire import encode_chunk
 from polyreme_rollout import relay, weights_service
-from polyreme_trainer.weight_sync import relay_plan, replica_sync
+from polyreme_trainer.weight_sync import relay_plan, replica_push
 from support.certificates import issue
 from support.proxy import bad_network
 from support.publishing import SPARSE, SPARSE_LAYOUT, World, far_publishing, publishing, same
@@ -238,7 +238,7 @@ async def test_the_end_of_a_relay_in_the_middle_of_the_chain_loses_no_version(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first replica has the version, the second one fetches it and ends, the third one waits for the second."""
-    monkeypatch.setattr(replica_sync, "REACH_ATTEMPTS", 1000)
+    monkeypatch.setattr(replica_push, "REACH_ATTEMPTS", 1000)
     monkeypatch.setattr(relay_plan, "MAX_FETCHES", 1)
     real = relay.send
     may_send = asyncio.Event()
@@ -277,10 +277,11 @@ async def test_replicas_show_each_other_the_runs_token_and_certificates(
         world.arena.unlink()
         receivers = [Receiver(world.run.run_id, ["embed", "norm"], shown) for shown in (security, security, None)]
         for number, receiver in enumerate(receivers):
-            port = await stack.enter_async_context(serving(receiver, security=security))
-            await stack.enter_async_context(await world.registry.register(lease(f"r{number}", port)))
             if number != 1:
                 weights = await world.step()
+            await world.publisher.wait_committed(world.version, number, 300)  # so that the next replica finds a source
+            port = await stack.enter_async_context(serving(receiver, security=security))
+            await stack.enter_async_context(await world.registry.register(lease(f"r{number}", port)))
             await world.publisher.wait_committed(world.version, number + 1, 300)
         assert all(same(receiver.weights, weights) for receiver in receivers)
         await world.notice("replica r2 could not fetch weights", "UNAVAILABLE" if tls else "UNAUTHENTICATED")

@@ -38,7 +38,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a snippet to its end, and ends whatever it leaves behind."""
     environment = {**os.environ, "PATH": search_path(), "NO_PROXY": "127.0.0.1"}
     script = f"trap 'kill $(jobs -p) || true' EXIT\n{script}".replace("8731", (folder / "port").read_text())
-    return subprocess.run(["bash", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(["bash", "-ec", script], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_the_python_reward(folder: Path) -> None:

@@ -22,7 +22,7 @@ def attempt_all(mode: Mode, uid: int | None) -> dict[str, str]:
             pytest.skip("only root with bubblewrap and setpriv can be another user")
         argv = command
     clean = {"PATH": os.environ["PATH"], "POLYREME_TOKEN": SECRET}
-    done = subprocess.run(argv, cwd=ROOT / "tests", env=clean, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(argv, cwd=ROOT / "tests", env=clean, capture_output=True, text=True, timeout=800, check=False)
     answer = json.loads(done.stdout or "null")
     assert answer is not None, done.stderr
     assert uid is None or answer["user"] == uid

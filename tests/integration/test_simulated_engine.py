@@ -24,11 +24,11 @@ async def test_a_replica_serves_the_engine_of_the_configuration(redis_url: str, 
     try:
         async with replica(redis_url, run_id, model, tmp_path / "replica.log", config) as there:
             await learner.push(there.weights, 1, {"weight": np.arange(4, dtype="<f4")})
-            described = await there.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=60)
+            described = await there.rollout.Describe(rollout_pb2.DescribeRequest(), timeout=300)
             assert (described.engine, described.version) == ("simulated", 1)
             answer = (await generate(there.rollout, request(run_id, [5, 6, 7], [(0, [], 20, 0)])))[0]
             assert answer.spans == [(1, 0, 20)]
-            async with httpx.AsyncClient(trust_env=False, base_url=f"http://{there.lease.http_address}", timeout=60) as client:
+            async with httpx.AsyncClient(trust_env=False, base_url=f"http://{there.lease.http_address}", timeout=300) as client:
                 body = {"model": config.name, "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 0}
                 reply = await client.post("/v1/completions", json=body)
                 paths = (await client.get("/openapi.json")).json()["paths"]

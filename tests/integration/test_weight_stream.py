@@ -26,6 +26,7 @@ from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tenso
 from polyreme.weights.wire import STAGE_STREAM, encode_chunk, encode_manifest
 from polyreme_rollout import weights_service
 from support.receiver import Receiver, serving
+from support.waiting import until
 
 SPECS = {"a": (300, 7), "b": (5,), "c": (1000, 11)}
 HALVES = (("a", "b"), ("c",))
@@ -223,7 +224,8 @@ async def test_a_broken_stream_stages_nothing_and_the_next_one_continues_it() ->
         call, begin = await wire.begin(manifest)
         assert begin == 0
         await call.write(encode_chunk(0, memoryview(data)[:20_000]))
-        await asyncio.sleep(0.05)
+        buffers = receiver._swapper.staging._receiver._buffers[0]
+        await until(lambda: any(buffer.arrival.position == 20_000 for buffer in buffers))
         call.cancel()
         with pytest.raises(grpc.aio.AioRpcError, match="version 1 of term 1 to be staged"):
             await wire.commit(one.id)

@@ -25,6 +25,28 @@ from polyreme.process.lifecycle import die_with_parent
 _MESSAGE_BYTES = 1 << 18
 
 
+def run_as_main(module: str, argv: Sequence[str]) -> int:
+    """Runs a module as `python -m module argv` does. Returns the exit status."""
+    sys.argv = [module, *argv]
+    warnings.simplefilter("ignore", RuntimeWarning)  # runpy: the module is imported already
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def import_alone(modules: Sequence[str]) -> None:
+    """Imports modules, none of which may start a thread: a fork takes one thread along."""
+    for module in modules:
+        importlib.import_module(module)
+    threads = len(os.listdir("/proc/self/task"))
+    assert threads == 1, f"a fork takes one thread along, this process has {threads}"
+
+
 def _child(order: dict[str, object], files: Sequence[int], parent: int) -> int:
     """What the fork does. Returns its exit status."""
     os.setsid()
@@ -43,16 +65,7 @@ def _child(order: dict[str, object], files: Sequence[int], parent: int) -> int:
     os.environ.clear()
     os.environ.update(environment)
     sys.executable = str(order["executable"])
-    sys.argv = [module, *argv]
-    warnings.simplefilter("ignore", RuntimeWarning)  # runpy: the module is imported already
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-        return 1
-    return 0
+    return run_as_main(module, argv)
 
 
 def _end(status: int) -> None:
@@ -145,10 +158,7 @@ def _main(listener: str, *modules: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGHUP, signal.SIGTERM):  # also where the tests run under `nohup`
         signal.signal(number, signal.SIG_DFL)
-    for module in modules:
-        importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"a fork takes one thread along, this process has {threads}"
+    import_alone(modules)
     _Server(socket.socket(fileno=os.dup(0)), socket.socket(fileno=int(listener))).serve()
 
 

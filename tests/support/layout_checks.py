@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyreme.config.trainer import LoraConfig, ParallelConfig
+from polyreme.config.trainer import LoraConfig, ParallelConfig, Recompute
 from polyreme.weights.digest import verify
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint
@@ -41,10 +41,12 @@ def sequences(vocab: int) -> Sequences:
     return supervised(rows, [mask.astype(np.uint8) for mask in masks])
 
 
-def make_role(model: str, dtype: str, device: Device, lora: dict[str, Any] | None = None) -> Role[Policy]:
+def make_role(
+    model: str, dtype: str, device: Device, lora: dict[str, Any] | None = None, recompute: Recompute | None = None
+) -> Role[Policy]:
     """The actor of a Hugging Face directory. A micro-batch has at most two of the rows. `lora`: the configuration of adapters."""
     adapters = None if lora is None else LoraConfig.model_validate(lora)
-    policy = Policy(load_architecture(Path(model)), dtype, device, trainable=True, lora=adapters)
+    policy = Policy(load_architecture(Path(model)), dtype, device, trainable=True, lora=adapters, recompute=recompute)
     policy.load_hf(Path(model))
     role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets, 0.9), data_shard(36, device))
     role.make_optimizer(ADAM)
@@ -68,7 +70,7 @@ def step(role: Role[Policy]) -> tuple[float, float]:
 
 def follow(script: str) -> None:
     """Runs a script: {model, dtype, out, layout: [tensor, data], runs: [{resume: path | null, steps, save: {step: path}, lora: of the
-    configuration | absent}]}.
+    configuration | absent, recompute: | absent, model, dtype: others than the script's | absent}]}.
 
     Rank 0 writes {runs: [[[loss, norm] of each step]], state_bytes: of rank 0} to `out`.
     """
@@ -77,7 +79,8 @@ def follow(script: str) -> None:
     init_parallel(ParallelConfig(**order["layout"]), device)
     runs, role = [], None
     for run in order["runs"]:
-        role = make_role(order["model"], order["dtype"], device, run.get("lora"))
+        model, dtype = run.get("model", order["model"]), run.get("dtype", order["dtype"])
+        role = make_role(model, dtype, device, run.get("lora"), run.get("recompute"))
         if run["resume"] is not None:
             step(role)  # leaves weights and moments that the checkpoint must replace
             found = checkpoint.read(Path(run["resume"]))

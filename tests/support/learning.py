@@ -24,7 +24,6 @@ from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.engine import MegatronEngine
-from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.stages import sft
 
 LR = 1e-3
@@ -92,8 +91,8 @@ class Rank:
         if self.engine.algorithm.needs.reference and config.shares_reference:
             self.engine.make_reference(config.model.path)
         elif self.engine.algorithm.needs.reference and self.engine.reference is None:
-            policy = self.engine.policy.frozen_copy()
-            self.engine.reference = Role("reference", policy, self.engine.logprobs_of(policy), self.engine.shard)
+            self.engine.reference = self.engine.frozen_role("reference", self.engine.policy.dtype)
+            self.engine.reference.model.load_state_dict(self.engine.policy.weights())
 
     def iterate(self, iteration: int) -> dict[str, Any]:
         """Trains an iteration. Returns its metrics but for times."""
@@ -132,7 +131,7 @@ def train_every_way(config_json: str, algorithms: str, out: str) -> None:
         rank.write(Path(out, name), {"trained": [rank.iterate(i) for i in (1, 2)]})
         rank.engine.close()
     rank = Rank(config, device)
-    losses, canary = warm_start(rank), rank.engine.canary()
+    losses, canary = warm_start(rank), rank.engine.probes.canary()
     rank.write(Path(out, "warm_start"), {"losses": losses, "canary": [canary.ids, canary.logprobs]})
     rank.engine.close()
 

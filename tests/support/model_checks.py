@@ -113,7 +113,8 @@ def logits_and_logprobs_agree(model: str, device: Device) -> None:
         want = distribution.log_prob(targets.clamp(min=0))[trained]
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
         torch.testing.assert_close(policy.logprobs(*packed(ids, targets), temperature), want, rtol=0, atol=TOLERANCE)
-    frozen = policy.frozen_copy()
+    frozen = Policy(policy.arch, policy.dtype, policy.device, trainable=False, spec=policy.spec)
+    frozen.load_state_dict(policy.weights())
     assert not frozen.logprobs(ids, targets).requires_grad
     torch.testing.assert_close(frozen.logprobs(ids, targets), policy.logprobs(ids, targets).detach(), rtol=0, atol=1e-6)
 

@@ -1,27 +1,27 @@
 """Processes that start in milliseconds: one process has imported everything, and every other is its fork.
 
 A fork runs its module as `python -m` does, with an environment, arguments and a log of its own, and as the leader of its own session.
-On this side a `Nursery` starts them and tells when they have ended; the other side is this file run as a program.
+On this side a `Nursery` starts them and reports their ends; the other side is this module run as a program.
+
+Invariant: what a nursery has started ends with it.
 """
 
 import asyncio
-import ctypes
-import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import subprocess
 import sys
-import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from polyreme.process.lifecycle import die_with_parent
+from support.fork_server import import_alone, run_as_main
+
+_TESTS = Path(__file__).resolve().parents[1]
 
 
 class Born:
@@ -58,10 +58,10 @@ class Nursery:
     @classmethod
     async def open(cls, modules: Sequence[str]) -> "Nursery":
         """A nursery that has imported `modules`."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, *modules, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**os.environ, **threads, "PYTHONPATH": str(_TESTS)}
+        command = (sys.executable, "-m", "support.nursery", *modules)
+        process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         nursery = cls(process)
         await asyncio.wait_for(nursery._asked.get(), 300)
         return nursery
@@ -104,31 +104,17 @@ def _say(word: int, pid: int, status: int) -> None:
 def _child(order: dict[str, Any], parent: int) -> int:
     """What the fork does. Returns its exit status."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return 1
+    die_with_parent(parent)
     log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.environ.update(order["environment"])
-    sys.argv = [order["module"], *order["arguments"]]
-    warnings.simplefilter("ignore", RuntimeWarning)  # runpy: the module is imported already
-    try:
-        runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
-        traceback.print_exc()
-        return 1
-    return 0
+    return run_as_main(order["module"], order["arguments"])
 
 
 def _main() -> None:
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"a fork takes one thread along, this process has {threads}"
+    import_alone(sys.argv[1:])
     parent = os.getpid()
     _say(0, 0, 0)
     pending = b""

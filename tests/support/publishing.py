@@ -18,7 +18,7 @@ from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import Arena
 from polyreme.weights.canary import Canary
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
-from polyreme_trainer.weight_sync import replica_sync
+from polyreme_trainer.weight_sync import replica_push, replica_sync
 from polyreme_trainer.weight_sync.publisher import Publisher
 from support.receiver import Receiver, replica
 
@@ -114,11 +114,16 @@ SPARSE = 0.01
 """A fraction of changed elements at which a version of SPARSE_LAYOUT is a delta."""
 
 
+def push_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher finds replicas and retries pushes without the pauses of a real run."""
+    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
+    monkeypatch.setattr(replica_push, "BACKOFF", Backoff(first=0.01, longest=0.05))
+
+
 @asynccontextmanager
 async def far_publishing(redis: Redis, redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     """A learner on another host than its replicas; every fourth version is an anchor."""
-    monkeypatch.setattr(replica_sync, "LEASE_CHECK_INTERVAL", 0.02)
-    monkeypatch.setattr(replica_sync, "BACKOFF", Backoff(first=0.01, longest=0.05))
+    push_soon(monkeypatch)
     async with publishing(redis, redis_url, run_id, SPARSE_LAYOUT, weights={"anchor_interval": 4}) as world:
         world.arena.unlink()
         yield world

@@ -237,7 +237,7 @@ def test_overlays_build_to_valid_objects(overlay: str, card: str | None) -> None
     import kubernetes_validate
 
     built = subprocess.run(
-        ["kubectl", "kustomize", KUBERNETES / "overlays" / overlay], capture_output=True, text=True, check=True, timeout=60
+        ["kubectl", "kustomize", KUBERNETES / "overlays" / overlay], capture_output=True, text=True, check=True, timeout=300
     ).stdout
     pods = {}
     for document in yaml.safe_load_all(built):

@@ -200,6 +200,20 @@ TRAINER_ARROWS = {
 """Trainer rooms that import no other room than these."""
 
 
+PROTOCOLS = ("engine", "stage_engine", "gates", "leader")
+"""Modules of the trainer's `learner` that the rooms below it implement or use. They import nothing of `learner` but each other."""
+ENTRY_POINTS = ("__main__", "stage_main")
+"""Modules of `learner` that put a process together."""
+
+
+def learner_part(module: str) -> str:
+    """A trainer module's room, where the protocols and the entry points of `learner` are rooms of their own."""
+    name = module.removeprefix("polyreme_trainer.learner.").partition(".")[0]
+    if name in PROTOCOLS:
+        return "protocols"
+    return name if name in ENTRY_POINTS else room(module, "polyreme_trainer")
+
+
 def room(module: str, package: str) -> str:
     """The part of a dotted name directly below `package`; empty for the package itself."""
     return module.removeprefix(package).lstrip(".").partition(".")[0]
@@ -237,6 +251,20 @@ def test_the_trainers_lower_rooms_import_nothing_above_them() -> None:
 def test_weight_sync_and_stages_use_only_the_learners_protocol_and_leader() -> None:
     above = tuple(f"polyreme_trainer.learner.{name}" for name in ("loop", "run_client", "__main__"))
     assert not offenders(("polyreme_trainer.weight_sync", "polyreme_trainer.stages", "polyreme_trainer.megatron"), above)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circle_of_rooms(package: str) -> None:
+    """The rooms of a package can be put in an order in which each imports only later ones."""
+    imported: dict[str, set[str]] = {}
+    for each in IMPORTS:
+        if under(each.importer, package) and under(each.imported, package) and room(each.imported, package) in ROOMS[package]:
+            part = learner_part if package == "polyreme_trainer" else lambda module: room(module, package)
+            imported.setdefault(part(each.importer), set()).add(part(each.imported))
+    imported = {name: targets & imported.keys() - {name} for name, targets in imported.items() if name}
+    while leaves := {name for name, targets in imported.items() if not targets}:
+        imported = {name: targets - leaves for name, targets in imported.items() if name not in leaves}
+    assert not imported
 
 
 @pytest.mark.parametrize("package", PACKAGES)

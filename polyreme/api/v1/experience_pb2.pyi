@@ -51,7 +51,7 @@ class RewardCall(_message.Message):
     def __init__(self, server: _Optional[str] = ..., status: _Optional[str] = ..., message: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "loss_mask", "finish_reason", "spans", "score", "parts", "text", "token_rewards", "teacher_logprobs", "replicas", "calls")
+    __slots__ = ("token_ids", "logprobs", "loss_mask", "finish_reason", "spans", "score", "parts", "text", "token_rewards", "teacher_logprobs", "replicas", "calls", "routes")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOSS_MASK_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class Sample(_message.Message):
     TEACHER_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     CALLS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     logprobs: bytes
     loss_mask: bytes
@@ -76,7 +77,8 @@ class Sample(_message.Message):
     teacher_logprobs: bytes
     replicas: _containers.RepeatedScalarFieldContainer[str]
     calls: _containers.RepeatedCompositeFieldContainer[RewardCall]
-    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., text: _Optional[str] = ..., token_rewards: _Optional[bytes] = ..., teacher_logprobs: _Optional[bytes] = ..., replicas: _Optional[_Iterable[str]] = ..., calls: _Optional[_Iterable[_Union[RewardCall, _Mapping]]] = ...) -> None: ...
+    routes: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., score: _Optional[float] = ..., parts: _Optional[_Iterable[_Union[RewardPart, _Mapping]]] = ..., text: _Optional[str] = ..., token_rewards: _Optional[bytes] = ..., teacher_logprobs: _Optional[bytes] = ..., replicas: _Optional[_Iterable[str]] = ..., calls: _Optional[_Iterable[_Union[RewardCall, _Mapping]]] = ..., routes: _Optional[bytes] = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("index", "attempt", "prompt_ids", "samples", "prompt", "label", "generate_seconds", "score_seconds", "began")

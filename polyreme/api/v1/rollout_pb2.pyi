@@ -50,16 +50,18 @@ class GenerateRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., request_id: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., slots: _Optional[_Iterable[_Union[Slot, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("slot", "token_ids", "logprobs", "oldest_version")
+    __slots__ = ("slot", "token_ids", "logprobs", "oldest_version", "routes")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     OLDEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     slot: int
     token_ids: bytes
     logprobs: bytes
     oldest_version: int
-    def __init__(self, slot: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., oldest_version: _Optional[int] = ...) -> None: ...
+    routes: bytes
+    def __init__(self, slot: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., oldest_version: _Optional[int] = ..., routes: _Optional[bytes] = ...) -> None: ...
 
 class SlotEnd(_message.Message):
     __slots__ = ("slot", "finish_reason", "spans")

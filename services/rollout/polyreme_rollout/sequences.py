@@ -29,6 +29,7 @@ class SequenceProgress:
         self._starts: list[tuple[int, int]] = [(version, 0)]  # (version, first token)
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._routes = bytearray()
 
     @property
     def outstanding(self) -> int:
@@ -42,12 +43,18 @@ class SequenceProgress:
         self._starts.append((version, sampled if self._starts else 0))
 
     def add(self, delta: NewTokens) -> rollout_pb2.Chunk | None:
-        """Takes new tokens. Returns a chunk when one is complete. Raises ValueError when ids and log-probabilities differ in number."""
+        """Takes new tokens. Returns a chunk when one is complete. Raises ValueError when ids and log-probabilities differ in number, or the
+        bytes of routes are not equally many per token."""
         if len(delta.token_ids) != len(delta.logprobs):
             raise ValueError(
                 f"expected a log-probability per token; found {len(delta.token_ids)} tokens, {len(delta.logprobs)} values"
             )
+        if len(delta.routes) % max(1, len(delta.token_ids)):
+            raise ValueError(
+                f"expected equally many bytes of routes per token; found {len(delta.token_ids)} tokens, {len(delta.routes)} bytes"
+            )
         self._ids.extend(delta.token_ids)
+        self._routes += delta.routes
         self._logprobs.extend(delta.logprobs)
         self.sampled += len(delta.token_ids)
         if not self._ids or (len(self._ids) < CHUNK_TOKENS and delta.finish is None):
@@ -58,8 +65,9 @@ class SequenceProgress:
             token_ids=pack_ids(self._ids),
             logprobs=struct.pack(f"<{len(self._logprobs)}f", *self._logprobs),
             oldest_version=min(version for version, first, end in self.spans() if end > start),
+            routes=bytes(self._routes),
         )
-        self._ids, self._logprobs = [], []
+        self._ids, self._logprobs, self._routes = [], [], bytearray()
         return chunk
 
     def spans(self) -> list[tuple[int, int, int]]:

@@ -1,9 +1,8 @@
-"""A replica's change of policy: stage and verify the parts of a version, then commit them all at once or roll back.
+"""A replica's change of policy: commits all parts of a staged version at once, or rolls back.
 
 Invariant:
 - The replica serves a whole version with verified digests, or nothing. A failed swap restores the previous version; when that fails
   too, the replica serves nothing until a later version is committed.
-- A call with an older learner term than the newest one seen changes nothing.
 - Nothing is sampled while the policy changes, and each running request records the token at which it changed.
 - Between `at_rest` and the next commit or `go_on`, nothing is sampled and no request is accepted. Neither continues sampling while the
   devices may not be used.
@@ -15,23 +14,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from polyreme.errors import ConfigError
-from polyreme.weights.arena import ArenaError
-from polyreme.weights.assembly import RangeError
 from polyreme.weights.canary import Canary, CanaryError
-from polyreme.weights.delta import DeltaError, DeltaManifest
-from polyreme.weights.digest import DigestError, verify
-from polyreme.weights.manifest import Manifest, ManifestError
-from polyreme.weights.sparse import FrameError
-from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.protocol import ArenaSource, EngineDeadError, InferenceEngine, LoadError, LoadResult
-from polyreme_rollout.incoming import Incoming
-from polyreme_rollout.outgoing import OutgoingParts
-from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
-from polyreme_rollout.weight_receiver import BaseError, SupersededError, WeightReceiver
+from polyreme_rollout.staged_parts import Refusal, VersionId
+from polyreme_rollout.staging import Staging
 
 FAILURES_TO_QUARANTINE = 3
 CANARY_TIMEOUT = 10.0  # a saturated engine answers when its first request ends
@@ -61,7 +50,7 @@ class Committed:
 
 
 class WeightSwapper:
-    """Stages, commits and restores versions. Runs on one event loop.
+    """Commits and restores versions. Runs on one event loop. `staging` has the parts of the next version.
 
     Args:
         run_id: the run whose versions are accepted.
@@ -79,13 +68,10 @@ class WeightSwapper:
         on_swap: Callable[[int, Mapping[str, int]], None],
         on_lost: Callable[[], None],
     ) -> None:
-        self._run_id, self._engine, self._learner_term = run_id, engine, learner_term
-        self._on_swap, self._on_lost = on_swap, on_lost
-        self._arenas, self._staging = ArenaCache(), StagedParts(engine.weight_names)
+        self._engine, self._on_swap, self._on_lost = engine, on_swap, on_lost
+        self.staging = Staging(run_id, engine.weight_names, learner_term, self._quarantine_reason, self._in_use)
         self._loading: tuple[ArenaSource, ...] = ()
-        self._receiver = WeightReceiver(self._in_use, self._staging.forget)
         self._lock = asyncio.Lock()
-        self._term = 0
         self._swaps = 0
         self._failures = 0
         self._intact = True
@@ -118,11 +104,6 @@ class WeightSwapper:
         return self.version
 
     @property
-    def outgoing(self) -> OutgoingParts:
-        """What other replicas may fetch from this one."""
-        return self._receiver.outgoing
-
-    @property
     def failures(self) -> int:
         """Consecutive failed swaps."""
         return self._failures
@@ -130,72 +111,6 @@ class WeightSwapper:
     @property
     def quarantined(self) -> bool:
         return self._failures >= FAILURES_TO_QUARANTINE
-
-    def probe(self, run_id: str, term: int, path: str, nonce: bytes) -> None:
-        """Checks that the arena at `path` can be mapped and has this nonce. Raises Refusal: NOT_FOUND, ABORTED, INVALID_ARGUMENT."""
-        self.admit(run_id, term)
-        try:
-            self._arenas.with_nonce(path, nonce)
-        except ArenaError as error:
-            raise Refusal("NOT_FOUND", str(error)) from None
-
-    async def stage(self, manifest: Manifest, path: str, slot: int, generation: int) -> float:
-        """Verifies one part in place while generation continues. Returns the duration in seconds.
-
-        Raises:
-            Refusal: ABORTED, INVALID_ARGUMENT, FAILED_PRECONDITION; NOT_FOUND: the arena cannot be mapped; DATA_LOSS: its
-                bytes do not match the manifest, or were overwritten meanwhile.
-        """
-        self.admit(manifest.run_id, manifest.term)
-        try:
-            arena = self._arenas.at(path)
-        except ArenaError as error:
-            raise Refusal("NOT_FOUND", str(error)) from None
-        started = time.perf_counter()
-        try:
-            arena.check(slot, generation)
-            await asyncio.to_thread(verify, manifest, arena.slot_view(slot))
-            arena.check(slot, generation)
-        except (ArenaError, DigestError, ManifestError) as error:
-            raise Refusal("DATA_LOSS", str(error)) from None
-        self.admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
-        self._staging.put(ArenaSource(path, arena.nonce, slot, generation, manifest))
-        return time.perf_counter() - started
-
-    @asynccontextmanager
-    async def receive(self, content: Manifest | DeltaManifest) -> AsyncIterator[Incoming]:
-        """Receives one part, or a delta that leads to it, by stream: the block adds the bytes, and the part is staged at its end.
-        Generation continues.
-
-        Raises:
-            Refusal: ABORTED; FAILED_PRECONDITION, also when the base of a delta is not here; RESOURCE_EXHAUSTED: no room; DATA_LOSS: the
-                bytes do not match the manifest; INVALID_ARGUMENT: bytes out of order, missing, or beyond the part; CANCELLED: a newer
-                stream has started.
-        """
-        stream: AbstractAsyncContextManager[Incoming]
-        if isinstance(content, DeltaManifest):
-            manifest, stream = content.manifest, self._receiver.receive_delta(content)
-        else:
-            manifest, stream = content, self._receiver.receive(content)
-        self.admit(manifest.run_id, manifest.term)
-        try:
-            async with stream as incoming:
-                yield incoming
-                source = await incoming.finish()
-                if source is None:
-                    raise RangeError(f"expected {incoming.nbytes} bytes; the stream ended after {incoming.position}")
-                self.admit(manifest.run_id, manifest.term)  # a newer learner may have registered meanwhile
-                self._staging.put(source)
-        except (RangeError, ManifestError) as error:
-            raise Refusal("INVALID_ARGUMENT", str(error)) from None
-        except (DigestError, DeltaError, FrameError) as error:
-            raise Refusal("DATA_LOSS", str(error)) from None
-        except BaseError as error:
-            raise Refusal("FAILED_PRECONDITION", str(error)) from None
-        except ConfigError as error:
-            raise Refusal("RESOURCE_EXHAUSTED", str(error)) from None
-        except SupersededError as error:
-            raise Refusal("CANCELLED", str(error)) from None
 
     def _in_use(self) -> set[bytes]:
         """The nonces of the served version's arenas, and of those that the engine may be reading."""
@@ -213,7 +128,7 @@ class WeightSwapper:
 
     async def _commit(self, run_id: str, id: VersionId, canary: Canary | None) -> Committed:
         async with self._lock:
-            self.admit(run_id, id.term)
+            self.staging.admit(run_id, id.term)
             if self.served and self.served.id == id:
                 return Committed(id.version, 0.0, 0.0)
             if self.served and self.served.id.term == id.term and self.served.id.version > id.version:
@@ -222,7 +137,7 @@ class WeightSwapper:
                     f"expected a version after {self.served.id.version}, which is served; found {id.version}",
                 )
             self._check_devices()
-            sources = self._staging.take(id)
+            sources = self.staging.take(id)
             self._loading = (*sources, *(self.served.sources if self.served else ()))
             self.steady.clear()
             try:
@@ -282,7 +197,7 @@ class WeightSwapper:
         except LoadError as error:
             raise Refusal("INTERNAL", await self._fall_back(new.id, error)) from None
         self._check_devices()  # the grant may have ended meanwhile; `go_on` then loads the served version again
-        self._staging.drop()
+        self.staging.drop()
         await self._resume(new, loaded)
         stall = time.perf_counter() - started
         try:
@@ -309,7 +224,7 @@ class WeightSwapper:
     async def _fall_back(self, id: VersionId, error: LoadError) -> str:
         """Restores the previous version after a failed load, or serves nothing. Returns the message for the learner."""
         self._failures += 1
-        self._staging.drop()
+        self.staging.drop()
         before, self.served = self.served, None
         outcome = "nothing is served"
         if before:
@@ -328,10 +243,11 @@ class WeightSwapper:
         logger.error("%s", text)
         return text
 
+    def _quarantine_reason(self) -> str:
+        return f"quarantined after {self._failures} consecutive failed swaps: restart this replica" if self.quarantined else ""
+
     def _quarantine_notice(self) -> str:
-        if not self.quarantined:
-            return ""
-        return f"; quarantined after {self._failures} consecutive failed swaps: restart this replica"
+        return f"; {reason}" if (reason := self._quarantine_reason()) else ""
 
     async def _resume(self, served: Served, loaded: LoadResult) -> None:
         self._intact = True
@@ -352,20 +268,3 @@ class WeightSwapper:
         self.served = None
         self._on_lost()
         self.steady.set()  # waiting calls then find that nothing is served
-
-    def admit(self, run_id: str, term: int) -> None:
-        """As `check`. Refuses calls of older terms from now on."""
-        self.check(run_id, term)
-        self._term = term
-
-    def check(self, run_id: str, term: int) -> None:
-        """Refuses a call of another run or of an older term, and every call once quarantined. Raises Refusal."""
-        if run_id != self._run_id:
-            raise Refusal("INVALID_ARGUMENT", f"expected a call of run {self._run_id}; found run {run_id}")
-        self._term = max(self._term, self._learner_term())
-        if term < self._term:
-            raise Refusal("ABORTED", f"expected term {self._term} of the current learner, or newer; found {term}")
-        if self.quarantined:
-            raise Refusal(
-                "FAILED_PRECONDITION", f"quarantined after {self._failures} consecutive failed swaps: restart this replica"
-            )

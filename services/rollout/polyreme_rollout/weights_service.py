@@ -56,7 +56,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def Probe(self, request: pb.ProbeRequest, context: Any) -> pb.ProbeResponse:
         async with _statuses(context):
             try:
-                self._swapper.probe(request.run_id, request.term, request.arena_path, request.nonce)
+                self._swapper.staging.probe(request.run_id, request.term, request.arena_path, request.nonce)
             except Refusal as refusal:
                 if refusal.code != "NOT_FOUND":
                     raise
@@ -66,14 +66,14 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
     async def StageArena(self, request: pb.StageArenaRequest, context: Any) -> pb.StageResponse:
         async with _statuses(context):
             manifest = _parsed(Manifest.from_proto, request.manifest)
-            seconds = await self._swapper.stage(manifest, request.arena_path, request.slot, request.generation)
+            seconds = await self._swapper.staging.stage(manifest, request.arena_path, request.slot, request.generation)
             return pb.StageResponse(verify_seconds=seconds)
 
     async def StageStream(self, messages: AsyncIterator[bytes], context: Any) -> None:
         async with _statuses(context):
             try:
                 content = _content(decode_manifest(await _next(messages) or b""))
-                async with self._swapper.receive(content) as incoming:
+                async with self._swapper.staging.receive(content) as incoming:
                     await context.write(pb.StageStreamResponse(begin_at=incoming.position))
                     while (message := await _next(messages)) is not None:
                         offset, data = decode_chunk(message)
@@ -92,7 +92,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
             response, ended = pb.StageRelayResponse(), time.perf_counter()
             try:
                 content = _content(request.delta if request.HasField("delta") else request.manifest)
-                async with self._swapper.receive(content) as incoming:
+                async with self._swapper.staging.receive(content) as incoming:
                     if incoming.position < incoming.nbytes:
                         wanted = _fetch_request(request, incoming.position)
                         fetching = fetch(request.source, wanted, self._security, request.timeout, _largest(content))
@@ -114,7 +114,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
         async with _statuses(context):
-            self._swapper.check(request.id.run_id, request.id.term)
+            self._swapper.staging.check(request.id.run_id, request.id.term)
             if self._fetches == MAX_FETCHES:
                 raise Refusal("RESOURCE_EXHAUSTED", f"expected at most {MAX_FETCHES} replicas that fetch at once; found another")
             self._fetches += 1
@@ -125,7 +125,7 @@ class WeightsService(pb_grpc.WeightsServiceServicer):
 
             try:
                 await context.send_initial_metadata(())
-                await send(self._swapper.outgoing, request, write)
+                await send(self._swapper.staging.outgoing, request, write)
             finally:
                 self._fetches -= 1
 

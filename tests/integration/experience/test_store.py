@@ -319,7 +319,7 @@ def test_stopping_twice_leaves_nothing(tmp_path: Path) -> None:
 def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from polyreme.experience.embedded_redis import EmbeddedServer\n"
-        "print(EmbeddedServer.start(Path(sys.argv[1])).pid, flush=True); time.sleep(60)"
+        "print(EmbeddedServer.start(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -373,7 +373,7 @@ async def test_a_client_waits_for_a_redis_that_is_known_to_exist(
     os.kill(own_server.pid, signal.SIGSTOP)
     with pytest.raises(StoreError):
         await connect(own_server.url)
-    waiting = asyncio.create_task(connect(own_server.url, reconnect_timeout=20.0))
+    waiting = asyncio.create_task(connect(own_server.url, reconnect_timeout=300.0))
     await asyncio.sleep(0.5)
     os.kill(own_server.pid, signal.SIGCONT)
     await (await waiting).aclose()

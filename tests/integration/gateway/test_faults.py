@@ -153,9 +153,30 @@ async def test_a_swap_within_a_stream_ends_it_if_a_version_was_asked_for(run: Ru
         replica.report(4)
         go_on.set()
         content += b"".join([part async for part in parts])
-    assert (b"answer_lost" in content) is bool(model)
+    assert (b'"code":"policy_version"' in content) is bool(model)
     assert (b"policy-3-4" in content) is not bool(model)
     assert content.endswith(DONE)
+
+
+async def test_a_stream_that_another_version_begins_leaves_the_request_to_another_replica(run: Run) -> None:
+    base, go_on = (await run.config()).name, asyncio.Event()
+
+    async def swaps(asked: bytes, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": EVENT + DONE})
+
+    async with (
+        scripted_replica(run, "good", reply_with(EVENT + DONE, "text/event-stream"), version=3, load=9) as good,
+        scripted_replica(run, "swaps", swaps, version=3) as moved,
+        gateway(run) as http,
+    ):
+        asking = asyncio.create_task(http.post("/v1/completions", json={**STREAM, "model": f"{base}@3"}))
+        await moved.asked.wait()
+        moved.report(4)
+        go_on.set()
+        reply = await asking
+        assert (reply.status_code, reply.content, reply.headers["polyreme-replica"]) == (200, EVENT + DONE, good.id)
 
 
 async def test_a_request_ends_at_its_deadline(run: Run) -> None:

@@ -83,7 +83,9 @@ async def test_the_version_of_a_header_takes_part_in_the_choice(run: Run) -> Non
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "invalid_header")
 
 
-async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
+    wanted = completion(f"{(await run.config()).name}@3" if by_name else None)
     monkeypatch.setattr(gateway_replicas, "POLL_INTERVAL", 3600.0)  # the gateway does not see the swaps
     async with AsyncExitStack() as replicas:
         moved = [
@@ -93,8 +95,9 @@ async def test_replicas_that_have_just_swapped_cost_no_attempt(run: Run, monkeyp
         http = await replicas.enter_async_context(gateway(run))
         for each in moved:
             each.report(4)
-        reply = await http.post("/v1/completions", json=completion(), headers={"polyreme-exact-policy-version": "3"})
+        reply = await http.post("/v1/completions", json=wanted, headers={} if by_name else {"polyreme-exact-policy-version": "3"})
         assert (reply.status_code, reply.headers["polyreme-replica"]) == (200, last.id)
+        assert not any(each.bodies for each in moved)  # they refused before they generated anything
 
 
 async def test_an_error_of_the_replica_is_the_clients(run: Run) -> None:

@@ -24,7 +24,7 @@ async def serve():
     try:
         await stop.wait()
         print("draining", flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
     finally:
         print("tidied", flush=True)
 
@@ -84,7 +84,7 @@ def test_a_hang_up_drains_however_often_it_comes() -> None:
         assert service.stdout.readline() == "draining\n"
         service.send_signal(signal.SIGHUP)
         service.send_signal(TERM)
-        output, _ = service.communicate(timeout=20)
+        output, _ = service.communicate(timeout=300)
     finally:
         service.kill()
         service.wait()

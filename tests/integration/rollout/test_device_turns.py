@@ -127,7 +127,7 @@ async def test_a_push_waits_for_the_devices(run: Run) -> None:
         await both.train.acquire(DEADLINE)
         await both.learner.write(1)
         pushing = asyncio.create_task(both.learner.push(both.replica))
-        await until(lambda: both.replica.swapper._staging._id is not None)
+        await until(lambda: both.replica.swapper.staging._staged._id is not None)
         assert both.engine.paused and not pushing.done() and both.replica.swapper.version == 0
         await both.train.give_up()
         await asyncio.wait_for(pushing, DEADLINE)

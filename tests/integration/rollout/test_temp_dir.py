@@ -13,7 +13,7 @@ from polyreme_rollout.temp_dir import replica_temp_dir
 
 HOLDER = (
     "import time\nfrom polyreme_rollout.temp_dir import replica_temp_dir\n"
-    "with replica_temp_dir() as folder:\n    (folder / 'file').touch()\n    print(folder, flush=True)\n    time.sleep(60)\n"
+    "with replica_temp_dir() as folder:\n    (folder / 'file').touch()\n    print(folder, flush=True)\n    time.sleep(600)\n"
 )
 
 

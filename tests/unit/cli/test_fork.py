@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from polyreme.cli.checkpoint_manifest import write_manifest
 from polyreme.cli.fork import is_whole, plan_fork
 from polyreme.cli.run_directory import EMBEDDED, Origin, RunFile, owned, read_run_file
 from polyreme.cli.start import prepared
@@ -33,7 +34,7 @@ def save(run_dir: Path, iteration: int) -> Path:
         (path / name).write_bytes(b"%s of %d" % (folder.encode(), iteration))
     checkpoint = run_dir / "checkpoints" / f"iteration-{iteration:06d}"
     digest = xxhash.xxh3_64(b"checkpoints of %d" % iteration).hexdigest()
-    (checkpoint / "checkpoint.json").write_text(json.dumps({"iteration": iteration, "files": {"state-0.pt": digest}}))
+    write_manifest(checkpoint, iteration, {"tensor": 1}, {"term": 1}, {"state-0.pt": digest})
     return checkpoint
 
 
@@ -94,6 +95,17 @@ def test_a_damaged_checkpoint_is_passed_over(parent: RunConfig, config_file: Pat
     (parent.run_dir / "checkpoints" / "iteration-000006" / "state-0.pt").write_bytes(b"checkpoints of 7")
     with prepared(config_file, [], resume=False, fork=True) as start:
         assert start.origin == Origin("run-1", str(parent.run_dir), 4, 16)
+
+
+def test_a_checkpoint_with_any_flipped_byte_is_passed_over(parent: RunConfig) -> None:
+    checkpoint = parent.run_dir / "checkpoints" / "iteration-000006"
+    assert is_whole(checkpoint)
+    for file in (checkpoint / "checkpoint.json", checkpoint / "state-0.pt"):
+        whole = file.read_bytes()
+        for position in range(len(whole)):
+            file.write_bytes(whole[:position] + bytes([whole[position] ^ 0x11]) + whole[position + 1 :])
+            assert not is_whole(checkpoint), f"byte {position} of {file.name} is not covered"
+        file.write_bytes(whole)
 
 
 def test_iterations_that_were_not_recorded_count_by_their_size(parent: RunConfig, config_file: Path) -> None:

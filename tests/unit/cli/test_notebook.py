@@ -68,7 +68,7 @@ def test_following_yields_what_comes_until_the_end(tmp_path: Path) -> None:
     run_dir = record_run(tmp_path, end=None)
     run = polyreme.Run(run_dir)
     with owned(run_dir):
-        records = run.follow(timeout=60)
+        records = run.follow(timeout=300)
         first = [next(records)["kind"] for _ in range(2)]
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write(f'{{"run": "{run.run_id}", "kind": "notice", "time": 1.0}}\n{{"run": "another", "kind": "notice"}}\n')

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from polyreme.cli import view
-from polyreme.cli.progress import Progress, same_metric
+from polyreme.cli.progress import Progress, comparable
 from polyreme.cli.report import plain_line, report
 from polyreme.cli.summary import redis_bytes, summary_lines
 from polyreme.config.trainer import ParallelConfig
@@ -182,7 +182,19 @@ def test_results_of_different_metrics_are_not_compared() -> None:
     ],
 )
 def test_the_mean_of_a_set_has_two_names(one: str, other: str, same: bool) -> None:
-    assert same_metric(one, other) is same
+    results = [{"result": {"metric": name, "value": 0.5}, "held_out": "a1"} for name in (one, other)]
+    assert comparable(*results) is same
+
+
+def test_results_on_other_held_out_data_are_not_compared() -> None:
+    first, second, third = (
+        evaluation(version, 1.0 + version, value) | {"held_out": digest}
+        for version, value, digest in ((0, 0.3, "a1"), (2, 0.9, "a1"), (4, 0.4, "b2"))
+    )
+    trained = [iteration(number, time=1.5 + number) for number in (1, 2, 3, 4)]
+    progress = progress_of(first, *trained, second, third)
+    assert (progress.metric, progress.evaluations) == ("accuracy", {4: 0.4})
+    assert (progress.summary()["accuracy_before"], progress.summary()["accuracy_after"]) == (None, 0.4)
 
 
 def test_the_summary_has_the_metrics_of_every_set() -> None:

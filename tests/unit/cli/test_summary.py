@@ -43,6 +43,17 @@ def test_a_warm_up_that_the_run_never_leaves_is_a_warning(tmp_path: Path) -> Non
     assert [line.split()[1] for line in warned if line.startswith("warning")] == ["trainer.optimizer.warmup"]
 
 
+def test_a_reference_that_is_never_renewed_and_a_critics_long_warm_up_are_warnings(tmp_path: Path) -> None:
+    def warned(renew_interval: int, warmup: int) -> list[str]:
+        algorithm = {"preset": "ppo", "kl": {"renew_interval": renew_interval}}
+        critic = {"optimizer": {"lr": 1e-3, "warmup": warmup}}
+        lines = lines_of(tmp_path, iterations=3, algorithm=algorithm, trainer__critic=critic)
+        return [line.split()[1] for line in lines if line.startswith("warning")]
+
+    assert warned(2, 3) == []
+    assert warned(3, 4) == ["algorithm.kl.renew_interval", "trainer.critic.optimizer.warmup"]
+
+
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [

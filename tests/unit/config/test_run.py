@@ -289,6 +289,22 @@ def _without_validators(tree: ast.Module) -> ast.Module:
     return tree
 
 
+def test_a_critic_that_no_advantage_uses_is_refused(tree: dict[str, Any], tmp_path: Path) -> None:
+    tree["trainer"]["critic"] = {"warmup_iterations": 5}
+    with pytest.raises(ConfigError) as error:
+        load_config(written(tmp_path, {**tree, "algorithm": {"preset": "grpo"}}))
+    assert "trainer.critic with advantage group_norm" in error.value.found
+    assert "trainer.critic={}" in error.value.found and ".." not in str(error.value)
+    load_config(written(tmp_path, {**tree, "algorithm": {"preset": "grpo"}}), ["trainer.critic={}"])
+    assert load_config(written(tmp_path, {**tree, "algorithm": {"preset": "ppo"}})).trainer.critic.warmup_iterations == 5
+
+
+def test_a_critics_schedule_ends_below_its_peak(tree: dict[str, Any], tmp_path: Path) -> None:
+    tree["trainer"]["critic"] = {"optimizer": {"lr": 1e-4, "min_lr": 1e-3, "schedule": "cosine"}}
+    with pytest.raises(ConfigError, match=r"trainer\.critic\.optimizer\.min_lr"):
+        load_config(written(tmp_path, {**tree, "algorithm": {"preset": "ppo"}}))
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "none.yaml")

@@ -12,7 +12,7 @@ from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, decode_group, encode_group
 
-ARRAYS = ("token_ids", "logprobs", "loss_mask", "token_rewards", "teacher_logprobs")
+ARRAYS = ("token_ids", "logprobs", "loss_mask", "token_rewards", "teacher_logprobs", "routes")
 finite = st.floats(allow_nan=False, allow_infinity=False)
 text = st.text(max_size=20)
 
@@ -42,6 +42,9 @@ def samples(draw: st.DrawFn) -> SampleRecord:
         text=draw(text),
         token_rewards=numbers(single, np.float32) if draw(st.booleans()) else None,
         teacher_logprobs=numbers(single, np.float32) if draw(st.booleans()) else None,
+        routes=draw(
+            st.none() | st.integers(1, 4).map(lambda each: np.arange(length * each, dtype=np.uint8).reshape(length, each))
+        ),
     )
 
 
@@ -67,7 +70,9 @@ def assert_same(a: GroupRecord, b: GroupRecord) -> None:
             found, expected = getattr(left, name), getattr(right, name)
             assert (found is None) == (expected is None)
             if expected is not None:
-                assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()  # to the bit, also minus zero
+                assert (
+                    found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
+                )  # to the bit, also minus zero
         rest: dict[str, Any] = dict.fromkeys(ARRAYS)
         assert replace(left, **rest) == replace(right, **rest)
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.gateway.events import DONE, EventSplitter, is_done, is_error, versions
+from polyreme.gateway.events import DONE, EventSplitter, error_code, is_done
 
 STREAM = b'data: {"a":1}\n\n: a comment\n\ndata: {"b":"\xc3\xa9"}\n\n' + DONE
 
@@ -33,11 +33,7 @@ def test_the_end_of_a_stream() -> None:
 
 def test_an_error_is_the_last_event() -> None:
     error = b'data: {"error":{"code":"policy_version"}}\n\n'
-    assert is_error(STREAM + error) and is_error(error)
-    assert not is_error(error + b'data: {"choices":[]}\n\n')
-    assert not is_error(STREAM) and not is_error(b"")
-
-
-def test_the_versions_that_events_name() -> None:
-    events = b'data: {"system_fingerprint":"policy-7"}\n\ndata: {"system_fingerprint":"policy-7-8"}\n\ndata: {}\n\n' + DONE
-    assert versions(events) == {"7", "7-8"}
+    assert error_code(STREAM + error) == error_code(error) == "policy_version"
+    assert error_code(b'data: {"error":{"message":"a"}}\n\n') == error_code(b'data: {"error":"a"}\n\n') == ""
+    assert error_code(error + b'data: {"choices":[]}\n\n') is None
+    assert error_code(STREAM) is None and error_code(b"") is None

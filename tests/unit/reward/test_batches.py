@@ -14,6 +14,8 @@ from polyreme_reward.items import Item, Outcome, RewardError, Status, failed, ok
 from polyreme_reward.model.batches import next_batch
 from polyreme_reward.model.worker import run
 
+SETUP = {"options": {"batch_tokens": 100}}
+
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 2000))
 def test_a_batch_has_the_oldest_and_keeps_to_the_budget(lengths: list[int], budget: int) -> None:
@@ -23,12 +25,12 @@ def test_a_batch_has_the_oldest_and_keeps_to_the_budget(lengths: list[int], budg
     assert chosen == sorted(chosen)
     assert len(batch) == 1 or max(chosen) * len(batch) <= budget
     left_out = [length for position, length in enumerate(lengths) if position not in batch]
-    assert not [length for length in left_out if min(chosen) < length < max(chosen)], "neighbours in length go together"
-    assert not [n for n in left_out if max(n, *chosen) * (len(batch) + 1) <= budget], "whoever fits has come along"
+    assert not [length for length in left_out if min(chosen) < length < max(chosen)], "texts of neighbouring lengths are together"
+    assert not [n for n in left_out if max(n, *chosen) * (len(batch) + 1) <= budget], "every text that fits is in the batch"
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
-def test_everybody_has_a_turn(lengths: list[int], budget: int) -> None:
+def test_every_text_is_batched(lengths: list[int], budget: int) -> None:
     waiting = list(enumerate(lengths))
     while waiting:
         batch = next_batch([length for _, length in waiting], budget)
@@ -53,11 +55,11 @@ class Recorder:
         return [ok(float(len(ids))) if len(ids) != 13 else failed(Status.INVALID, "unlucky") for ids in batch]
 
 
-def test_the_process_batches_whatever_has_come_meanwhile() -> None:
+def test_the_process_batches_what_arrived_meanwhile() -> None:
     ours, theirs = socket.socketpair()
     recorder = Recorder()
     status: list[int] = []
-    thread = threading.Thread(target=lambda: status.append(run(theirs, recorder, 100)))
+    thread = threading.Thread(target=lambda: status.append(run(theirs, recorder, SETUP)))
     thread.start()
     lengths = [7, 50, 8, 13, 49, 9, 0, 200]
     for number, length in enumerate(lengths):  # each in a frame of its own, as from as many calls
@@ -87,7 +89,7 @@ def test_a_failing_classifier_reports_the_reason_and_ends() -> None:
 
     ours, theirs = socket.socketpair()
     ours.sendall(encode([[5, tuple(Item("", "p", "r"))]]))
-    assert run(theirs, Broken(), 100) == 1
+    assert run(theirs, Broken(), SETUP) == 1
     said = [receive(ours) for _ in range(4)]
     assert [list(frame) for frame in said] == [["begin", "done"], ["begin", "done"], ["begin", "done"], ["broken"]]
     assert (said[2]["begin"], "device-side assert" in json.dumps(said[3])) == ([5], True)

@@ -1,7 +1,8 @@
-"""What workers get to know of the service's environment."""
+"""What workers and other processes get to know of the service's environment."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 from polyreme_reward.isolation.privacy import scrubbed
 
@@ -33,5 +34,23 @@ if os.fork() == 0:
 os.wait()
 print(before, dumpable(), os.read(read, 9).decode())
 """
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True).stdout
     assert said.split() == ["1", "0", "0"]
+
+
+def test_the_service_refuses_inspection_before_it_serves(tmp_path: Path) -> None:
+    """Its own memory and environment have the run's password and token."""
+    config = tmp_path / "rewards.yaml"
+    config.write_text("reward: {rewards: [{name: exact}]}\n")
+    script = """
+import asyncio, ctypes, sys
+from pathlib import Path
+from polyreme_reward import command, server
+def serve(*_):
+    print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), flush=True)
+    sys.exit()
+server.serve = serve
+asyncio.run(command._serve(None, None, Path(sys.argv[1]), lambda redis: None, 0.0))
+"""
+    said = subprocess.run([sys.executable, "-c", script, config], capture_output=True, text=True, timeout=300, check=True).stdout
+    assert said.split() == ["0"]

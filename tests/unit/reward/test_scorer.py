@@ -9,6 +9,7 @@ from polyreme_reward.items import Item, Outcome, Status, failed, ok
 from polyreme_reward.metrics import RewardMetrics
 from polyreme_reward.scorer import BadBatch, RequestRejected, Scorer
 from support.rewards import item
+from support.waiting import until
 
 
 class Scripted:
@@ -106,7 +107,9 @@ async def test_a_key_under_way_is_waited_for() -> None:
     service = scorer(reward)
     first = asyncio.create_task(service.score([item("x", key="k")]))
     second = asyncio.create_task(service.score([item("x", key="k")]))
-    await asyncio.sleep(0.01)
+    await until(lambda: reward.asked == 1)
+    for _ in range(5):
+        await asyncio.sleep(0)  # the second call finds the first one's key
     reward.gate.set()
     assert await first == await second
     assert reward.asked == 1
@@ -117,7 +120,7 @@ async def test_a_cancelled_call_leaves_its_answer_for_the_retry() -> None:
     reward.gate.clear()
     service = scorer(reward)
     call = asyncio.create_task(service.score([item("x", key="k")]))
-    await asyncio.sleep(0.01)
+    await until(lambda: reward.asked == 1)
     call.cancel()
     reward.gate.set()
     (answer,) = await service.score([item("x", key="k")])
@@ -144,8 +147,7 @@ async def test_beyond_the_limit_items_are_refused_and_accepted_ones_continue() -
     reward.gate.clear()
     service = scorer(reward, limit=10)
     inside = [asyncio.create_task(service.score([item("x")] * 5)) for _ in range(2)]
-    await asyncio.sleep(0.01)
-    assert service.inside == 10
+    await until(lambda: service.inside == 10)
     with pytest.raises(RequestRejected) as caught:
         await service.score([item("x")])
     assert caught.value.retry_after >= 0.1
@@ -160,9 +162,9 @@ async def test_draining_refuses_the_new_and_waits_for_the_old() -> None:
     reward.gate.clear()
     service = scorer(reward)
     call = asyncio.create_task(service.score([item("x")]))
-    await asyncio.sleep(0.01)
+    await until(lambda: reward.asked == 1)
     drain = asyncio.create_task(service.drain(10.0))
-    await asyncio.sleep(0.01)
+    await until(lambda: service._draining)
     with pytest.raises(RequestRejected) as caught:
         await service.score([item("x")])
     assert caught.value.draining
@@ -176,7 +178,7 @@ async def test_draining_gives_up_after_its_grace() -> None:
     reward.gate.clear()
     service = scorer(reward)
     call = asyncio.create_task(service.score([item("x")]))
-    await asyncio.sleep(0.01)
+    await until(lambda: reward.asked == 1)
     assert await service.drain(0.05) == 1
     reward.gate.set()
     await call

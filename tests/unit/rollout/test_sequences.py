@@ -57,6 +57,20 @@ def test_spans_record_the_version_of_each_token(sizes: list[int], data: st.DataO
     assert edges[-1] == total
 
 
+def test_routes_leave_with_their_tokens() -> None:
+    sequence = SequenceProgress(0, 40, version=1)
+    sizes = (10, 20, 1)
+    ids = iter(range(sum(sizes)))
+    parts = [[next(ids) for _ in range(size)] for size in sizes]
+    deltas = [NewTokens(part, [0.0] * len(part), None, bytes(byte for token in part for byte in (token, 9))) for part in parts]
+    chunks = [chunk for delta in deltas if (chunk := sequence.add(delta))]
+    chunks.append(sequence.add(NewTokens([31], [0.0], "stop", bytes([31, 9]))))
+    assert b"".join(chunk.routes for chunk in chunks) == bytes(byte for token in range(32) for byte in (token, 9))
+    assert all(len(chunk.routes) == 2 * len(unpack_ids(chunk.token_ids)) for chunk in chunks)
+    with pytest.raises(ValueError, match="bytes of routes"):
+        SequenceProgress(0, 40, version=1).add(NewTokens([1, 2], [0.0, 0.0], None, b"abc"))
+
+
 def test_a_swap_before_the_first_token_leaves_one_span() -> None:
     sequence = SequenceProgress(0, 4, version=1)
     sequence.change_version(2, 0)

@@ -70,7 +70,7 @@ async def test_a_sequence_without_a_token_starts_anew_on_the_new_version() -> No
     service.on_swap(2, {engine.asked[0].request_id: 0})
     await until(lambda: len(engine.asked) == 2)
     engine.has_place.set()
-    responses = await asyncio.wait_for(answering, 60)
+    responses = await asyncio.wait_for(answering, 300)
     assert engine.asked[0].request_id != engine.asked[1].request_id
     assert engine.asked[0].salt != engine.asked[1].salt
     [end] = [end for response in responses for end in response.ends]
@@ -85,7 +85,7 @@ async def test_a_sequence_with_tokens_continues_and_says_where_the_policy_change
     await until(lambda: len(engine.asked) == 1)
     service.on_swap(2, {engine.asked[0].request_id: 1})
     engine.has_place.set()
-    responses = await asyncio.wait_for(answering, 60)
+    responses = await asyncio.wait_for(answering, 300)
     assert len(engine.asked) == 1
     [end] = [end for response in responses for end in response.ends]
     assert [(span.version, span.start) for span in end.spans][:2] == [(1, 0), (2, 1)]
@@ -128,6 +128,6 @@ async def test_a_call_for_one_version_ends_when_the_policy_changes() -> None:
     swapper.served = Served(VersionId(1, 2), ())
     service.on_swap(2, {})
     with pytest.raises(Refused, match="expected version 1 up to the end; found version 2") as refused:
-        await asyncio.wait_for(answering, 60)
+        await asyncio.wait_for(answering, 300)
     assert refused.value.args[0] == "FAILED_PRECONDITION"
     assert service.running == 0

@@ -1,11 +1,10 @@
-"""The weight swapper against a model of it: whatever is staged, damaged, failed or stale, it serves a whole version or nothing."""
+"""The weight swapper against a model of it: in any order of stages, damages, failures and stale calls it serves a whole version or nothing."""
 
 import asyncio
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,9 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from polyreme.weights.arena import Arena
 from polyreme.weights.digest import seal
 from polyreme.weights.manifest import Manifest, TensorSpec, plan_manifest, tensor_views
-from polyreme_rollout.arena_cache import ArenaCache
-from polyreme_rollout.engine.protocol import ArenaSource
-from polyreme_rollout.staged_parts import Refusal, StagedParts, VersionId
+from polyreme_rollout.staged_parts import Refusal, VersionId
 from polyreme_rollout.weight_swap import FAILURES_TO_QUARANTINE, WeightSwapper
 from support.receiver import MemoryEngine
 from support.waiting import until
@@ -120,7 +117,7 @@ class SwapMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.slots)))
         manifest, generation, value = self.slots[slot]
         expected = self.gate(manifest.term) or "OK"
-        assert self.attempt(self.swapper.stage(manifest, str(self.arena.path), slot, generation)) == expected
+        assert self.attempt(self.swapper.staging.stage(manifest, str(self.arena.path), slot, generation)) == expected
         if expected == "OK":
             self.staged = (manifest.term, manifest.version, value, (slot, generation))
 
@@ -142,7 +139,7 @@ class SwapMachine(RuleBasedStateMachine):
             self.staged = (term, version, float(self.numbers), OWN)
 
     async def receive(self, manifest: Manifest, data: bytearray, chunk: int) -> None:
-        async with self.swapper.receive(manifest) as incoming:
+        async with self.swapper.staging.receive(manifest) as incoming:
             assert incoming.position == 0
             for offset in range(0, len(data), chunk):
                 await incoming.add(offset, memoryview(data)[offset : offset + chunk])
@@ -162,7 +159,7 @@ class SwapMachine(RuleBasedStateMachine):
         if damage == "bytes":
             first[0] ^= 1
         outcome = self.attempt(
-            self.swapper.stage(manifest, path + "x" * (damage == "path"), slot, generation + 2 * (damage == "generation"))
+            self.swapper.staging.stage(manifest, path + "x" * (damage == "path"), slot, generation + 2 * (damage == "generation"))
         )
         first[0] = kept
         assert outcome == expected
@@ -230,39 +227,11 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def source(part: int, parts: int, names: list[str], version: int = 1) -> ArenaSource:
-    layout = plan_manifest([TensorSpec(name, "F32", (1,)) for name in names], part=part, parts=parts)
-    return ArenaSource("/none", b"", 0, 2, layout.stamped("run", 1, version))
-
-
-def test_a_version_of_parts_is_taken_when_all_are_there() -> None:
-    staged = StagedParts(NAMES)
-    staged.put(source(1, 2, ["b"]))
-    with pytest.raises(Refusal, match=r"parts \[0\]") as refused:
-        staged.take(VersionId(1, 1))
-    assert refused.value.code == "FAILED_PRECONDITION"
-    staged.put(source(0, 2, ["a"]))
-    assert [part.manifest.part for part in staged.take(VersionId(1, 1))] == [0, 1]
-    staged.put(source(0, 2, ["a"], version=2))
-    with pytest.raises(Refusal, match="version 2 of term 1") as refused:
-        staged.take(VersionId(1, 1))
-    assert refused.value.code == "FAILED_PRECONDITION"
-
-
-@pytest.mark.parametrize(("names", "text"), [(["a"], "missing b, unknown none"), (["a", "b", "d"], "missing none, unknown d")])
-def test_names_must_cover_the_model(names: list[str], text: str) -> None:
-    staged = StagedParts(NAMES)
-    staged.put(source(0, 1, names))
-    with pytest.raises(Refusal, match=text) as refused:
-        staged.take(VersionId(1, 1))
-    assert refused.value.code == "FAILED_PRECONDITION"
-
-
 async def test_a_slot_written_anew_after_staging_is_not_loaded(arena: Arena) -> None:
     engine = MemoryEngine(sorted(NAMES))
     swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
     manifest, generation = write(arena, 0, 1, 1, 1.0)
-    await swapper.stage(manifest, str(arena.path), 0, generation)
+    await swapper.staging.stage(manifest, str(arena.path), 0, generation)
     write(arena, 0, 1, 2, 2.0)
     with pytest.raises(Refusal, match="nothing is served") as refused:
         await swapper.commit("run", VersionId(1, 1))
@@ -273,7 +242,7 @@ async def test_a_swap_ends_although_its_caller_is_gone(arena: Arena) -> None:
     engine = MemoryEngine(sorted(NAMES))
     swapper = WeightSwapper("run", engine, lambda: 0, lambda *_: None, lambda: None)
     manifest, generation = write(arena, 0, 1, 1, 1.0)
-    await swapper.stage(manifest, str(arena.path), 0, generation)
+    await swapper.staging.stage(manifest, str(arena.path), 0, generation)
     engine.may_load.clear()
     call = asyncio.ensure_future(swapper.commit("run", VersionId(1, 1)))
     await asyncio.sleep(0)
@@ -307,7 +276,7 @@ async def asleep(arena: Arena) -> tuple[WeightSwapper, MemoryEngine, list[str]]:
 
 async def bring(swapper: WeightSwapper, arena: Arena, version: int) -> None:
     manifest, generation = write(arena, version % 3, 1, version, float(version))
-    await swapper.stage(manifest, str(arena.path), version % 3, generation)
+    await swapper.staging.stage(manifest, str(arena.path), version % 3, generation)
     await swapper.commit("run", VersionId(1, version))
 
 
@@ -373,18 +342,3 @@ async def test_a_commit_whose_devices_are_lost_does_not_continue_sampling(arena:
     usable = True
     await swapper.go_on(weights=True)
     assert not engine.paused and engine.weights["a"][0] == swapper.version == 1
-
-
-def test_a_replaced_arena_is_detected() -> None:
-    run_id, cache = f"test-{uuid.uuid4().hex[:12]}", ArenaCache()
-    first = Arena.create(run_id, LAYOUT.nbytes)
-    path = str(first.path)
-    manifest, _ = write(first, 0, 1, 1, 5.0)
-    assert cache.at(path).nonce == first.nonce
-    second = Arena.create(run_id, LAYOUT.nbytes)
-    assert cache.at(path).nonce == second.nonce
-    kept = tensor_views(manifest, cache.with_nonce(path, first.nonce).slot_view(0))
-    assert np.all(kept["a"] == 5.0)
-    second.close()
-    first.close()
-    cache.close()

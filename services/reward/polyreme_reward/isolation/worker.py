@@ -5,6 +5,7 @@ leave the process only in a bounded, validated reply.
 """
 
 import asyncio
+import importlib
 import io
 import os
 import resource
@@ -54,7 +55,8 @@ class BoundedOutput(io.TextIOBase):
 def main(channel: socket.socket) -> int:
     """Runs a worker on its socket until the socket closes.
 
-    The first message has `memory_mib` and either `rewards` (sources), or `model` (a directory) and `options` for a model's process.
+    The first message has `memory_mib` and either `rewards` (sources), or `module`: a module of this package with `load(setup)` and
+    `run(channel, loaded, setup)`, which replace the loading and scoring of plugins.
 
     Returns the exit status.
     """
@@ -62,8 +64,8 @@ def main(channel: socket.socket) -> int:
     if setup is None:
         return 0
     output = _confine()
-    if "model" in setup:
-        return _run_model(channel, setup)
+    if "module" in setup:
+        return _run_module(channel, setup)
     _limit_memory(setup["memory_mib"])
     pid = os.getpid()
     try:
@@ -90,17 +92,16 @@ def main(channel: socket.socket) -> int:
     return 0
 
 
-def _run_model(channel: socket.socket, setup: dict[str, Any]) -> int:
-    from polyreme_reward.model import worker as model  # imports torch, so only in a model's process
-
+def _run_module(channel: socket.socket, setup: dict[str, Any]) -> int:
+    module = importlib.import_module(setup["module"])
     try:
-        classifier = model.load(setup)
+        loaded = module.load(setup)
     except ConfigError as error:
         channel.sendall(encode({"failed": [error.expected, error.found, error.do]}))
         return 2
     _limit_memory(setup["memory_mib"], beyond=psutil.Process().memory_info().data)
-    channel.sendall(encode({"ready": [[classifier.version, classifier.description, False]]}))
-    return model.run(channel, classifier, setup["options"]["batch_tokens"])
+    channel.sendall(encode({"ready": [[loaded.version, loaded.description, False]]}))
+    return int(module.run(channel, loaded, setup))
 
 
 def _limit_memory(mib: int, beyond: int = 0) -> None:

@@ -27,6 +27,7 @@ from polyreme_reward.metrics import RewardMetrics
 
 logger = logging.getLogger(__name__)
 
+_WORKER = "polyreme_reward.model.worker"
 _PRELOAD = ("torch", "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto")
 _WINDOW = 1024  # maximum number of items in the process, from which it chooses its batches
 _FRAME = 64
@@ -115,7 +116,7 @@ class ModelReward:
             )
         self.name, self.weight = name, weight
         self._item_timeout, self._metrics = item_timeout, metrics
-        setup = {"model": str(path), "options": asdict(checked_options), "memory_mib": memory_mib}
+        setup = {"module": _WORKER, "model": str(path), "options": asdict(checked_options), "memory_mib": memory_mib}
         self._processes = Workers(setup, _PRELOAD, start_timeout)
         self._numbers = itertools.count()
         self._queue: deque[_Job] = deque()

@@ -30,7 +30,7 @@ def load(setup: Mapping[str, Any]) -> Any:
     return Classifier(setup["model"], setup["options"])
 
 
-def run(channel: socket.socket, classifier: Any, batch_tokens: int) -> int:
+def run(channel: socket.socket, classifier: Any, setup: Mapping[str, Any]) -> int:
     """Scores until the socket closes. Returns the exit status of the process."""
     waiting: list[tuple[int, list[int]]] = []  # number and token ids, oldest first
     while True:
@@ -46,7 +46,7 @@ def run(channel: socket.socket, classifier: Any, batch_tokens: int) -> int:
                 except RewardError as error:
                     refused.append((number, failed(Status.ERROR, str(error))))
             _say(channel, done=refused)
-        chosen = next_batch([len(ids) for _, ids in waiting], batch_tokens)
+        chosen = next_batch([len(ids) for _, ids in waiting], setup["options"]["batch_tokens"])
         numbers = [waiting[position][0] for position in chosen]
         _say(channel, begin=numbers)
         try:

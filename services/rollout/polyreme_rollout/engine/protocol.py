@@ -58,11 +58,13 @@ class EngineRequest:
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a request. `finish`: None, "stop" (by a stop id) or "length"."""
+    """New tokens of a request. `finish`: None, "stop" (by a stop id) or "length". `routes`: the experts of the tokens, as in
+    `experience.proto`; empty where the engine does not report them."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish: str | None
+    routes: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,11 @@ class InferenceEngine(Protocol):
     @property
     def weight_names(self) -> frozenset[str]:
         """Hugging Face names of all tensors of the model, without aliases. Known after `open`."""
+        ...
+
+    @property
+    def reports_routes(self) -> bool:
+        """Whether `generate` reports the experts of every token."""
         ...
 
     @property

@@ -100,6 +100,8 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
 class VllmEngine:
     """vLLM behind `InferenceEngine`. `start` makes it. `sleep_level`: vLLM's; None: it keeps its memory."""
 
+    reports_routes = False  # on CPU, vLLM itself does not report them
+
     def __init__(self, llm: Any, sampling_params: Any, sleep_level: int | None = None) -> None:
         import vllm
         from vllm.sampling_params import RequestOutputKind

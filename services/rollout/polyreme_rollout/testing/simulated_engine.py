@@ -102,6 +102,7 @@ class SimulatedInferenceEngine:
         max_model_len, vocab_size: of the simulated model.
         step_seconds: duration of one token of every running request.
         max_num_seqs: requests that run at once; others wait.
+        route_bytes: bytes of routes that it reports per token, see `routes_of`; 0: it reports none.
 
     Attributes:
         tokens: sampled since the start.
@@ -118,9 +119,11 @@ class SimulatedInferenceEngine:
         max_num_seqs: int = 256,
         lengths: Lengths | None = None,
         failures: Failures | None = None,
+        route_bytes: int = 0,
     ) -> None:
         self.weight_names, self.max_model_len, self.vocab_size = weight_names, max_model_len, vocab_size
         self.lengths = lengths or Lengths()
+        self.route_bytes, self.reports_routes = route_bytes, route_bytes > 0
         self._step_seconds, self._failures = step_seconds, failures or Failures()
         self._arenas = ArenaCache()
         self._room = asyncio.Semaphore(max_num_seqs)
@@ -160,7 +163,7 @@ class SimulatedInferenceEngine:
                     self._sampled[request.request_id] = done
                     stopped = ids[-1] in request.sampling.stop_token_ids
                     finish = "stop" if stopped else "length" if done == request.max_new else None
-                    yield NewTokens(ids, logprobs, finish)
+                    yield NewTokens(ids, logprobs, finish, routes_of(ids, self.route_bytes))
         finally:
             del self._sampled[request.request_id]
 
@@ -242,6 +245,11 @@ def sample(
     """Up to `count` tokens after `tokens`, ending with the first stop token, and their log-probabilities. Pure."""
     chance = _end_chance(seed, sampling, lengths)
     return _continue(_state(policy, tokens, seed, sampling), chance, sampling, count, vocab_size, lengths.end_id)[:2]
+
+
+def routes_of(ids: Sequence[int], route_bytes: int) -> bytes:
+    """The simulated routes of tokens: byte j of token t is (t + j) mod 256. Pure."""
+    return bytes((token + byte) % 256 for token in ids for byte in range(route_bytes))
 
 
 def _end_chance(seed: int, sampling: Sampling, lengths: Lengths) -> int:

@@ -16,7 +16,6 @@ from polyreme_trainer.convert.names import check_shapes
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.families.base import Architecture
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 WRAPPERS = ("state", "state_dict", "model_state_dict", "model", "module", "policy")
 
 

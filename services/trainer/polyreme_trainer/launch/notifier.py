@@ -10,7 +10,7 @@ import logging
 import os
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class Notifier:
 
     def __init__(self, config: RunConfig, run_id: str, emit: Emit) -> None:
         self._config, self._run_id = config, run_id
-        self._rules = self._rules_after("", {})
+        self._rules = self._rules_after(None, None)
         self._receivers = [_Receiver(section, config, emit) for section in config.notices]
 
     def start(self) -> None:
@@ -60,9 +60,9 @@ class Notifier:
         for receiver in self._receivers:
             receiver.start()
 
-    def know(self, metric: str, evaluations: Mapping[int, float]) -> None:
-        """Sets the results by version that the run had before this start, and the name of their metric."""
-        self._rules = self._rules_after(metric, evaluations)
+    def know(self, newest: Record | None, best: float | None) -> None:
+        """Sets the newest `eval` record that the run had before this start, and the best result that is comparable with it."""
+        self._rules = self._rules_after(newest, best)
 
     def take(self, records: list[Record]) -> None:
         """Queues the notices about new records, each with its `time`."""
@@ -82,8 +82,8 @@ class Notifier:
             for notice in notices:
                 receiver.put(notice)
 
-    def _rules_after(self, metric: str, evaluations: Mapping[int, float]) -> NoticeRules:
-        return NoticeRules(self._run_id, self._config.name, str(self._config.run_dir), metric, evaluations)
+    def _rules_after(self, newest: Record | None, best: float | None) -> NoticeRules:
+        return NoticeRules(self._run_id, self._config.name, str(self._config.run_dir), newest, best)
 
 
 class _Receiver:

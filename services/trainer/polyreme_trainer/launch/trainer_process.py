@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from polyreme.cli.progress import stream_time
+from polyreme.cli.progress import comparable, stream_time
 from polyreme.cli.run_directory import write_replicas
 from polyreme.cli.run_records import write_end
 from polyreme.config.run import RunConfig
@@ -44,6 +44,10 @@ DRAIN_SECONDS = 540.0
 the remaining minute is for processes that do not drain, for the run's state and for its records."""
 _RECORDS_BLOCK_MS = 1000
 _RECORDS_RETRY_SECONDS = 5.0
+_INCOMPARABLE = (
+    "earlier results of the evaluation no longer count for hf/best and notices: expected the metric and the held-out data of this start; "
+    "found others. Fix: resume with the earlier data.eval, eval_sets and eval_best to go on with them."
+)
 RECORDS_KEPT = 2000
 """At least this many records stay in Redis after they are on disk, because live views read them there; at most twice as many."""
 
@@ -197,12 +201,15 @@ class Trainer:
     async def _record(self, recorder: Recorder, ended: asyncio.Event) -> None:
         """Copies records from Redis to disk. Sets in Redis which samples are on disk, and trims old records there."""
         recorded, mark, since_mark = -1, recorder.cursor, 0
-        self._notifier.know(recorder.metric, recorder.evaluations)
+        self._notifier.know(recorder.evaluation, max(recorder.evaluations.values(), default=None))
         best = BestExport(self._config.run_dir / "hf")
         while True:
             last = ended.is_set()
             batch = await self._run.records(recorder.cursor, block_ms=0 if last else _RECORDS_BLOCK_MS)
+            before = recorder.evaluation
             await recorder.take(batch, await self._run.state())
+            if before and recorder.evaluation and not comparable(before, recorder.evaluation):
+                await self._run.emit({"kind": "notice", "service": "train", "text": _INCOMPARABLE})
             self._notifier.take([{"time": stream_time(at), **record} for at, record in batch])
             if any(record["kind"] in ("eval", "saved") for _, record in batch):
                 await asyncio.to_thread(best.update, recorder.evaluations)

@@ -110,7 +110,7 @@ def build_module(
             pre_process=here.pp_rank == 0,
             post_process=last,
             share_embeddings_and_output_weights=arch.head == "tied",
-            position_embedding_type="none",  # every spec applies the angles of `rotary`
+            position_embedding_type="none",  # attention applies the angles of `packing`
         )
     if arch.embedding_scale != 1 and here.pp_rank == 0:
         module.embedding.register_forward_hook(partial(_scale, arch.embedding_scale))

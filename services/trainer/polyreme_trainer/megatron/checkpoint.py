@@ -21,6 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from polyreme.cli.checkpoint_manifest import MANIFEST, digest_of, is_intact, number_of, read_manifest, write_manifest
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.families.base import Architecture
@@ -30,9 +31,6 @@ from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 
 logger = logging.getLogger(__name__)
-
-_MANIFEST = "checkpoint.json"
-_FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Checkpoint:
 
     def intact(self) -> bool:
         """Whether every file has the digest that was saved."""
-        return all((self.path / name).is_file() and digest_of(self.path / name) == digest for name, digest in self.files.items())
+        return is_intact(self.path, self.files)
 
 
 def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> None:
@@ -85,7 +83,7 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
         ranks = range(torch.distributed.get_world_size())
         names = sorted(name for rank in ranks for name in (_random_file(rank), _state_file(rank)))
         files = {name: digest_of(temporary / name) for name in names}
-        write_manifest(temporary, _number(path), asdict(_layout(roles)) | _models(roles), facts, files)
+        write_manifest(temporary, number_of(path), asdict(_layout(roles)) | _models(roles), facts, files)
         atomic.publish(temporary, path)
     torch.distributed.barrier()
 
@@ -134,7 +132,7 @@ def iteration_path(root: Path, iteration: int, prefix: str = "iteration") -> Pat
 
 def find(root: Path, prefix: str = "iteration") -> list[Checkpoint]:
     """All checkpoints whose manifests are intact, oldest first; their other files are not read."""
-    found = [read(path) for path in sorted(root.glob(f"{prefix}-*"), key=_number)]
+    found = [read(path) for path in sorted(root.glob(f"{prefix}-*"), key=number_of)]
     return [checkpoint for checkpoint in found if checkpoint is not None]
 
 
@@ -159,7 +157,7 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
     newer = {each.path for each in there if each.iteration > iteration and each.intact()}
     for path in root.glob(f"{prefix}-*"):
         if path not in kept | newer:
-            if _number(path) > iteration:
+            if number_of(path) > iteration:
                 logger.warning("checkpoint %s is damaged: removed", path)
             atomic.discard(path)
 
@@ -167,51 +165,17 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
 def read(path: Path) -> Checkpoint | None:
     """The checkpoint in a directory; None when its manifest is unusable, with the reason in the log."""
     try:
-        fields = json.loads((path / _MANIFEST).read_text())
-        digest = fields.pop("digest")
-        if fields["format"] != _FORMAT:
-            raise ValueError(f"expected format {_FORMAT}; found {fields['format']!r}")
-        if digest != _manifest_digest(fields):
-            raise ValueError("other bytes than were saved")
-        if fields["iteration"] != _number(path):
-            raise ValueError(f"expected the iteration of the directory's name; found {fields['iteration']}")
-        return Checkpoint(path, fields["iteration"], fields["layout"], fields["facts"], fields["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("checkpoint %s is damaged: %s: %s: %s", path, _MANIFEST, type(error).__name__, error)
+        fields = read_manifest(path)
+    except (OSError, ValueError) as error:
+        logger.warning("checkpoint %s is damaged: %s: %s: %s", path, MANIFEST, type(error).__name__, error)
         return None
-
-
-def write_manifest(
-    folder: Path, iteration: int, layout: Mapping[str, Any], facts: Mapping[str, Any], files: Mapping[str, str]
-) -> None:
-    """Writes the manifest of a checkpoint whose other files are complete. `files`: name -> xxh3_64."""
-    fields = {"format": _FORMAT, "iteration": iteration, "layout": dict(layout), "facts": dict(facts), "files": dict(files)}
-    (folder / _MANIFEST).write_text(json.dumps({**fields, "digest": _manifest_digest(fields)}, indent=1))
-
-
-def digest_of(file: Path) -> str:
-    """xxh3_64 of a file's bytes, hexadecimal."""
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
+    return Checkpoint(path, fields["iteration"], fields["layout"], fields["facts"], fields["files"])
 
 
 def weights_digest(directory: Path) -> str:
     """The digest of a Hugging Face directory's weight files."""
     files = {file.name: digest_of(file) for file in sorted(directory.glob("*.safetensors"))}
     return xxhash.xxh3_64_hexdigest(json.dumps(files).encode())
-
-
-def _manifest_digest(fields: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_64(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _number(path: Path) -> int:
-    """The number at the end of a checkpoint's name; -1 without one."""
-    text = path.name.rpartition("-")[2]
-    return int(text) if text.isdecimal() else -1
 
 
 def _random_file(rank: int) -> str:

@@ -3,10 +3,8 @@
 Invariant: every result of the engine is the same on all ranks, except where the protocol returns it on rank 0 only.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +16,30 @@ from polyreme.config.run import RunConfig
 from polyreme.config.trainer import OptimizerConfig, SftPhase
 from polyreme.experience.trained_samples import TrainedSamples
 from polyreme.weights.arena import Arena
-from polyreme.weights.canary import LIMITS as CANARY_LIMITS
-from polyreme.weights.canary import Canary
 from polyreme_trainer.algorithms.mixing import rows_of_step
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, PlannedBatch, Saved, Written
-from polyreme_trainer.learner.gates import LIMITS, Answer, Gate, stack
+from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron import checkpoint, comparison
+from polyreme_trainer.megatron import checkpoint
 from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, collect, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, EMA, Export
 from polyreme_trainer.megatron.followers import Followers
+from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.model import check_same_weights
+from polyreme_trainer.megatron.model_probes import ModelProbes
 from polyreme_trainer.megatron.offload import Offload
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.own_algorithm import load_algorithm
-from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import BaseRole, Forward, Role
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
-from polyreme_trainer.megatron.step import Iteration, train_iteration
+from polyreme_trainer.megatron.step import train_iteration
 from polyreme_trainer.megatron.version_writer import VersionWriter
 
-CANARY_TOKENS = 32
 MIXING = 0x707478
 """Separates the random order of mixed-in supervised rows from other uses of the run's seed."""
 
@@ -84,9 +80,7 @@ class MegatronEngine:
         """The supervised rows that iterations mix into their steps."""
         self.offload: Offload | None = None
         """What has left the device."""
-        self.limits = LIMITS[config.model.dtype]
-        self.hf: torch.nn.Module | None = None
-        """The Hugging Face model of the last comparison, kept until replicas are compared with it. On rank 0."""
+        self.probes = ModelProbes(config, policy, self.critic.model if self.critic else None, ranks, device)
 
     @property
     def trained(self) -> list[Role[Any]]:
@@ -238,15 +232,7 @@ class MegatronEngine:
         return {spec.label: spec.weight for spec in rewards} if self.algorithm.needs.parts else None
 
     def write(self, slot: int, version: int, term: int) -> Written:
-        return replace(self.writer.write(slot, version, term), canary=self.canary())
-
-    def canary(self) -> Canary:
-        """The policy's canary. Collective."""
-        length = min(CANARY_TOKENS, self.config.rollout.max_model_len - 1)  # the engine samples one more
-        ids = comparison.probe_ids(self.policy.arch.vocab, length, self.config.seed)[0].numpy()
-        logprobs = self.answer_logprobs([Answer(ids[:1], ids[1:], np.empty(0, np.float32))], temperature=1.0)
-        limit = self.config.weights.canary_limit or CANARY_LIMITS[self.config.model.dtype]
-        return Canary(tuple(ids.tolist()), tuple(logprobs.tolist()), limit)
+        return replace(self.writer.write(slot, version, term), canary=self.probes.canary())
 
     def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
         tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
@@ -267,57 +253,12 @@ class MegatronEngine:
         return Export(tensors, {**self.files, **({} if path is None else {"config.json": (path / "config.json").read_bytes()})})
 
     def compare_hf(self, path: Path) -> Sequence[Gate]:
-        length = min(32, self.policy.arch.max_position)
-        ids = comparison.probe_ids(self.policy.arch.vocab, length, self.config.seed)
-        logits = self.policy.logits(ids.to(self.device.torch))
-        values = None if self.critic is None else self.probe_values(self.critic.model, ids.to(self.device.torch))
-        outcomes: list[Gate] = []
-
-        async def compare() -> None:
-            self.hf = await asyncio.to_thread(comparison.load_hf, path, self.config.model.dtype)
-            outcomes.append(await asyncio.to_thread(comparison.logits_gate, logits, self.hf, ids, self.limits))
-            if values is not None and (critic := path / CRITIC).is_dir():
-                classifier = await asyncio.to_thread(comparison.load_hf_critic, critic, self.config.model.dtype)
-                outcomes.append(await asyncio.to_thread(comparison.values_gate, values, classifier, ids, self.limits))
-
-        self.ranks.on_leader(compare)
-        return outcomes
-
-    def probe_values(self, critic: Critic, ids: torch.Tensor) -> torch.Tensor:
-        """The critic's values of int64 ids [b, s], fp32 [b, s]. Collective."""
-        return on_every_stage(critic, ids, lambda: critic.values(ids), tuple(ids.shape))
+        return self.probes.compare_hf(path)
 
     compares_answers = True
 
     def compare_answers(self, greedy: Sequence[Answer], sampled: Sequence[Answer]) -> Sequence[Gate]:
-        logprobs = self.answer_logprobs(sampled)
-        outcomes: list[Gate] = []
-
-        async def compare() -> None:
-            assert self.hf is not None
-            outcomes.append(await asyncio.to_thread(comparison.greedy_gate, self.hf, greedy, self.limits))
-            outcomes.append(comparison.replica_gate(logprobs, sampled, self.limits))
-            self.hf = None
-
-        self.ranks.on_leader(compare)
-        return outcomes
-
-    @torch.no_grad()
-    def answer_logprobs(self, answers: Sequence[Answer], temperature: float | None = None) -> torch.Tensor:
-        """The actor's log-probabilities of the responses' tokens, fp32 [k], answer by answer. Collective.
-
-        Args:
-            temperature: None: the sampling temperature.
-        """
-        ids, targets = (torch.from_numpy(part).to(self.device.torch) for part in stack(answers))
-        rows = max(1, self.config.trainer.micro_batch_tokens // ids.shape[1])
-        forward = partial(self.policy.logprobs, temperature=temperature or self.config.rollout.temperature)
-        return torch.cat(
-            [
-                on_every_stage(self.policy, part, partial(forward, part, wanted), (int((wanted != IGNORE).sum()),))
-                for part, wanted in zip(ids.split(rows), targets.split(rows), strict=True)
-            ]
-        )
+        return self.probes.compare_answers(greedy, sampled)
 
     def leave_device(self) -> DeviceUse:
         """See `TrainEngine`. On CPU the host's memory is the device's, so everything stays where it is."""

@@ -7,7 +7,6 @@ leaves has the adapters added to it.
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import torch
 import xxhash
@@ -164,12 +163,6 @@ class ShardedModel:
                 torch.distributed.recv(on_device, torch.distributed.get_global_rank(group, owners[name]), group=group)
                 tensor.copy_(on_device)
         return None if here else tensors
-
-    def frozen_copy(self) -> Self:
-        """A copy of the present weights without gradient buffers."""
-        copy = type(self)(self.arch, self.dtype, self.device, trainable=False, spec=self.spec)
-        copy.load_state_dict(self.weights())
-        return copy
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters of this rank that training changes, by name (not copies)."""

@@ -27,13 +27,13 @@ from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.frozen_weights import FrozenWeights
+from polyreme_trainer.megatron.iteration_losses import over_ranks
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.pipeline import on_every_stage
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.roles import BaseRole, Loss, LossTerm, Role
 from polyreme_trainer.megatron.saves import FROZEN, find_newest
 from polyreme_trainer.megatron.shard import DataShard, data_shard
-from polyreme_trainer.megatron.step import over_ranks
 
 
 @dataclass(frozen=True)

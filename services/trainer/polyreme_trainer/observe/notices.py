@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from polyreme.cli.progress import Record, evaluation_of, same_metric
+from polyreme.cli.progress import Record, comparable, evaluation_of
 from polyreme.config.notices import Event
 from polyreme.experience.run import RunState
 
@@ -46,15 +46,12 @@ class NoticeRules:
 
     Args:
         run_id, name, run_dir: of the run.
-        metric: name of the results that are known already, of a run that is resumed.
-        evaluations: these results by version.
+        newest: the newest `eval` record of a run that is resumed.
+        best: the best result that is comparable with it.
     """
 
-    def __init__(
-        self, run_id: str, name: str, run_dir: str, metric: str = "", evaluations: Mapping[int, float] | None = None
-    ) -> None:
-        self._run, self._metric = (run_id, name, run_dir), metric
-        self._best: float | None = max((evaluations or {}).values(), default=None)
+    def __init__(self, run_id: str, name: str, run_dir: str, newest: Record | None = None, best: float | None = None) -> None:
+        self._run, self._newest, self._best = (run_id, name, run_dir), newest, best
 
     def of_records(self, records: Iterable[Record]) -> list[Notice]:
         """The notices about new records, in order. Each record has its `time`."""
@@ -70,8 +67,8 @@ class NoticeRules:
             return Notice("alarm", *self._run, record["time"], f"{self._run[1]}: alarm: {record['text']}")
         if record["kind"] == "eval":
             metric, value = evaluation_of(record)
-            before = self._best if same_metric(metric, self._metric) else None
-            self._metric, self._best = metric, value if before is None else max(value, before)
+            before = self._best if self._newest and comparable(record, self._newest) else None
+            self._newest, self._best = record, value if before is None else max(value, before)
             if before is not None and value > before:
                 text = (
                     f"{self._run[1]}: {metric} {value:.3f} at version {record['version']}, the best so far (before: {before:.3f})"

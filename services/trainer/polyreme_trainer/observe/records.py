@@ -72,12 +72,13 @@ class Recorder:
 
     @property
     def evaluations(self) -> Mapping[int, float]:
-        """The recorded evaluation results by version; `metric` is their name."""
+        """The recorded evaluation results by version, all comparable with `evaluation`."""
         return self._progress.evaluations
 
     @property
-    def metric(self) -> str:
-        return self._progress.metric
+    def evaluation(self) -> Record | None:
+        """The newest `eval` record."""
+        return self._progress.evaluation
 
     async def take(self, records: list[tuple[str, Record]], state: tuple[RunState, str]) -> None:
         """Writes the records that follow the cursor, in order, and the summary when it changes.

@@ -11,8 +11,10 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
+
+import xxhash
 
 from polyreme.api.v1 import reward_pb2
 from polyreme.api.v1.experience_pb2 import FinishReason
@@ -51,6 +53,16 @@ class HeldOutSet:
 
     settings: EvaluationSet
     prompts: Sequence[Prompt]
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what its results depend on beside the policy and the rewards: the prompts, and how each is answered."""
+        settings = self.settings
+        several = (settings.temperature, settings.pattern) if settings.answers > 1 else ()
+        found = xxhash.xxh3_64(json.dumps([settings.answers, *several]).encode())
+        for prompt in self.prompts:
+            found.update(json.dumps([prompt.ids.tolist(), prompt.plain, prompt.label, prompt.metadata_json]).encode())
+        return found.hexdigest()
 
     def asked(self) -> list[Prompt]:
         """The prompt of each answer."""
@@ -121,14 +133,15 @@ class Evaluator:
         except (GenerateError, ScoreError) as error:
             raise EvaluationError(f"version {version} could not be evaluated: {error}") from error
         await self._write(version, [line for each in results for line in each.lines])
-        found = list(zip((each.settings for each in self._sets), results, strict=True))
+        found = list(zip(self._sets, results, strict=True))
+        named = [(each.settings, result) for each, result in found]
         record = {
             "kind": "eval",
             "version": version,
-            **{settings.metric(name): value for settings, result in found for name, value in result.metrics.items()},
-            **{f"{each.name}/reward/{part}": mean for each, result in found if each.name for part, mean in result.parts.items()},
+            **{settings.metric(name): value for settings, result in named for name, value in result.metrics.items()},
+            **{f"{each.name}/reward/{part}": mean for each, result in named if each.name for part, mean in result.parts.items()},
             **self._deciding(found),
-            "parts": next((dict(result.parts) for each, result in found if not each.name), {}),
+            "parts": next((dict(result.parts) for each, result in named if not each.name), {}),
             "samples": sum(len(each.prompts) for each in self._sets),
             "seconds": time.monotonic() - begin,
             "examples": [
@@ -139,12 +152,13 @@ class Evaluator:
         await self._run.emit(record)
         return evaluation_of(record)[1]
 
-    def _deciding(self, found: Sequence[tuple[EvaluationSet, _Result]]) -> dict[str, Any]:
-        """The result that decides about the best version, where it is not the mean of the only set, which has no name."""
-        if self._config.eval_best is None and not found[0][0].name:
-            return {}
-        settings, metric = best_metric([each for each, _ in found], self._config.eval_best)
-        result = next(each for chosen, each in found if chosen is settings)
+    def _deciding(self, found: Sequence[tuple[HeldOutSet, _Result]]) -> dict[str, Any]:
+        """The digest of the set that decides about the best version, and the deciding result, where it is not the mean of the first set,
+        which has no name."""
+        settings, metric = best_metric([each.settings for each, _ in found], self._config.eval_best)
+        chosen, result = next((each, result) for each, result in found if each.settings is settings)
+        if self._config.eval_best is None and not settings.name:
+            return {"held_out": chosen.digest}
         values = {**result.metrics, **{f"reward/{name}": mean for name, mean in result.parts.items()}}
         name = next(iter(result.metrics)) if metric == "mean" else metric
         if name not in values:
@@ -152,7 +166,7 @@ class Evaluator:
                 f"expected the metric eval_best = {self._config.eval_best}; found {', '.join(map(settings.metric, values))}. "
                 "pass@k is there where each score is 1 for a right or 0 for a wrong answer. Fix eval_best."
             )
-        return {"result": {"metric": settings.metric(name), "value": values[name]}}
+        return {"held_out": chosen.digest, "result": {"metric": settings.metric(name), "value": values[name]}}
 
     async def _evaluate_set(self, pace: EvaluationPace, held_out: HeldOutSet, first_row: int, first_answer: int) -> _Result:
         """Args: first_row, first_answer: the numbers of the set's first prompt and answer within the evaluation."""

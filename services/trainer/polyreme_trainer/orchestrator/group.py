@@ -136,6 +136,7 @@ def _sample(sample: PartialRollout, text: str, judged: Judgement, trained: bool)
         text=text,
         token_rewards=judged.token_rewards,
         teacher_logprobs=judged.teacher_logprobs,
+        routes=sample.token_routes(),
         replicas=tuple(sample.replicas),
         calls=judged.calls,
     )

@@ -1,6 +1,6 @@
 """Partial rollouts: chunks of one or several calls become whole samples. Pure.
 
-Invariant: ids and log-probabilities of a partial rollout have equal length, its spans cover that length in order, and nothing follows a
+Invariant: ids and log-probabilities of a partial rollout have equal length, and so have its routes if it has any; its spans cover that length in order, and nothing follows a
 stop token. After any chunk, another replica can therefore continue exactly after the last token that arrived.
 """
 
@@ -29,12 +29,13 @@ class BadStreamError(Exception):
 
 @dataclass
 class PartialRollout:
-    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, spans (version, start, end), finish reason (0: none yet),
-    and the ids of the replicas that sampled it."""
+    """One sample: int32 ids and float32 log-probabilities as little-endian bytes, routes (equally many bytes per token, or none), spans
+    (version, start, end), finish reason (0: none yet), and the ids of the replicas that sampled it."""
 
     index: int
     ids: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
+    routes: bytearray = field(default_factory=bytearray)
     spans: list[Span] = field(default_factory=list)
     finish_reason: int = experience_pb2.FINISH_REASON_UNSPECIFIED
     call_start: int = 0
@@ -55,6 +56,15 @@ class PartialRollout:
     def token_logprobs(self) -> np.ndarray:
         """float32 [length]."""
         return np.frombuffer(bytes(self.logprobs), dtype="<f4")
+
+    def token_routes(self) -> np.ndarray | None:
+        """uint8 [length, bytes per token], or None."""
+        return np.frombuffer(bytes(self.routes), dtype="u1").reshape(self.length, -1) if self.routes else None
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of routes per token; 0 without routes."""
+        return len(self.routes) // self.length if self.length else 0
 
 
 class PartialRollouts:
@@ -95,6 +105,7 @@ class PartialRollouts:
         for sample in self.samples:
             older = next((start for version, start, _ in sample.spans if version < self.min_version), None)
             if older is not None:
+                del sample.routes[sample.route_bytes * older :]
                 del sample.ids[4 * older :], sample.logprobs[4 * older :]
                 sample.spans = cut(sample.spans, older)
                 sample.finish_reason = experience_pb2.FINISH_REASON_UNSPECIFIED
@@ -150,8 +161,14 @@ class PartialRollouts:
                 f"expected finite log-probabilities; found {bad} that are not, by version {chunk.oldest_version} or a newer one: its "
                 "weights have diverged. Fix: lower trainer.optimizer.lr and go on from an earlier checkpoint"
             )
+        if count and (len(chunk.routes) % count or (start and len(chunk.routes) != count * sample.route_bytes)):
+            raise BadStreamError(
+                f"expected equally many bytes of routes for every token of sequence {chunk.slot}, {sample.route_bytes} in its first {start}; "
+                f"found {len(chunk.routes)} for {count} more"
+            )
         sample.ids += chunk.token_ids
         sample.logprobs += chunk.logprobs
+        sample.routes += chunk.routes if count else b""
         if count:
             sample.spans = merged([*sample.spans, (chunk.oldest_version, start, start + count)])
         return count
@@ -181,6 +198,7 @@ def part_since(marks: Sequence[Mark], rollouts: PartialRollouts, prompt_ids: np.
         part.samples.add(
             token_ids=bytes(sample.ids[4 * mark[0] :]),
             logprobs=bytes(sample.logprobs[4 * mark[0] :]),
+            routes=bytes(sample.routes[sample.route_bytes * mark[0] :]),
             finish_reason=sample.finish_reason,
             spans=[experience_pb2.VersionSpan(version=version, start=start, end=end) for version, start, end in sample.spans],
             replicas=sample.replicas,
@@ -203,6 +221,7 @@ def join_parts(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: PartialRol
             if new.token_ids or new.finish_reason:
                 sample.ids += new.token_ids
                 sample.logprobs += new.logprobs
+                sample.routes += new.routes
                 sample.spans = [(span.version, span.start, span.end) for span in new.spans]
                 sample.finish_reason = new.finish_reason
                 sample.replicas = list(new.replicas)
@@ -210,6 +229,7 @@ def join_parts(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: PartialRol
         if (
             sample.length > blank.max_new
             or len(sample.ids) != len(sample.logprobs)
+            or len(sample.routes) != sample.length * sample.route_bytes
             or not _covers(sample.spans, 0, sample.length)
         ):
             raise PartialRolloutError(

@@ -1,48 +1,38 @@
-"""Keeps every live replica at the newest version, each at its own pace.
+"""Which replicas there are, which version they should serve, and which arena slot training may write next.
 
 Invariant:
-- A replica is moved to the version that is the newest when its turn comes; versions in between are skipped. While a version is held
-  for its evaluation, it replaces the newest one.
+- Every live replica has one task that keeps it at the target version, each at its own pace: see `replica_push`. The target is the newest
+  version; while a version is held for its evaluation, it replaces the newest one.
 - A slot that a replica may still read is not given out for writing until the replica has moved on, cannot be reached, has lost its lease,
   or has blocked training beyond the deadline, which counts as a failed swap. (Digests then reject the overwritten bytes.) A stream
   that blocks training is interrupted much earlier, and restarted.
-- A replica that cannot map the arena receives its versions by stream: see `streams`.
-- A replica is quarantined after a bounded number of consecutive failures. One notice reports it, and no further push is attempted. What
-  fails while the learner has the replicas' devices is no failure.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import TypeVar
 
 from polyreme import API_VERSION
-from polyreme.api.v1 import weights_pb2 as pb
 from polyreme.config.security import SecurityConfig
 from polyreme.errors import RunFailedError, UnavailableError
 from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.ledger import ExperienceLog
 from polyreme.experience.run import Run
-from polyreme.process.backoff import Backoff
 from polyreme.weights.arena import Arena
 from polyreme_trainer.weight_sync.arena_slots import ArenaSlots
+from polyreme_trainer.weight_sync.change_signal import ChangeSignal
 from polyreme_trainer.weight_sync.deltas import Deltas
 from polyreme_trainer.weight_sync.eval_hold import EvalHold
 from polyreme_trainer.weight_sync.relay_plan import RelayPlan
-from polyreme_trainer.weight_sync.replica_client import ReplicaClient, SwapError, UnreachableError, Version, mapped_seconds
-from polyreme_trainer.weight_sync.replica_state import Commit, InterruptedPushError, ReplicaState, Transfer
+from polyreme_trainer.weight_sync.replica_client import ReplicaClient, Version, mapped_seconds
+from polyreme_trainer.weight_sync.replica_push import ReplicaPush
+from polyreme_trainer.weight_sync.replica_state import Commit, ReplicaState
 from polyreme_trainer.weight_sync.streams import Streams
 
 LEASE_CHECK_INTERVAL = 0.25
-SWAP_ATTEMPTS = 3
-REACH_ATTEMPTS = 10  # about half a minute; a dead replica loses its lease earlier
-BACKOFF = Backoff(first=0.2, longest=5.0)
 CANCEL_RETRY_INTERVAL = 0.2
 STREAM_INTERRUPT_TIMEOUT = 1.0  # training waits this long for a slot before it interrupts streams
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -75,14 +65,17 @@ class ReplicaSync:
         security: SecurityConfig | None = None,
     ) -> None:
         self._security = security
-        self._run, self._experience, self._registry, self._arena, self._term = run, experience, registry, arena, term
+        self._run, self._experience, self._registry, self._arena = run, experience, registry, arena
         self._wanted, self._hold = wanted, hold
         self._slots, self._deltas = slots, deltas
-        self._streams = Streams(deltas, slots, plan, self._target, self._address, self._notice, self._notify)
+        self._changes = ChangeSignal()
+        self._streams = Streams(deltas, slots, plan, self._target, self._address, self._notice, self._changes.notify)
+        self._push = ReplicaPush(
+            experience, slots, self._streams, term, self._target, lambda: self._devices_train, self._notice, self._changes
+        )
         self._newest: Version | None = None
         self._devices_train = False
         self._replicas: dict[str, ReplicaState] = {}
-        self._changed = asyncio.Event()
         self._stopping = False
 
     async def follow(self) -> None:
@@ -101,7 +94,7 @@ class ReplicaSync:
                 await self._match({lease.id: lease for lease in leases})
                 self._check_usable()
                 await self._update_held_version()
-                await self._wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
+                await self._changes.wait_until(lambda: self._stopping or self._failed() or None, LEASE_CHECK_INTERVAL)
         finally:
             self._deltas.close()
             for replica in self._replicas.values():
@@ -110,7 +103,7 @@ class ReplicaSync:
     def stop(self) -> None:
         """Makes `follow` return. Running pushes are cancelled."""
         self._stopping = True
-        self._notify()
+        self._changes.notify()
 
     def publish(self, version: Version) -> None:
         """Makes `version` the newest."""
@@ -122,7 +115,7 @@ class ReplicaSync:
     async def set_devices_train(self, train: bool) -> None:
         """No push begins while colocated replicas have left their devices to the learner."""
         self._devices_train = train
-        self._notify()
+        self._changes.notify()
 
     async def _update_held_version(self) -> None:
         """Releases the held version when it was evaluated or held too long."""
@@ -132,7 +125,7 @@ class ReplicaSync:
 
     def _pin(self) -> None:
         self._slots.pinned = self._hold.version.slot if self._hold.version else None
-        self._notify()
+        self._changes.notify()
 
     def _target(self) -> Version | None:
         """The version that replicas should serve; None while they have no devices."""
@@ -149,12 +142,12 @@ class ReplicaSync:
         The deadline is `seconds` plus the longest time of staging the newest version.
         """
         seconds += mapped_seconds(self._newest) if self._newest else 0.0
-        slot = await self._wait_until(self._slots.free, min(seconds, STREAM_INTERRUPT_TIMEOUT))
+        slot = await self._changes.wait_until(self._slots.free, min(seconds, STREAM_INTERRUPT_TIMEOUT))
         if slot is None:
             for name in self._slots.interruptible():
                 logger.info("interrupting the stream to replica %s: training needs its slot", name)
                 self._replicas[name].interrupt()
-            slot = await self._wait_until(self._slots.free, max(0.0, seconds - STREAM_INTERRUPT_TIMEOUT))
+            slot = await self._changes.wait_until(self._slots.free, max(0.0, seconds - STREAM_INTERRUPT_TIMEOUT))
         if slot is None:
             for name in self._slots.blocking_replicas():
                 self._slots.drop(name)
@@ -174,7 +167,7 @@ class ReplicaSync:
             commits = [r.commit for r in self._replicas.values() if r.commit and r.commit.version >= version]
             return commits if len(commits) >= replicas else None
 
-        commits = await self._wait_until(there, seconds)
+        commits = await self._changes.wait_until(there, seconds)
         if commits is None:
             states = [
                 f"{name} ({r.lease.address}) {f'serves version {r.commit.version}' if r.commit else 'serves no version'}: {r.last_error}"
@@ -195,100 +188,16 @@ class ReplicaSync:
             if name not in self._replicas:
                 replica = ReplicaState(lease, ReplicaClient(lease, self._arena, self._security))
                 self._replicas[name] = replica
-                replica.task = asyncio.create_task(self._serve(replica), name=f"push to {name}")
-                replica.task.add_done_callback(lambda _: self._notify())
+                replica.task = asyncio.create_task(self._push.keep_current(replica), name=f"push to {name}")
+                replica.task.add_done_callback(lambda _: self._changes.notify())
                 await self._notice(f"replica {name} at {lease.address} joined")
 
     async def _forget(self, name: str, replica: ReplicaState) -> None:
         await self._stop(replica)
         del self._replicas[name]
         self._streams.drop(name)
-        self._notify()
+        self._changes.notify()
         await self._notice(f"replica {name} at {replica.lease.address} left")
-
-    async def _serve(self, replica: ReplicaState) -> None:
-        """Keeps one replica at the target version."""
-        while True:
-            version = await self._wait_until(lambda: None if (target := self._target()) is replica.served else target)
-            assert version is not None
-            try:
-                version, answer, transfer = await self._bring(replica, version)
-            except InterruptedPushError:
-                if replica.client.unmapped or self._devices_train:
-                    continue
-                if not await self._may_retry(replica, version, SwapError("it blocked a weight slot that training needs")):
-                    return
-                continue
-            except (SwapError, UnreachableError) as error:
-                if isinstance(error, UnreachableError):
-                    self._slots.drop(replica.lease.id)
-                    self._notify()
-                if self._devices_train:
-                    logger.info("replica %s: a push crossed the hand-over of its devices: %s", replica.lease.id, error)
-                    continue
-                if not await self._may_retry(replica, version, error):
-                    return
-                continue
-            replica.swap_failures = replica.reach_failures = 0
-            replica.last_error, replica.served = "none", version
-            difference = answer.canary_difference if answer.HasField("canary_difference") else None
-            stall, reload = answer.stall_seconds, answer.reload_seconds
-            await self._record(replica, Commit(replica.lease.id, version.number, self._term, stall, reload, transfer, difference))
-
-    async def _bring(self, replica: ReplicaState, version: Version) -> tuple[Version, pb.CommitResponse, Transfer]:
-        """Moves a replica to `version`, or by stream to the target version."""
-        name, client = replica.lease.id, replica.client
-        if not client.probed:
-            await client.probe(version)
-        if not client.unmapped:
-            self._slots.loading(name, version.slot)
-            await replica.interruptibly(client.stage(version))
-        if not client.unmapped:
-            self._check_devices()
-            answer = await replica.interruptibly(client.commit(version))
-            self._slots.serving(name, version.slot)
-            return version, answer, Transfer("arena")
-        if not replica.streams:
-            replica.streams = True
-            await self._notice(f"replica {name} cannot map the weights and receives them by stream: {client.unmapped}")
-        version, transfer = await self._streams.bring(replica, version)
-        self._check_devices()
-        answer = await client.commit(version)
-        replica.streamed = version
-        return version, answer, transfer
-
-    def _check_devices(self) -> None:
-        """Raises InterruptedPushError when the learner has taken the devices since the push began."""
-        if self._devices_train:
-            raise InterruptedPushError
-
-    async def _may_retry(self, replica: ReplicaState, version: Version, error: SwapError | UnreachableError) -> bool:
-        """Counts the failure and waits for the next attempt. False when the replica is quarantined instead."""
-        reached = isinstance(error, SwapError)
-        if reached:
-            replica.swap_failures += 1
-        else:
-            replica.reach_failures += 1
-        replica.last_error = f"version {version.number}: {error}"
-        logger.warning("replica %s: %s", replica.lease.id, replica.last_error)
-        if replica.client.unmapped and replica.reach_failures == 1 and not reached:
-            await self._notice(f"the connection to replica {replica.lease.id} is broken, retrying: {replica.last_error}")
-        if replica.swap_failures >= SWAP_ATTEMPTS or replica.reach_failures >= REACH_ATTEMPTS:
-            await self._quarantine(
-                replica, f"it failed {SWAP_ATTEMPTS if reached else REACH_ATTEMPTS} times; {replica.last_error}"
-            )
-            return False
-        attempts = replica.swap_failures + replica.reach_failures
-        await asyncio.sleep(BACKOFF.draw(attempts))
-        return True
-
-    async def _quarantine(self, replica: ReplicaState, reason: str) -> None:
-        self._slots.drop(replica.lease.id)
-        # Emit the notice first: quarantining the last replica fails the run.
-        await self._notice(f"replica {replica.lease.id} at {replica.lease.address} is quarantined: {reason}")
-        replica.quarantined, replica.last_error = True, f"quarantined: {reason}"
-        self._streams.drop(replica.lease.id)
-        self._notify()
 
     def _check_usable(self) -> None:
         """Fails a run whose replicas are all quarantined. A run with fewer replicas than it wants may still get another."""
@@ -312,38 +221,6 @@ class ReplicaSync:
         tasks = [replica.task for replica in self._replicas.values() if replica.task and replica.task.done()]
         return [task for task in tasks if not task.cancelled() and task.exception()]
 
-    async def _record(self, replica: ReplicaState, commit: Commit) -> None:
-        await self._experience.ack_commit(
-            commit.replica, commit.version, commit.term, commit.stall_seconds, commit.reload_seconds
-        )
-        await self._run.emit(
-            {
-                "kind": "commit",
-                "replica": commit.replica,
-                "version": commit.version,
-                "stall_seconds": commit.stall_seconds,
-                "reload_seconds": commit.reload_seconds,
-                **{key: value for key, value in asdict(commit.transfer).items() if value is not None},
-                **({} if commit.canary_difference is None else {"canary_difference": commit.canary_difference}),
-            }
-        )
-        replica.commit = commit
-        self._notify()
-
     async def _notice(self, text: str) -> None:
         logger.info(text)
         await self._run.emit({"kind": "notice", "service": "learner", "text": text})
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _wait_until(self, ready: Callable[[], T | None], seconds: float | None = None) -> T | None:
-        """The result of `ready` once it is not None; None at the deadline."""
-        try:
-            async with asyncio.timeout(seconds):
-                while (answer := ready()) is None:
-                    await self._changed.wait()
-                return answer
-        except TimeoutError:
-            return None

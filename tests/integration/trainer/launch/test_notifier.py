@@ -89,7 +89,7 @@ async def test_a_webhook_gets_what_it_asked_for_with_its_token(
 ) -> None:
     monkeypatch.setenv("HOOK", "secret")
     found = notifier(tmp_path, emitted, WebhookConfig(url=hook.url, events=["done", "alarm"], token_env="HOOK"))
-    found.know("accuracy", {0: 0.1})
+    found.know({"kind": "eval", "version": 0, "accuracy": 0.1}, 0.1)
     found.take([ALARM, {"kind": "eval", "version": 8, "accuracy": 0.9, "time": 2.0}])
     await found.close((RunState.DONE, ""))
     assert [body["event"] for body, _ in hook.got] == ["alarm", "done"]

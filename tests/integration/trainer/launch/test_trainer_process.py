@@ -174,7 +174,7 @@ async def test_redis_keeps_no_more_records_than_late_readers_need_and_knows_whos
 ) -> None:
     monkeypatch.setattr(trainer_process, "RECORDS_KEPT", 20)
     task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED).run())
-    for number in range(1, 201):
+    for number in range(1, 101):
         times = {"time": 2.0 * number, "time/iteration": 2.0}
         await run.emit({"kind": "iteration", "iteration": number, "reward/mean": 0.5, **times})
         if number % 10 == 0:
@@ -187,8 +187,37 @@ async def test_redis_keeps_no_more_records_than_late_readers_need_and_knows_whos
     await run.set_state(RunState.DRAINING)
     await asyncio.wait_for(task, 300)
     records = [record["iteration"] for record in read_records(config.run_dir, run.run_id) if record["kind"] == "iteration"]
-    assert records == list(range(1, 201))
-    assert [record["iteration"] for _, record in await run.records("0", 0)][-1] == 200
+    assert records == list(range(1, 101))
+    assert [record["iteration"] for _, record in await run.records("0", 0)][-1] == 100
+
+
+async def test_a_result_on_other_held_out_data_is_not_compared_and_that_is_reported(
+    run: Run, config: RunConfig, redis_url: str
+) -> None:
+    task = asyncio.create_task(trainer(config, run, redis_url, UNTIL_DRAINED).run())
+    metrics = config.run_dir / "metrics.jsonl"
+    for version, digest in ((0, "a1"), (1, "a1"), (2, "b2")):
+        result = {
+            "version": version,
+            "accuracy": 0.5,
+            "held_out": digest,
+            "samples": 1,
+            "seconds": 1.0,
+            "parts": {},
+            "examples": [],
+        }
+        await run.emit({"kind": "eval", **result})
+        await until(lambda version=version: metrics.exists() and f'"version": {version}' in metrics.read_text())
+
+    async def reported() -> list[str]:
+        return [record["text"] for _, record in await run.records("0", 0) if record["kind"] == "notice"]
+
+    await run.until(reported, within=300)
+    await run.set_state(RunState.DRAINING)
+    await asyncio.wait_for(task, 300)
+    [notice] = await reported()
+    assert "held-out data" in notice
+    assert read_summary(config.run_dir)["evaluations"] == {"2": 0.5}
 
 
 async def test_a_drain_takes_its_time_however_soon_attempts_expire(run: Run, config: RunConfig, redis_url: str) -> None:

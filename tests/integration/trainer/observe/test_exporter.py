@@ -87,7 +87,7 @@ async def test_records_that_are_on_disk_and_gone_from_redis_are_shown(run: Run, 
     exporter = Exporter(run, config)
     following = asyncio.create_task(exporter.follow())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while not exporter.shown.gauges:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     finally:
@@ -125,7 +125,7 @@ async def test_no_port_no_server(run: Run, tmp_path: Path) -> None:
 async def test_clients_that_do_not_read_hold_neither_probes_nor_metrics(run: Run) -> None:
     config = await run.config()
     await asyncio.to_thread(record_run, config.run_dir, 40, 1)
-    async with export(run, config, "127.0.0.1", 0) as port, httpx.AsyncClient(trust_env=False, timeout=60) as client:
+    async with export(run, config, "127.0.0.1", 0) as port, httpx.AsyncClient(trust_env=False, timeout=300) as client:
         question = f"GET /ui/api/runs/{config.run_dir.name}/samples?limit=500 HTTP/1.1\r\nhost: x\r\n\r\n".encode()
         slow = [await asyncio.open_connection("127.0.0.1", port, limit=1) for _ in range(2 * WAITING)]
         try:

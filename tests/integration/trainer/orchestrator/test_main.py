@@ -152,6 +152,7 @@ async def test_sets_have_metrics_of_their_own_and_one_decides(world, tmp_path, b
             assert record[f"{name}/accuracy"] == record[f"{name}/reward/exact"] == pytest.approx(sum(scores) / len(scores))
         assert {"hard/mean@4", "hard/best@4", "hard/majority@4", "hard/pass@1", "hard/pass@4"} <= record.keys()
         assert ("accuracy" in record) is beside and bool(record["parts"]) is beside
+        assert record["held_out"]
         metric, value = evaluation_of(record)
         assert metric == (decides or best or "accuracy")
         assert value == record[metric]

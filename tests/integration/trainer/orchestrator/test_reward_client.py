@@ -148,7 +148,7 @@ async def test_a_hang_is_a_failure(start):
 @pytest.mark.parametrize(("mode", "final"), [("raise", True), ("nan", True), ("hang", False)])
 async def test_an_error_of_the_rewards_themselves_is_no_outage_before_anything_is_scored(start, mode, final):
     run, config = await start(attempts=1, start_timeout=1.0, item_timeout=2.0 if mode == "hang" else 60.0)
-    async with serve(config.model_copy(update={"start_timeout": 30.0}), run=run):
+    async with serve(config.model_copy(update={"start_timeout": 600.0}), run=run):
         rewards = RewardClient(run, config.model_copy(update={"start_timeout": 1000.0 if final else 1.0}), spelled, proven=False)
         await rewards.refresh()
         verdicts = []

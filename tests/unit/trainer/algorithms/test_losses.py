@@ -7,6 +7,7 @@ central differences in p alone.
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyreme_trainer.algorithms import losses
+from polyreme_trainer.algorithms.inputs import LossInputs
 from polyreme_trainer.algorithms.losses import TokenLoss
 from polyreme_trainer.algorithms.ratio import LOG_RATIO_LIMIT, bounded_exp
 from support.token_batches import loss_inputs
@@ -147,7 +149,20 @@ def naive_gmpo(p: list[float], f: list[float], old: list[float], a: list[float])
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_sequence_losses_and_their_gradients(name: str, seed: int) -> None:
-    inputs = loss_inputs(seed, SIZES)
+    check_sequence_loss(name, loss_inputs(seed, SIZES))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_sequence_losses_at_one_ratio(name: str, ratio: float, sign: float) -> None:
+    inputs = loss_inputs(0, SIZES)
+    new = (inputs.old + math.log(ratio)).requires_grad_(True)
+    check_sequence_loss(name, replace(inputs, logprobs=new, advantages=sign * inputs.advantages.abs()))
+
+
+def check_sequence_loss(name: str, inputs: LossInputs) -> None:
+    """Value and gradient against the loops and their central differences."""
     log_ratio = inputs.logprobs - inputs.old
     if name == "gspo":
         naive, found = naive_gspo, losses.clip(losses.sequence_log_ratio(log_ratio, inputs), inputs.advantages, 0.1, 0.15)

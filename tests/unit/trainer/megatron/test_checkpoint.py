@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from polyreme_trainer.megatron.checkpoint import Checkpoint, count, find, newest, prune, write_manifest
+from polyreme.cli.checkpoint_manifest import write_manifest
+from polyreme_trainer.megatron.checkpoint import Checkpoint, count, find, newest, prune
 
 
 def saved(root: Path, *iterations: int) -> None:
@@ -78,9 +79,13 @@ def test_a_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, content
     assert count(tmp_path) == 0
 
 
-def test_a_missing_file_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unreadable", [False, True])
+def test_a_file_that_is_missing_or_unreadable_is_damage(tmp_path: Path, unreadable: bool) -> None:
     saved(tmp_path, 140, 150)
-    (tmp_path / "iteration-000150" / "state-0.pt").unlink()
+    file = tmp_path / "iteration-000150" / "state-0.pt"
+    file.unlink()
+    if unreadable:
+        file.mkdir()  # reading it fails, as on a bad disk
     found = newest(tmp_path)
     assert isinstance(found, Checkpoint)
     assert (found.iteration, found.facts) == (140, {"term": 140})

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from polyreme.cli.checkpoint_manifest import digest_of, write_manifest
 from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.trainer import CriticConfig, LoraConfig, SftPhase
 from polyreme.errors import ConfigError
 from polyreme_trainer.learner.leader import Ranks
-from polyreme_trainer.megatron.checkpoint import digest_of, iteration_path, newest, weights_digest, write_manifest
+from polyreme_trainer.megatron.checkpoint import iteration_path, newest, weights_digest
 from polyreme_trainer.megatron.saves import Saves
 from support.configs import run_config
 

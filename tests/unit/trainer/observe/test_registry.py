@@ -17,9 +17,10 @@ from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import collect, split_steps, supervised
 from polyreme_trainer.megatron.followers import Followers
+from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import DataShard
-from polyreme_trainer.megatron.step import Iteration, train_iteration
+from polyreme_trainer.megatron.step import train_iteration
 from polyreme_trainer.observe.metrics import iteration_record
 from polyreme_trainer.observe.registry import BESIDE, DEVICES, METRICS, find
 from support.configs import run_config

@@ -1,9 +1,15 @@
 """What an evaluation's mean is called, and how far it is."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pytest
 
 from polyreme.api.v1 import reward_pb2
-from polyreme_trainer.orchestrator.evaluate import PROGRESS_SECONDS, EvaluationPace, metric_name, part_means
+from polyreme.config.evaluation import EvaluationSet
+from polyreme_trainer.data.prompt_store import Prompt
+from polyreme_trainer.orchestrator.evaluate import PROGRESS_SECONDS, EvaluationPace, HeldOutSet, metric_name, part_means
 
 
 @pytest.mark.parametrize(
@@ -28,6 +34,21 @@ def test_parts_have_the_mean_of_the_answers_that_have_them() -> None:
 
     means = part_means([result(exact=1.0, shape=0.5), result(exact=0.0), result()])
     assert means == {"exact": 0.5, "shape": 0.5}
+
+
+def test_the_digest_of_a_set_is_of_what_its_results_depend_on() -> None:
+    def digest(label: str = "4", text: str = "2+2", samples: int = 5, name: str = "hard", **settings: Any) -> str:
+        prompt = Prompt(np.array([1, 2], np.int32), f"<user>{text}", label, "{}", text)
+        made = EvaluationSet(name=name, data=Path("eval.jsonl"), samples=samples, **settings)
+        return HeldOutSet(made, [prompt, prompt]).digest
+
+    assert (
+        digest() == digest(samples=7) == digest(name="other") == digest(temperature=0.5)
+    )  # one greedy answer has no temperature
+    others = [
+        digest(label="5"), digest(text="2+3"), digest(answers=2), digest(answers=2, temperature=0.5), digest(answers=2, pattern="x")
+    ]  # fmt: skip
+    assert len({digest(), *others}) == 6
 
 
 def test_an_evaluation_reports_how_far_it_is_once_in_a_while() -> None:

@@ -63,6 +63,46 @@ def test_probabilities_of_diverged_weights_are_refused_by_their_version() -> Non
     assert rollouts.samples[1].length == 2
 
 
+def routed(ids: Sequence[int], each: int, version: int = 0) -> rollout_pb2.GenerateResponse:
+    """Tokens of sequence 0, with `each` bytes of routes per token."""
+    response = message(0, ids, version=version)
+    response.chunks[0].routes = bytes(token + byte for token in ids for byte in range(each))
+    return response
+
+
+def test_routes_stay_with_their_tokens_through_cuts_snapshots_and_other_replicas() -> None:
+    rollouts, prompt = PartialRollouts(1, 64, [1]), np.array([7], np.int32)
+    rollouts.start_call()
+    parts = [part_since([(0, 0)], rollouts, prompt)]
+    rollouts.add(routed([5, 6, 7], 3, version=1))
+    parts.append(part_since([(0, 0)], rollouts, prompt))
+    marks = rollouts.marks()
+    rollouts.start_call()
+    rollouts.add(routed([8, 9], 3, version=2))
+    parts.append(part_since(marks, rollouts, prompt))
+    joined = join_parts(parts, prompt, PartialRollouts(1, 64, [1])).samples[0]
+    expected = np.array([5, 6, 7, 8, 9], np.uint8)[:, None] + np.arange(3, dtype=np.uint8)
+    for sample in (rollouts.samples[0], joined):
+        np.testing.assert_array_equal(sample.token_routes(), expected)
+    joined = join_parts(parts, prompt, PartialRollouts(1, 64, [1], min_version=2)).samples[0]
+    assert joined.length == 0 and joined.token_routes() is None
+    rollouts.min_version = 2
+    rollouts.samples[0].spans = [(2, 0, 3), (1, 3, 5)]
+    rollouts.drop_older()
+    np.testing.assert_array_equal(rollouts.samples[0].token_routes(), expected[:3])
+
+
+@pytest.mark.parametrize("each", [0, 2, 4])
+def test_replicas_that_report_other_routes_are_refused(each: int) -> None:
+    """A sample is routed by one model, and wholly or not at all."""
+    rollouts = PartialRollouts(1, 64, [1])
+    rollouts.start_call()
+    rollouts.add(routed([5, 6, 7], 3))
+    with pytest.raises(BadStreamError, match="bytes of routes"):
+        rollouts.add(routed([8, 9], each))
+    assert rollouts.samples[0].length == 3
+
+
 def test_an_end_that_was_lost_with_its_replica() -> None:
     rollouts = PartialRollouts(3, 4, [1])
     rollouts.start_call()

@@ -1,0 +1,71 @@
+"""The manifest of a checkpoint, checkpoint.json: its format, iteration, layout and facts, the xxh3_64 of every file, and its own digest.
+
+Invariant: `read_manifest` returns only what `write_manifest` wrote. Any other byte, format or name is damage, which raises ValueError.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+MANIFEST = "checkpoint.json"
+_FORMAT = 5
+_BLOCK = 1 << 24
+
+
+def write_manifest(
+    folder: Path, iteration: int, layout: Mapping[str, Any], facts: Mapping[str, Any], files: Mapping[str, str]
+) -> None:
+    """Writes the manifest of a checkpoint whose other files are complete. `files`: name -> xxh3_64."""
+    fields = {"format": _FORMAT, "iteration": iteration, "layout": dict(layout), "facts": dict(facts), "files": dict(files)}
+    (folder / MANIFEST).write_text(json.dumps({**fields, "digest": _digest(fields)}, indent=1))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The fields of the manifest in a checkpoint's directory.
+
+    Raises:
+        ValueError: it is damaged, has another format, or belongs to another directory.
+        OSError: it cannot be read.
+    """
+    try:
+        fields: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+        digest, found = fields.pop("digest"), fields["format"]
+        if found != _FORMAT:
+            raise ValueError(f"expected format {_FORMAT}; found {found!r}")
+        if digest != _digest(fields):
+            raise ValueError("other bytes than were saved")
+        if fields["iteration"] != number_of(folder):
+            raise ValueError(f"expected the iteration of the directory's name; found {fields['iteration']}")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    return fields
+
+
+def is_intact(folder: Path, files: Mapping[str, str]) -> bool:
+    """Whether every file of a manifest can be read and has its digest."""
+    try:
+        return all(digest_of(folder / name) == digest for name, digest in files.items())
+    except OSError:
+        return False
+
+
+def digest_of(file: Path) -> str:
+    """xxh3_64 of a file's bytes, hexadecimal."""
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def number_of(folder: Path) -> int:
+    """The number at the end of a checkpoint's name; -1 without one."""
+    text = folder.name.rpartition("-")[2]
+    return int(text) if text.isdecimal() else -1
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64(json.dumps(fields, sort_keys=True).encode()).hexdigest()
