@@ -29,7 +29,7 @@ class Drifting:
     rows: list[int] = field(default_factory=list)
     """Of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
-    alignment: int = 1
+    alignment = 1
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
