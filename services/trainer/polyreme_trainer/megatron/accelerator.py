@@ -30,21 +30,23 @@ NPU_SEQUENCES = 1024
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """An attention `Kernel`: torch's flash attention over packed sequences. It has no float32."""
+    """As `in_blocks`, by torch's flash attention over packed sequences, which has no float32."""
     if query.dtype == torch.float32:
         return in_blocks(query, key, value, packing, scale, window)
-    from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch 2.10 has it without some of these parameters
+    from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch has it with other parameters
 
     starts, longest = packing.cu_seqlens_q, packing.max_seqlen_q
     earlier = -1 if window is None else window - 1  # tokens before its own to which a query attends; -1: all
     grouped = query.shape[1] != key.shape[1]
-    return varlen_attn(
+    output = varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scale, window_size=(earlier, 0), enable_gqa=grouped
     )
+    assert isinstance(output, Tensor)  # the log-sum-exp was not asked for
+    return output
 
 
 def npu_fused(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """An attention `Kernel`: torch_npu's fused attention in its packed layout TND."""
+    """As `in_blocks`, by torch_npu's fused attention in its packed layout TND."""
     if len(packing.lengths) > NPU_SEQUENCES:
         return in_blocks(query, key, value, packing, scale, window)
     return torch.ops.npu.npu_fusion_attention(  # `Device` has imported torch_npu
@@ -72,13 +74,15 @@ def _later(device: torch.device) -> Tensor:
 class FlashAttention(Attention):
     """The core attention on cuda."""
 
-    kernel = staticmethod(flash)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        return flash(query, key, value, packing, self.scale, self.window)
 
 
 class NpuAttention(Attention):
     """The core attention on npu."""
 
-    kernel = staticmethod(npu_fused)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        return npu_fused(query, key, value, packing, self.scale, self.window)
 
 
 def _block(core: type[Attention], config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:

@@ -5,8 +5,7 @@ sequence is longer than the window.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +14,6 @@ from torch.autograd.function import Function, once_differentiable
 from polyreme_trainer.megatron.mcore import MegatronModule, TransformerConfig, is_layer_window_attention
 from polyreme_trainer.megatron.packing import Packing
 from polyreme_trainer.megatron.rotary import rotate
-
-Kernel = Callable[[Tensor, Tensor, Tensor, Packing, float | None, int | None], Tensor]
-"""(query [t, heads, dim], key and value [t, groups, dim], packing, scale, window) -> [t, heads, dim]; heads of a group are adjacent."""
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
@@ -28,20 +24,20 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def in_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """A `Kernel` with torch's `scaled_dot_product_attention`, for any device and dtype: sequences of similar length are padded and run
-    together."""
+    """Attention by torch's `scaled_dot_product_attention`, for any device and dtype: sequences of similar length are padded and run together.
+
+    query [t, heads, dim], key and value [t, groups, dim] -> [t, heads, dim]; heads of a group are adjacent.
+    """
     blocks = packing.blocks
     parts: list[tuple[Tensor, ...]] = []
     sizes = [rows * width for rows, width in blocks.shapes]
     for each in (query, key, value):
         padded = each if blocks.gather is None else _Pad.apply(each, blocks.gather, blocks.scatter)
         parts.append((padded,) if len(sizes) == 1 else padded.split(sizes))
-    outputs = [
-        causal_attention(*(part.unflatten(0, shape).transpose(1, 2) for part in block), scale, window)
-        .transpose(1, 2)
-        .flatten(0, 1)
-        for shape, *block in zip(blocks.shapes, *parts, strict=True)
-    ]
+    outputs = []
+    for shape, *block in zip(blocks.shapes, *parts, strict=True):
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in block)
+        outputs.append(causal_attention(q, k, v, scale, window).transpose(1, 2).flatten(0, 1))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output if blocks.gather is None else _Unpad.apply(output, blocks.scatter)
 
@@ -101,8 +97,6 @@ class _Unpad(Function):
 class Attention(MegatronModule):
     """megatron-core's core attention for packed sequences. It has no parameters."""
 
-    kernel: ClassVar[Kernel] = staticmethod(in_blocks)
-
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
@@ -121,5 +115,8 @@ class Attention(MegatronModule):
     ) -> Tensor:
         """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; heads of a group are adjacent."""
         cos, sin = packed_seq_params.full if self.window is None else packed_seq_params.sliding
-        rotated = rotate(query, cos, sin), rotate(key, cos, sin)
-        return self.kernel(*rotated, value, packed_seq_params, self.scale, self.window).flatten(1)
+        return self.attend(rotate(query, cos, sin), rotate(key, cos, sin), value, packed_seq_params).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """The attention of rotated queries and keys: [t, heads, dim]."""
+        return in_blocks(query, key, value, packing, self.scale, self.window)
