@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from learner import save_model
-from weights import Stage, staged
+from weights_side.swaps import Stage, staged
 
 from polyreme.config.trainer import ParallelConfig
 from polyreme.net.ports import free_port

@@ -53,7 +53,7 @@ class Service:
 
 @asynccontextmanager
 async def in_process(argv: Sequence[str]) -> AsyncIterator[Service]:
-    """Starts a server that tells its addresses on stderr; ends it with the block."""
+    """Starts a server that reports its addresses on stderr; ends it with the block."""
     process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     try:

@@ -1,6 +1,6 @@
 """Whether a long run stays as it is: memory, files and Redis of every process over 10,000 iterations.
 
-    python bench/soak.py [--iterations 10000] [--every 5]
+    python bench/soak.py [--iterations 10000] [--minutes 60] [--every 5]
 
 Replicas and learner are simulated and take no time, everything else is real: Redis with every write on disk, gRPC, reward server,
 supervisor, orchestrator, log and recorder as processes of their own. The first fifth of the run is warm-up and does not count. For each
@@ -11,6 +11,8 @@ worst_growth         the largest growth of a process' resident memory, as a shar
 repeated_lines       kinds of log lines, numbers masked, that come too often: warnings more than once in 100 iterations, others more
                      than once an iteration (0)
 disk_per_iteration   bytes of the record (metrics and samples) of an iteration; the record is meant to grow
+iterations           how many there were; the run is stopped after --minutes
+minutes_for_10000    how long 10,000 iterations take at this pace, without the start (60)
 
 Disk: the append-only file of Redis and the logs count as quantities; the run's record does not.
 """
@@ -33,9 +35,11 @@ from rich.console import Console
 from rich.table import Table
 
 from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.ledger import ExperienceLog
+from polyreme.experience.run import RunState
 from support.simulated_run import SimulatedRun, simulated_run
 
-TARGET = {"growing": 0, "repeated_lines": 0}
+TARGET = {"growing": 0, "repeated_lines": 0, "minutes_for_10000": 60.0}
 LIMITS = {"MiB": (4.0, 0.03), "files": (2.0, 0.0), "disk MiB": (4.0, 0.1)}
 """Allowed growth by unit: as a number, or as a share of the mean, whichever is more."""
 STALL = 300.0  # seconds without an iteration
@@ -61,10 +65,11 @@ def size(folder: Path, pattern: str) -> int:
 
 
 async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, options: argparse.Namespace) -> Series:
-    """Measures every `--every` seconds up to the run's end. Raises RuntimeError when the run stands still."""
+    """Measures every `--every` seconds up to the run's end, or for `--minutes`. Raises RuntimeError when the run stands still."""
     series: Series = defaultdict(list)
     reached, progress, last = 0, time.monotonic(), "0"
-    while started.children["train"].poll() is None:
+    until = time.monotonic() + 60 * options.minutes
+    while started.children["train"].poll() is None and time.monotonic() < until:
         await asyncio.sleep(options.every)
         for at, record in await started.run.records(last, 0):
             last = at
@@ -146,20 +151,36 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
             groups_per_iteration=1,
             group_size=2,
             max_staleness=1,
+            executable=sys.executable,  # the processes themselves are measured
             rollout={"max_new_tokens": 16},
             trainer={"save_interval": 100},
         ) as started:
             series = await follow(started, server, folder / "redis", options)
-            state, reason = await started.ended(60.0)
-            if state.value != "done":
+            if started.children["train"].poll() is None:
+                await started.run.set_state(RunState.DRAINING, f"the bench ends after {options.minutes:g} minutes")
+            state, reason = await started.ended(300.0)
+            if state not in (RunState.DONE, RunState.STOPPED):
                 raise RuntimeError(f"the run ended as {state}: {reason}\n{started.logs()}")
-            record = size(folder / "run", "*.jsonl") / options.iterations
-            return report(series, repeated(folder, options.iterations), record)
+            iterations = await ExperienceLog(started.run).version()
+            record = size(folder / "run", "*.jsonl") / iterations
+            measured = report(series, repeated(folder, iterations), record)
+            return {
+                **measured,
+                "iterations": iterations,
+                "minutes_for_10000": round(minutes(await started.records("iteration")), 1),
+            }
+
+
+def minutes(records: list[dict[str, float]]) -> float:
+    """How long 10,000 iterations take at the pace of the newest records."""
+    seconds = records[-1]["time"] - records[0]["time"]
+    return 10_000 * seconds / (records[-1]["iteration"] - records[0]["iteration"]) / 60
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=60.0, help="the run is stopped after so many minutes")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two measurements")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

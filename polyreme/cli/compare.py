@@ -1,7 +1,7 @@
 """`polyreme compare`: the configurations and the metrics of several runs side by side.
 
-Invariant: metrics are compared over the same iterations, those that every run has trained, so a run that is still going is not compared
-by a number that it has not reached.
+Invariant: metrics are compared over the iterations that every run has trained, so the comparison with a run in progress ends where that
+run is.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`polyreme import-config`: another system's configuration as a run.yaml.
 
-Invariant: the text is written whole or not at all, and never over a file that exists; it loads in our schema, or the command fails and
-says why.
+Invariant: the text is written whole or not at all, and never over a file that exists; it loads in our schema, or the command fails
+with the reason.
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""Text tables that people read and other programs cut: aligned columns without borders or colours.
+"""Text tables for people and for programs: aligned columns without borders or colours.
 
-Invariant: pure; no line is truncated, and what is written to a pipe does not depend on a width.
+Invariant: pure; no line is truncated, and output to a pipe does not depend on a terminal's width.
 """
 
 from collections.abc import Iterable, Sequence

@@ -29,6 +29,12 @@ class RolloutConfig(Section):
     replicas: Operational[int] = Field(1, ge=1, description="Number of replicas that `polyreme up` starts and a run waits for.")
     tensor_parallel: int = Field(1, ge=1, description="Devices per replica.")
     max_new_tokens: int = Field(ge=1, description="Maximum response length in tokens.")
+    tokens_per_iteration: int | None = Field(
+        None,
+        ge=1,
+        description="Token budget of a sample in an iteration (partial rollouts). A longer response pauses, and the next version continues it,"
+        " up to max_staleness. null: no limit.",
+    )
     max_model_len: int = Field(ge=2, description="Maximum length of prompt plus response, in tokens.")
     temperature: float = Field(
         1.0,

@@ -122,14 +122,27 @@ class RunConfig(BaseConfig):
         kinds = [tracker.kind for tracker in self.trackers]
         if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
             raise ValueError(f"trackers has {', '.join(sorted(twice))} twice; a run has one tracker of each kind")
-        if self.placement == "colocated" and self.max_staleness:
-            raise ValueError(
-                f"max_staleness = {self.max_staleness} needs placement: separate; on shared devices generation never overlaps training, so older samples gain nothing: use 0"
-            )
+        self._check_asynchrony()
         for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
         return self
+
+    def _check_asynchrony(self) -> None:
+        """Raises ValueError unless staleness, placement and token budget fit together."""
+        budget, parts, longest = self.rollout.tokens_per_iteration, self.max_staleness + 1, self.rollout.max_new_tokens
+        if self.placement == "colocated" and self.max_staleness and budget is None:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness} needs placement: separate, or rollout.tokens_per_iteration; on shared devices generation never overlaps training, so older samples without partial rollouts gain nothing: use 0"
+            )
+        if budget is not None and budget >= longest:
+            raise ValueError(
+                f"rollout.tokens_per_iteration = {budget} must be below rollout.max_new_tokens = {longest}, or null: no response would ever pause"
+            )
+        if budget is not None and budget * parts < longest:
+            raise ValueError(
+                f"rollout.tokens_per_iteration = {budget} gives a response {budget} x (max_staleness + 1) = {budget * parts} tokens before it is too old; rollout.max_new_tokens = {longest} needs max_staleness = {-(-longest // budget) - 1} or a budget of {-(-longest // parts)}"
+            )
 
     def _check_what_is_learned_from(self) -> None:
         """Raises ValueError unless rewards and teacher are those that the algorithm learns from."""

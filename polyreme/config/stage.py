@@ -12,7 +12,7 @@ from polyreme.config.base import BaseConfig
 from polyreme.config.data import TextConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.section import Operational, Section
-from polyreme.config.trainer import LORA, RECOMPUTE, LoraConfig, OptimizerConfig, ParallelConfig, Recompute
+from polyreme.config.trainer import LORA, RECOMPUTE, LoraConfig, MoeConfig, OptimizerConfig, ParallelConfig, Recompute
 
 
 class StageTrainer(Section):
@@ -25,6 +25,7 @@ class StageTrainer(Section):
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig
     lora: LoraConfig | None = Field(None, description=LORA)
+    moe: MoeConfig = MoeConfig()
     batch_size: int = Field(ge=1, description="Rows per optimizer step.")
     epochs: Operational[float] = Field(1.0, gt=0, description="Passes over the data when `steps` is null.")
     steps: Operational[int | None] = Field(None, ge=1, description="Number of optimizer steps. null: set by `epochs`.")

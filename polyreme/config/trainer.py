@@ -102,6 +102,31 @@ class LoraConfig(Section):
 LORA = "Low-rank adapters: of every trained model, only they and a value head are trained. null: all weights are trained."
 
 
+class MoeConfig(Section):
+    """Losses on the routers of models with experts, in every optimizer step of a run or a stage."""
+
+    aux_loss_coef: float | None = Field(
+        None,
+        ge=0,
+        description="Coefficient of the load-balancing loss, which costs a forward pass per optimizer step. null: `router_aux_loss_coef` of config.json where its `output_router_logits` is true, else 0.",
+    )
+    z_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the z-loss, which keeps the routers' logits small.")
+
+    @property
+    def is_set(self) -> bool:
+        """Whether the section asks for a loss."""
+        return bool(self.aux_loss_coef or self.z_loss_coef)
+
+
+class RunMoeConfig(MoeConfig):
+    """Routers of models with experts."""
+
+    replay_routes: bool = Field(
+        False,
+        description="Routing replay: the policy sends each sampled token to the experts that the replica chose. The engine must report them.",
+    )
+
+
 class CriticConfig(Section):
     """The critic of an algorithm that has one (preset ppo). It shares the actor's ranks."""
 
@@ -134,6 +159,7 @@ class TrainerConfig(Section):
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig
     lora: LoraConfig | None = Field(None, description=LORA)
+    moe: RunMoeConfig = RunMoeConfig()
     critic: CriticConfig = CriticConfig()
     ema_decay: float | None = Field(
         None,

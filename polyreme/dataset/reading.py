@@ -1,6 +1,6 @@
-"""How far the readers of data files are, for a progress bar.
+"""Progress of the readers of data files, for a progress bar.
 
-Invariant: what a reader returns does not depend on who watches it.
+Invariant: what a reader returns does not depend on whether its progress is shown.
 """
 
 from collections.abc import Callable, Iterator

@@ -73,6 +73,23 @@ class Plan:
     indices: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Unplanned:
+    """The groups that no plan has taken, at one instant.
+
+    Attributes:
+        version: the newest trained one; -1 before the learner has begun.
+        planned: the newest iteration that has a plan.
+        in_flight: (admitted version, index), oldest version first, then by index.
+        appended: the oldest version of each appended group.
+    """
+
+    version: int
+    planned: int
+    in_flight: tuple[tuple[int, int], ...]
+    appended: tuple[int, ...]
+
+
 class ExperienceLog:
     """The log of one run.
 
@@ -257,6 +274,21 @@ class ExperienceLog:
         rows = await self.run.redis.hmget(self.run.key("ledger"), members) if members else []
         words = [(index, row.split()) for index, row in zip(members, rows, strict=True)]
         return [Admission(index, int(row[1]), int(row[2])) for index, row in words if row[0] == b"admitted"]
+
+    async def unplanned(self) -> Unplanned:
+        """The groups that no plan has taken."""
+        run = self.run
+        async with run.redis.pipeline(transaction=True) as reads:
+            reads.hmget(run.key("meta"), ["version", "base"]).hlen(run.key("plans"))
+            for state in ("in_flight", "appended"):
+                reads.zrange(run.key(state), 0, -1, withscores=True)
+            (version, base), plans, in_flight, appended = await reads.execute()
+        return Unplanned(
+            int(version or -1),
+            int(base or 0) + int(plans),
+            tuple((int(score), int(member)) for member, score in in_flight),
+            tuple(int(score) for _, score in appended),
+        )
 
     async def partial_rollouts(self, admissions: Sequence[Admission]) -> dict[int, list[bytes]]:
         """The saved parts of these attempts, by index, for those that have any. Only the orchestrator calls it."""

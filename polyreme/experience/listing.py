@@ -1,4 +1,4 @@
-"""The runs that a Redis has, for commands that only look at them.
+"""Lists the runs in a Redis, for commands that only read them.
 
 Invariant: nothing here changes a run, and no call loads a run's log.
 """

@@ -1,7 +1,7 @@
-"""The replicas of a run as a gateway sees them: which are there, their versions and their loads.
+"""The replicas of a run as a gateway sees them: their addresses, versions and loads.
 
-Invariant: replicas come and go with their leases. Version and load are what a replica's /metrics said at most POLL_INTERVAL and one
-timeout ago; a replica that does not answer gets no request. A Redis that does not answer changes nothing.
+Invariant: replicas come and go with their leases. Version and load come from a replica's /metrics and are at most POLL_INTERVAL and one
+timeout old; a replica that does not answer gets no request. A Redis that does not answer changes nothing.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""A client's request as every replica gets it.
+"""A client's request in the form that every replica receives.
 
-Invariant: pure. What no replica could answer is refused here, as an error for the client. Headers pass as the bytes that came.
+Invariant: pure. A request that no replica could answer is refused here, with an error for the client. Headers pass unchanged, as bytes.
 """
 
 import json

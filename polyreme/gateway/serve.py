@@ -1,7 +1,7 @@
 """A running gateway of one run.
 
-Invariant: the gateway asks of its callers the token and the certificates that the run's services ask for, and shows them to the
-replicas.
+Invariant: the gateway requires of its callers the token and the certificates that the run's services require, and presents its own to
+the replicas.
 """
 
 import asyncio

@@ -69,6 +69,8 @@ def _fixed(values: Values) -> dict[str, tuple[Any, str]]:
         "data.label_key": ("labels", "dataset_additional_keys"),
         "reward.rewards": ([{"name": "math"}], "CHECK: no verifier_function that we have"),
     }
+    if (splits := values.get(f"{RL}.partial_rollout_max_split", 1)) > 1:
+        fixed["max_staleness"] = (splits - 1, "partial_rollout_max_split: a response continues over so many further iterations")
     for key, part in (kl or {}).items():
         fixed[f"algorithm.kl.{key}"] = (part, "init_kl_coef, kl_penalty, use_kl_in_reward")
     if kl is None:
@@ -155,7 +157,8 @@ RULES = (
     Rule(f"{RL}.*_resource.*", "", "all roles share the learner's ranks"),
     Rule(f"{RL}.use_wandb", "trackers", "", lambda value, _: [{"kind": "wandb"}] if value else NOTHING),
     Rule(f"{RL}.use_tensorboard", "", "TensorBoard files are always written"),
-    Rule(f"{RL}.partial_rollout_max_split", "", "a lost replica's samples continue elsewhere; see max_staleness for overlap"),
+    Rule(f"{RL}.partial_rollout_max_split", "rollout.tokens_per_iteration", "max_tokens / partial_rollout_max_split",
+         lambda value, values: -(-values[f"{SAMPLING}.max_tokens"] // value) if value > 1 else NOTHING),
     Rule(f"{RL}.blocking", "", "set placement: separate and max_staleness: 1 to overlap generation and training"),
     Rule(f"{RL}.*", "", "an option of MindSpeed RL's workers and queues"),
     Rule(f"{GENERATE}.infer_tensor_parallel_size", "rollout.tensor_parallel"),

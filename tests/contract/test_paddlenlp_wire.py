@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import requests
 
+from polyreme.process.backoff import Backoff
 from polyreme_reward.remote import endpoints
 from support.raw_http import message, raw_server, reply
 from support.rewards import EXACT, item, scoring, serving, summary
@@ -263,7 +264,7 @@ async def test_one_item_that_breaks_a_batch_does_not_take_it_along() -> None:
 
 
 async def test_a_server_that_is_not_there_is_an_error_and_then_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "_FIRST_PAUSE", 30.0)
+    monkeypatch.setattr(endpoints, "_BACKOFF", Backoff(first=30.0, longest=30.0))
     async with raw_server(lambda body, writer: asyncio.sleep(0)) as server:
         gone = endpoint(server)
     async with scoring(gone) as scorer:

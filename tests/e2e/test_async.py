@@ -1,4 +1,5 @@
-"""Generation that overlaps training, started as a user starts it: it learns, within its bound, over swaps in the middle of answers."""
+"""Generation that overlaps training, with partial rollouts, started as a user starts it: it learns, within its bound, over swaps in the
+middle of answers and over pauses between their parts."""
 
 import json
 import subprocess
@@ -17,7 +18,13 @@ LEAD = "0123456789" * 6 + "#"
 
 def test_an_asynchronous_run_learns_within_its_bound(tmp_path: Path) -> None:
     task = make_task(tmp_path, LEAD)
-    changes = ["max_staleness=2", "iterations=16", "eval_interval=6", "trainer.optimizer.lr=3e-4"]
+    changes = [
+        "max_staleness=2",
+        "rollout.tokens_per_iteration=24",
+        "iterations=16",
+        "eval_interval=6",
+        "trainer.optimizer.lr=3e-4",
+    ]
     up = Up(task, *changes, 'reward.rewards.0.options={after: "#"}')
     assert up.wait() == 0, up.output
     assert not up.leftovers()
@@ -32,7 +39,12 @@ def test_an_asynchronous_run_learns_within_its_bound(tmp_path: Path) -> None:
     assert all(0 < record["importance/weight_mean"] <= 2 for record in iterations)
     measured = [record["mismatch_kl"] for record in iterations if record["mismatch_kl"] is not None]
     assert measured and max(measured) < 1e-4
-    assert [record["iteration"] for record in up.records("rollout")] == list(range(1, 17))
+    rollouts = up.records("rollout")
+    assert [record["iteration"] for record in rollouts] == list(range(1, 17))
+    assert sum(record["rollout/paused_samples"] for record in rollouts) > 0, "no answer spent its budget"
+    assert sum(record["partial/carried_samples"] for record in iterations) > 0
+    assert max(record["partial/parts_max"] for record in iterations) <= 3
+    assert all((record["partial/carried_tokens"] > 0) == (record["partial/carried_samples"] > 0) for record in iterations)
 
     assert [record["version"] for record in up.records("eval")] == [0, 6, 12, 16], up.records("eval_failed")
     summary = json.loads((up.run_dir / "summary.json").read_text())

@@ -68,7 +68,7 @@ async def endure_all(folder: Path, seed: int, count: int, per_run: int, supervis
 )
 async def test_faults_in_every_phase(tmp_path: Path, seed: int | None) -> None:
     own = random.SystemRandom().randrange(1 << 31) if seed is None else seed
-    await endure_all(tmp_path, seed_of(own), 15, 15, supervised=False)
+    await endure_all(tmp_path, seed_of(own), 10, 10, supervised=False)
 
 
 async def test_a_stopped_replica_delays_no_other_and_comes_back(tmp_path: Path) -> None:
@@ -159,6 +159,14 @@ async def test_a_storm_of_faults_around_a_supervisor(tmp_path: Path, staleness: 
 async def test_a_storm_of_faults_over_groups_that_last(tmp_path: Path) -> None:
     """Groups take seconds, so that a takeover continues from partial rollouts."""
     await endure_all(tmp_path, seed_of(200), 60, 60, supervised=False, pace=0.6, step_seconds=0.1, max_staleness=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_a_storm_of_faults_over_samples_that_pause(tmp_path: Path) -> None:
+    """With a token budget; a sample of 64 tokens has up to three parts."""
+    rollout = {"start_timeout": 600.0, "chunk_timeout": 5.0, "max_new_tokens": 64, "tokens_per_iteration": 24}
+    await endure_all(tmp_path, seed_of(400), 60, 60, supervised=False, max_staleness=2, rollout=rollout)
 
 
 @pytest.mark.slow

@@ -98,3 +98,18 @@ def learner(started: SimulatedRun) -> psutil.Process:
     processes = psutil.Process(started.children["train"].pid).children(recursive=True)
     [found] = [process for process in processes if "polyreme_trainer.testing.simulated_learner" in command_line(process)]
     return found
+
+
+async def test_long_responses_pause_and_continue_in_the_next_turn(redis_url: str, run_id: str, tmp_path: Path) -> None:
+    budget: dict[str, Any] = {"rollout": {"tokens_per_iteration": 24, "max_new_tokens": 48}, "max_staleness": 1}
+    async with (
+        simulated_run(redis_url, run_id, tmp_path, train_seconds=0.2, placement="colocated", iterations=4, **budget) as started,
+        device_events(started.run) as events,
+    ):
+        assert await started.ended(200) == ("done", ""), started.logs()
+        assert (await ExperienceLog(started.run).audit()).clean
+        records = await started.records("iteration")
+        assert sum(record["partial/carried_samples"] for record in records) > 0
+        assert max(record["staleness/max"] for record in records) == 1
+        assert max(record["partial/parts_max"] for record in records) == 2
+    assert exclusive_grants(events) >= 5

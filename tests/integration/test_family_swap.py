@@ -33,6 +33,7 @@ WIDE_EXPERTS: dict[str, dict[str, Any]] = {
         "gemma3_text",
         "qwen2_moe",
         pytest.param("mixtral", marks=pytest.mark.slow),
+        pytest.param("olmoe", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
     ],
 )
@@ -58,7 +59,7 @@ def test_the_workers_hold_and_use_the_pushed_tensors(model_type: str, tmp_path: 
     finally:
         learner.arena.close()
     names = set(hf_weights(model))
-    assert len({tuple(answer["ids"]) for answer in answers}) == 2, "the versions could not be told apart"
+    assert len({tuple(answer["ids"]) for answer in answers}) == 2, "the versions could not be distinguished"
     for directory, answer in zip(pushed, answers, strict=True):
         assert set(answer["names"]) == names
         (held,) = answer["workers"]

@@ -23,6 +23,8 @@ ONE: dict[str, int] = {}
 TWO = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}}
 """The layouts of two ranks."""
 EXPERT = {"data": 2, "expert": 2}
+MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
+"""Everything that routers do beside their choice."""
 
 Train = Callable[..., dict[str, Any]]
 
@@ -69,10 +71,12 @@ def test_expert_ranks_train_as_one_rank_and_a_run_leaves_and_enters_them(train: 
 
 
 def test_every_kind_of_model_with_experts_trains_on_expert_ranks_as_on_one(train: Train, experts: Path, tmp_path: Path) -> None:
-    """Other families, recomputed activations, adapters, and bfloat16 with full-precision copies, which also pass to them bit for bit."""
+    """All families, balanced and replayed routers, recomputed activations, adapters, and bfloat16 with full-precision copies, which also pass to them bit for bit."""
     kinds: dict[str, dict[str, Any]] = {
         "qwen3_moe": {"model": str(tiny_family_model("qwen3_moe", tmp_path / "qwen3_moe", num_experts=4))},
         "mixtral": {"model": str(tiny_family_model("mixtral", tmp_path / "mixtral", num_local_experts=4))},
+        "olmoe": {"model": str(tiny_family_model("olmoe", tmp_path / "olmoe", num_experts=4))},
+        "routers": {"moe": MOE, "recompute": "full"},
         "full": {"recompute": "full"},
         "selective": {"recompute": "selective"},
         "lora": {"lora": {"rank": 3, "alpha": 6.0}},
@@ -122,14 +126,15 @@ FOUR = {
 def test_stages_combine_with_other_ranks_and_with_experts(
     kind: str, train: Train, model: Path, experts: Path, tmp_path: Path
 ) -> None:
-    """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage."""
-    model = experts if kind == "experts" else model
+    """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage. Balanced and replayed
+    routers follow the micro-batches from stage to stage, also in recomputed layers."""
+    model, more = (experts, {"moe": MOE, "recompute": "full"}) if kind == "experts" else (model, {})
     first = tmp_path / "one-3"
-    expected = train(ONE, a_run(3, step_3=first), model=model)["runs"][0]
+    expected = train(ONE, a_run(3, step_3=first) | more, model=model)["runs"][0]
     weights = layout_checks.saved_state(model, first)["weights"]
     for number, layout in enumerate(FOUR[kind], start=4):
         path = tmp_path / f"at-{number}"
-        found = train(layout, a_run(3, step_3=path), model=model)["runs"][0]
+        found = train(layout, a_run(3, step_3=path) | more, model=model)["runs"][0]
         assert found == [pytest.approx(step, rel=TOLERANCE, abs=TOLERANCE) for step in expected], layout
         agree(layout_checks.saved_state(model, path)["weights"], weights, TOLERANCE)
 

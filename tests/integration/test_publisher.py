@@ -142,7 +142,7 @@ async def test_three_failed_swaps_in_a_row_are_a_quarantine(world: World) -> Non
         assert "replica bad" in notices[0]
         assert "3 times" in notices[0]
         assert "INTERNAL: version 0 could not be loaded: broken on command" in notices[0]
-        with pytest.raises(UnavailableError, match=r"2 replicas at version 4 .*bad .*quarantined: it failed 3 times"):
+        with pytest.raises(UnavailableError, match=r"version 4 .*bad .*quarantined"):
             await world.publisher.wait_committed(4, 2, 0.1)
 
 
@@ -150,7 +150,7 @@ async def test_a_run_whose_replicas_are_all_quarantined_fails_with_the_reason(wo
     async with world.replica("bad") as bad:
         bad.engine.broken_loads = 100
         await world.step()
-        with pytest.raises(RunFailedError, match=r"bad quarantined: it failed 3 times; version 0: .*broken on command"):
+        with pytest.raises(RunFailedError, match=r"bad quarantined.*broken on command"):
             await world.publisher.wait_committed(0, 1, 300)
     state, reason = await world.run.state()
     assert state is RunState.FAILED

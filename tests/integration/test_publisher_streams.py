@@ -91,7 +91,7 @@ async def test_a_stream_that_gets_nothing_through_is_given_up_and_begun_on_a_con
         await world.publisher.wait_committed(0, 1, 300)
         monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 1.0)
         monkeypatch.setattr(replica_client, "STAGE_TIMEOUT", 1.0)
-        proxy.hold()  # nothing gets through, and nobody is told
+        proxy.hold()  # nothing gets through, and neither side notices
         weights = await world.step()
         await world.notice("the connection to replica far is broken", "no progress after 0 of")
         monkeypatch.setattr(replica_client, "STREAM_IDLE_TIMEOUT", 300.0)

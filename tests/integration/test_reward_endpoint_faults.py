@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from polyreme.process.backoff import Backoff
 from polyreme_reward.remote import endpoints
 from polyreme_reward.scorer import Scored, Scorer
 from support.raw_http import raw_server, reply
@@ -131,8 +132,7 @@ async def test_random_faults_among_good_answers(faults: list[str], bad: int, goo
 
 async def test_a_machine_that_is_gone_without_a_word_costs_few_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections are taken, as by a switch in front of it, and nothing ever comes."""
-    monkeypatch.setattr(endpoints, "_FIRST_PAUSE", 600.0)
-    monkeypatch.setattr(endpoints, "_LONGEST_PAUSE", 600.0)
+    monkeypatch.setattr(endpoints, "_BACKOFF", Backoff(first=600.0, longest=600.0))
     items = [item(str(2 * n)) for n in range(8)]
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as gone:
         async with raw_server(Server()) as there:

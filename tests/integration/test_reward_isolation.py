@@ -280,8 +280,8 @@ def reward(response, label):
         return {"score": 0.0, **{name: 1.0 for name in os.environ}}
     if response == "dumpable":
         return ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)
-    if response == "frame":
-        body = json.dumps([10**9, 1, 1.0, "", {}, False, False, ""]).encode()
+    if response == "frame":  # as of the item whose number is the label
+        body = json.dumps([int(label), 1, 1.0, "", {}, [], False, False, ""]).encode()
         for fd in range(3, 64):
             try:
                 os.write(fd, struct.pack("<I", len(body)) + body)
@@ -318,8 +318,9 @@ async def test_keeper_and_workers_refuse_to_be_inspected(watchful: dict[str, str
 
 async def test_a_frame_written_by_a_plugin_does_not_answer_another_item(watchful: dict[str, str]) -> None:
     async with scoring(watchful, workers=1) as scorer:
+        assert summary(await scorer.score([item("frame", "0")])) == [("OK", 1.0)], "a frame of the right form"
         for _ in range(3):
-            answers = await scorer.score([item("a", "a"), item("frame", "x"), item("b", "b"), item("c", "x")])
+            answers = await scorer.score([item("a", "a"), item("frame", str(10**9)), item("b", "b"), item("c", "x")])
             assert summary([answers[0], *answers[2:]]) == [("OK", 1.0), ("OK", 1.0), ("OK", 0.0)]
             assert answers[1].status.name == "INVALID"
 

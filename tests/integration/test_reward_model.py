@@ -224,7 +224,7 @@ async def test_without_torch_the_error_names_the_extra(model: Path, tmp_path: Pa
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     before = {p.pid for p in descendants()}
-    with pytest.raises(ConfigError, match=r"No module named 'torch'. Install them: pip install 'polyreme-reward\[model\]'"):
+    with pytest.raises(ConfigError, match=r"torch.*polyreme-reward\[model\]"):
         async with scoring({"model": str(model)}):
             pass
     with pytest.raises(ConfigError, match=r"no config\.json"):

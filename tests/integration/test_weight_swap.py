@@ -333,7 +333,7 @@ async def http_shares_no_prefix_with_an_earlier_policy(learner: Learner, there: 
         told = json.loads(await read(f"{base}/chat/completions", chat))
         assert len(told["prompt_token_ids"]) > 128
         assert told["choices"][0]["token_ids"] == reference.greedy(told["prompt_token_ids"], 24)[0]
-    assert len({tuple(ids) for ids in answers}) == 3, "the versions could not be told apart"
+    assert len({tuple(ids) for ids in answers}) == 3, "the versions could not be distinguished"
 
 
 async def fetch(url: str, body: Any = None) -> int:

@@ -132,14 +132,16 @@ def search_path() -> str:
     return f"{_parent().folder}:{os.environ['PATH']}"
 
 
-def spawn(name: str, module: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+def spawn(
+    name: str, module: str, argv: Sequence[str], environment: Mapping[str, str], log: Path, executable: str | None = None
+) -> Child:
     """As `Child.spawn`: starts `python -m module argv`. `environment` is added to this process's; what it writes is appended to `log`.
 
-    What it starts itself of FORKED is a fork of the parent too.
+    What it starts itself of FORKED is a fork of the parent too, behind a stand-in that is its child; not with another `executable`.
     """
     with open(log, "ab") as file:
         outputs = file.fileno(), file.fileno()
-        process = fork(module, argv, {**os.environ, **environment}, outputs, executable=str(_parent().launcher))
+        process = fork(module, argv, {**os.environ, **environment}, outputs, executable=executable or str(_parent().launcher))
     return Child(name, cast("subprocess.Popen[bytes]", process), log)
 
 

@@ -17,7 +17,6 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
 
@@ -30,7 +29,7 @@ from polyreme.process.supervisor import last_error
 from support.faults import PHASES, Fault, script_digest
 from support.nursery import Born, Nursery
 from support.processes import runs
-from support.proxy import Proxy, bad_network
+from support.proxy import Proxy, bad_network, port_of
 
 STALL = 300.0
 """Seconds without a new sample after which the run counts as stuck."""
@@ -43,7 +42,7 @@ class Part:
     """One process of the run with its own connection to Redis. It is restarted when it ends.
 
     `forked`: from the nursery; else it is a new interpreter, as what forks or imports torch must be.
-    `drained`: the process that was told to end.
+    `drained`: the process that was asked to end.
     """
 
     name: str
@@ -106,7 +105,7 @@ class Storm:
 
     async def start(self, name: str, module: str, *arguments: str, forked: bool = True) -> None:
         """Starts `python -m module arguments`, and again whenever it ends badly."""
-        proxy = await self._proxies.enter_async_context(bad_network("127.0.0.1", urlsplit(self._server.url).port or 0))
+        proxy = await self._proxies.enter_async_context(bad_network("127.0.0.1", port_of(self._server.url)))
 
         async def listen(data: bytes) -> None:
             try:

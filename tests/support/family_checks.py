@@ -15,7 +15,7 @@ from polyreme_trainer.megatron.critic import build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.policy import Policy
-from support import model_checks
+from support import model_checks, router_checks
 from support.model_checks import TOLERANCE, batch, hf_model, policy_of
 
 
@@ -38,7 +38,12 @@ def family_agrees(model: str, device: Device, folder: str) -> None:
     model_checks.export_loads_in_transformers(model, device, folder)
     entropies_agree_also_in_blocks(model, device)
     both_specs_agree(model, device)
-    critic_agrees(model, device, folder)
+    arch = load_architecture(Path(model))
+    if arch.family.classifier:
+        critic_agrees(model, device, folder)
+    if arch.experts:
+        router_checks.balance_agrees(model, device)
+        router_checks.replay_agrees(model, device)
 
 
 def positions_agree(folder: str) -> None:

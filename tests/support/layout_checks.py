@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyreme.config.trainer import LoraConfig, ParallelConfig, Recompute
+from polyreme.config.trainer import LoraConfig, ParallelConfig, Recompute, RunMoeConfig
 from polyreme.weights.digest import verify
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint
-from polyreme_trainer.megatron.batch import MicroBatch, Sequences, supervised
+from polyreme_trainer.megatron.batch import MicroBatch, Routes, Sequences, supervised
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank, hf_shapes, rank_slices
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.optimizer import Adam
@@ -42,20 +44,37 @@ def sequences(vocab: int) -> Sequences:
 
 
 def make_role(
-    model: str, dtype: str, device: Device, lora: dict[str, Any] | None = None, recompute: Recompute | None = None
+    model: str,
+    dtype: str,
+    device: Device,
+    lora: dict[str, Any] | None = None,
+    recompute: Recompute | None = None,
+    moe: dict[str, Any] | None = None,
 ) -> Role[Policy]:
-    """The actor of a Hugging Face directory. A micro-batch has at most two of the rows. `lora`: the configuration of adapters."""
+    """The actor of a Hugging Face directory. A micro-batch has at most two of the rows. `lora`, `moe`: sections of the configuration."""
     adapters = None if lora is None else LoraConfig.model_validate(lora)
-    policy = Policy(load_architecture(Path(model)), dtype, device, trainable=True, lora=adapters, recompute=recompute)
+    section = RunMoeConfig.model_validate(moe or {})
+    arch = load_architecture(Path(model))
+    policy = Policy(arch, dtype, device, trainable=True, lora=adapters, recompute=recompute, moe=section)
     policy.load_hf(Path(model))
     role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets, 0.9), data_shard(36, device))
     role.make_optimizer(ADAM)
+    role.replays = section.replay_routes
     return role
+
+
+def routes(arch: Architecture) -> list[Routes]:
+    """Random experts of the trained tokens of `sequences`."""
+    shapes = [(length - 3, arch.layers, arch.experts) for length in LENGTHS]
+    random = np.random.default_rng(8)
+    return [random.random(shape).argsort(-1)[..., : arch.top_k].astype(np.uint8) for shape in shapes]
 
 
 def step(role: Role[Policy]) -> tuple[float, float]:
     """One optimizer step on `sequences`. Returns its loss and the gradient norm."""
     rows = sequences(role.model.arch.vocab)
+    if role.replays:
+        rows = replace(rows, routes=routes(role.model.arch))
     count, total = float(rows.trained.sum()), torch.zeros(1, dtype=torch.float64)
 
     def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
@@ -70,7 +89,7 @@ def step(role: Role[Policy]) -> tuple[float, float]:
 
 def follow(script: str) -> None:
     """Runs a script: {model, dtype, out, layout: [tensor, data], runs: [{resume: path | null, steps, save: {step: path}, lora: of the
-    configuration | absent, recompute: | absent, model, dtype: others than the script's | absent}]}.
+    configuration | absent, recompute, moe: likewise, model, dtype: others than the script's | absent}]}.
 
     Rank 0 writes {runs: [[[loss, norm] of each step]], state_bytes: of rank 0} to `out`.
     """
@@ -80,7 +99,7 @@ def follow(script: str) -> None:
     runs, role = [], None
     for run in order["runs"]:
         model, dtype = run.get("model", order["model"]), run.get("dtype", order["dtype"])
-        role = make_role(model, dtype, device, run.get("lora"), run.get("recompute"))
+        role = make_role(model, dtype, device, run.get("lora"), run.get("recompute"), run.get("moe"))
         if run["resume"] is not None:
             step(role)  # leaves weights and moments that the checkpoint must replace
             found = checkpoint.read(Path(run["resume"]))

@@ -59,6 +59,7 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 8},  # transformers norms hidden_size numbers
 }
 """What a tiny model of the family needs to show all of its parts."""
 

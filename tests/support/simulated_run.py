@@ -23,12 +23,13 @@ class SimulatedRun:
     run: Run
     folder: Path
     commands: dict[str, tuple[str, ...]]
+    executable: str | None = None
     children: dict[str, Child] = field(default_factory=dict)
 
     def start(self, name: str) -> None:
         environment = {"POLYREME_REDIS": self.redis_url, "POLYREME_RUN": self.run.run_id, "OMP_NUM_THREADS": "1"}
         module, *options = self.commands[name]
-        self.children[name] = spawn(name, module, options, environment, self.folder / f"{name}.log")
+        self.children[name] = spawn(name, module, options, environment, self.folder / f"{name}.log", self.executable)
 
     async def ended(self, seconds: float) -> tuple[RunState, str]:
         """The run's last state and its reason, once the trainer has ended. Fails with what the logs say when it does not."""
@@ -60,6 +61,7 @@ async def simulated_run(
     train_seconds: float = 0.05,
     first_group: int = 0,
     http_port: int | None = None,
+    executable: str | None = None,
     **sections: Any,
 ) -> AsyncIterator[SimulatedRun]:
     """All of it, started; ended and removed behind the block.
@@ -68,6 +70,7 @@ async def simulated_run(
         replica_processes: each with `replicas` as its options.
         first_group: of a fork.
         http_port: of the trainer's metrics and page.
+        executable: the interpreter of the trainer's own children, where stand-ins will not do: see `spawn`.
         sections: of the configuration: see `config_tree`.
     """
     redis = await connect(redis_url)
@@ -82,7 +85,7 @@ async def simulated_run(
         "polyreme_trainer.testing.simulation", "--log-dir", str(folder), "--train-seconds", str(train_seconds),
         *(() if http_port is None else ("--http-port", str(http_port))),
     )  # fmt: skip
-    started = SimulatedRun(redis_url, run, folder, commands)
+    started = SimulatedRun(redis_url, run, folder, commands, executable)
     try:
         for name in commands:
             started.start(name)

@@ -1,4 +1,4 @@
-"""Long series as few points. Pure.
+"""Reduces long series to few points. Pure.
 
 Invariant: a series that is short enough stays as it is. Otherwise every value lies between the lowest and highest value of its bucket, so
 no peak disappears.

@@ -1,7 +1,7 @@
-"""The runs that a page shows, kept up to date while somebody looks.
+"""The runs that a page shows, kept up to date while requests arrive.
 
-Invariant: files are read only while requests arrive, in the page's own threads, so a page that nobody looks at costs a trainer nothing.
-A directory that cannot be read is a warning, once; the others are kept up to date.
+Invariant: files are read only while requests arrive, in the page's own threads, so a page that nobody has open costs the trainer nothing.
+A directory that cannot be read causes one warning; the others are kept up to date.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The servers of a live run: its leases in Redis, and what each server's /metrics says now.
+"""The servers of a live run: its leases in Redis, and the current values of each server's /metrics.
 
 Invariant: an answer is at most MAX_AGE old, however many pages ask. A server that does not answer in time is shown without numbers; nothing
 here delays or fails a run.

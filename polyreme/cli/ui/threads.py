@@ -1,7 +1,7 @@
 """The threads in which a page reads runs.
 
-Invariant: at most THREADS answers are made at a time, and at most WAITING requests wait for them; a further one is refused at once. The rest
-of the process waits for none of them, and its own threads come first where the machine is busy.
+Invariant: at most THREADS answers are made at a time, and at most WAITING requests wait for them; a further one is refused at once. Nothing
+else in the process waits for them, and on a busy machine its other threads have priority.
 """
 
 import asyncio

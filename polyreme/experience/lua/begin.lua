@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- begin: sets the learner to checkpoint `version`; later plans are kept and replayed.
--- KEYS: common, then pass_rates. Reads plans; writes meta.version, meta.base of a log without plans, and pass_rates of one that never began.
+-- KEYS: common, then pass_rates. Reads plans; writes meta.version, meta.version_since, meta.base of a log without plans, and pass_rates of one that never began.
 -- ARGV: learner's term, version, what a fork continues with: a line "PROMPT SAMPLES SOLVED STREAK" for each prompt.
 local stale = refused('learner', ARGV[1])
 if stale then return stale end
@@ -17,6 +17,6 @@ end
 if meta('version') < 0 then
   for prompt, rate in string.gmatch(ARGV[3], '(%S+) ([^\n]+)') do redis.call('HSET', KEYS[10], prompt, rate) end
 end
-redis.call('HSET', META, 'version', int(version))
+redis.call('HSET', META, 'version', int(version), 'version_since', int(now_ms()))
 signal('version', int(version))
 return 1

@@ -1,6 +1,6 @@
 -- Prepended to every script. Every script gets the same keys of one run, in this order (scripts.py, KEYS):
 --   meta       hash   state, reason, creator (nonce of the newest start), start (how many there were), limits (groups_per_iteration, max_staleness, max_attempts, iterations), first_group (0, but of a fork), base, version,
---                     released, evaluated, low_water, recorded (newest iteration whose samples are on disk), orchestrator_since
+--                     released, evaluated, low_water, recorded (newest iteration whose samples are on disk), orchestrator_since, version_since (ms)
 --   terms      hash   role -> "counter token" of its holder
 --   ledger     hash   index -> row, one of
 --                       admitted ATTEMPT VERSION ADMITTED_MS | appended ATTEMPT OLDEST_VERSION MEAN_REWARD

@@ -23,7 +23,8 @@ for a = version, math.min(version, iteration - 1 - staleness), -1 do
 end
 if waits_for then
   local before = now_ms() - timeout
-  if meta('orchestrator_since') > before then return false end
+  -- What paused, or a learner that trained, is no straggling: the time counts from the version at which the plan waits.
+  if math.max(meta('orchestrator_since'), meta('version_since')) > before then return false end
   for _, m in ipairs(redis.call('ZRANGEBYSCORE', IN_FLIGHT, '-inf', waits_for)) do
     local index = tonumber(m)
     local r = row(index)

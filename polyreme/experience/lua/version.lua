@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- version: iteration `version` is trained: one step up. The current version changes nothing.
--- KEYS: common. Writes meta.version.
+-- KEYS: common. Writes meta.version, meta.version_since.
 -- ARGV: learner's term, version.
 local stale = refused('learner', ARGV[1])
 if stale then return stale end
@@ -10,6 +10,6 @@ if version ~= now + 1 or version > planned() then
   return redis.error_reply('ORDER version ' .. int(version) .. ' cannot follow version ' .. int(now) .. ' with plans up to iteration '
     .. int(planned()))
 end
-redis.call('HSET', META, 'version', int(version))
+redis.call('HSET', META, 'version', int(version), 'version_since', int(now_ms()))
 signal('version', int(version))
 return 1

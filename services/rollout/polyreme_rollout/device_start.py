@@ -31,7 +31,7 @@ class Held:
     renewals: subprocess.Popen[bytes]
 
     def end_renewals(self) -> None:
-        """Ends the process, because somebody else renews the grant now. Idempotent."""
+        """Ends the process, because the event loop renews the grant from now on. Idempotent."""
         self.renewals.kill()
         self.renewals.wait()
 

@@ -1,6 +1,6 @@
 """The rollout service's part of `polyreme doctor`: the inference engine's packages.
 
-Invariant: no engine is imported; its packages' metadata tell.
+Invariant: no engine is imported; only its packages' metadata are read.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
 """Weights from replica to replica: `send` answers another replica's Fetch, `fetch` calls another replica's.
 
-Invariant: every wait has a deadline. What goes wrong on the other side is a SourceError, never a failure of this replica.
+Invariant: every wait has a deadline. A failure of the other side is a SourceError, never a failure of this replica.
 """
 
 import asyncio

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
+from polyreme.errors import ConfigError
 from polyreme.net.endpoint import Endpoint
 from polyreme.process import logging_setup
 from polyreme_rollout.device_start import Held, devices_while_starting
@@ -42,6 +43,7 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
         with devices_while_starting(spec, redis_url) as held:
             engine = start_engine(spec.config, model_dir)
             try:
+                check_routes(engine, spec.config)
                 asyncio.run(_serve(engine, spec, redis_url, endpoint, held))
             finally:
                 engine.close()
@@ -85,6 +87,16 @@ async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoin
     await engine.open()
     lifecycle.settle()
     await serve(engine, spec, redis_url, endpoint, stop, held)
+
+
+def check_routes(engine: InferenceEngine, config: RunConfig) -> None:
+    """Raises ConfigError when the run replays routes that the engine does not report."""
+    if config.trainer.moe.replay_routes and not engine.reports_routes:
+        raise ConfigError(
+            "an engine that reports which experts it has chosen, for trainer.moe.replay_routes",
+            f"{engine.name}, which does not",
+            "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
+        )
 
 
 def _check_ports(endpoint: Endpoint) -> None:

@@ -9,7 +9,8 @@ import logging
 import socket
 import uuid
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+
+import grpc
 
 from polyreme import API_VERSION
 from polyreme.api.v1 import rollout_pb2, rollout_pb2_grpc, weights_pb2
@@ -76,7 +77,7 @@ async def serve(
         metrics.ready.set(service.ready)
         await server.set_ready(service.ready)
 
-    def add(grpc_server: Any) -> None:
+    def add(grpc_server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(service, grpc_server)
         WeightsService(swapper, metrics, publish_state, spec.config.security).add_to(grpc_server)
 

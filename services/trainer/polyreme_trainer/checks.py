@@ -24,6 +24,7 @@ from polyreme.net import tls
 from polyreme.process.machine import device_count, memory_limit
 from polyreme_trainer.data.prompts import encode_examples, encode_prompts, none_usable, read_rows
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.memory_estimate import refuse
 from polyreme_trainer.placement import advice
@@ -49,6 +50,7 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
     except ConfigError as error:
         yield error
     else:
+        yield from check_experts(config)
         yield from refuse(config, memory_limit() if config.device == "cpu" else None)
     if config.device != "cpu":
         yield from advice(config, device_count(config.device))

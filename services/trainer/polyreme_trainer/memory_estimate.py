@@ -5,7 +5,7 @@ Invariant: the estimate reads config.json files and nothing else, imports no tor
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from polyreme.config.run import RunConfig
 from polyreme.config.stage import DpoConfig, RewardModelConfig, StageConfig
@@ -68,14 +68,14 @@ def models_of(config: RunConfig | StageConfig) -> list[Model]:
 
     if isinstance(config, StageConfig):
         reference = TABLE[config.stage].reference(config)
-        model = trained("model", replace(arch, head="value") if isinstance(config, RewardModelConfig) else arch)
+        model = trained("model", arch.with_value_head() if isinstance(config, RewardModelConfig) else arch)
         if reference is None or config.shares_reference(reference):
             return [model]
         return [model, Model("reference", load_architecture(reference), dtype, trained=False)]
     models = [trained("actor", arch)]
     if config.algorithm.has_critic:
         critic = load_architecture(config.trainer.critic.path or config.model.path)
-        models.append(trained("critic", replace(critic, head="value")))
+        models.append(trained("critic", critic.with_value_head()))
     if config.recipe.kl is not None and not config.shares_reference:
         models.append(Model("reference", arch, dtype, trained=False))
     if config.trainer.ema_decay is not None:

@@ -1,6 +1,6 @@
 """The trainer's check of a stage before anything starts: model family, tokenizer, chat template, columns and labels of the data.
 
-Invariant: no torch, and bounded work: of long files, the first rows stand for the rest, which are checked when they are read.
+Invariant: no torch, and bounded work: of long files only the first rows are checked; the others are checked when they are read.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from polyreme.errors import ConfigError, DataError, PolyremeError
 from polyreme.process.machine import memory_limit
 from polyreme_trainer.checks import check_template
 from polyreme_trainer.data.template import Template
+from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.memory_estimate import refuse
 from polyreme_trainer.stages.table import TABLE
@@ -35,6 +36,7 @@ def check(config: StageConfig) -> Iterator[str | PolyremeError]:
     except ConfigError as error:
         yield error
     else:
+        yield from check_experts(config)
         yield from refuse(config, memory_limit() if config.device == "cpu" else None)
     template = Template(read_model_files(config.model.path), config.data)  # without one there is nothing else to check
     yield from check_template(template)

@@ -65,7 +65,7 @@ async def test_a_dead_holders_grant_ends_and_its_counter_is_refused(run: Run) ->
     with pytest.raises(StaleGrantError):
         await dead.ask()
     assert not dead.usable
-    await dead.give_up()  # ends nothing of somebody else's
+    await dead.give_up()  # does not end another holder's grant
     assert await learner.ask() is not None
 
 
@@ -210,7 +210,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(holder=st.sampled_from(HOLDERS), alive=st.booleans())
     def ask(self, holder: tuple[Use, str], alive: bool) -> None:
-        """`alive`: whether the deadline of this renewal is ever reached before somebody looks at it."""
+        """`alive`: whether the deadline of this renewal is ever reached before the renewal is checked."""
         lease = self.leases[holder]
         counter = lease.grant.counter if lease.grant else 0
         lease._ttl = LONG if alive else 0.0

@@ -136,7 +136,7 @@ async def test_waiting_ends_when_enough_have_come(run: Run, monkeypatch: pytest.
 async def test_waiting_lists_the_live_servers(run: Run) -> None:
     registry = Registry(run)
     await registry.register(lease("only-one"))
-    with pytest.raises(UnavailableError, match=r"expected 2 rollout servers within 0.2 s; found 1 \(only-one at 127.0.0.1:1\)"):
+    with pytest.raises(UnavailableError, match=r"rollout servers.*only-one at 127.0.0.1:1"):
         await registry.wait_for("rollout", 2, timeout=0.2)
 
 

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from polyreme.errors import StaleTermError, StoreError
-from polyreme.experience.ledger import Admission, ExperienceLog, Plan, StaleAttemptError, TransitionError, Writer
+from polyreme.experience.ledger import Admission, ExperienceLog, Plan, StaleAttemptError, TransitionError, Unplanned, Writer
 from polyreme.experience.run import Run, RunState
 from support.configs import run_config
 
@@ -131,6 +131,33 @@ async def test_stragglers_expire_only_when_a_plan_waits_for_them(opened: Opener)
     assert len(await admit_all(orchestrator)) == 1  # another prompt takes its place
 
 
+async def test_an_attempt_is_a_straggler_only_after_the_plan_could_wait_for_it(opened: Opener) -> None:
+    """It may have paused, or the learner may have trained, for longer than the timeout."""
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    (admission,) = await admit_all(orchestrator)
+    run = orchestrator.run
+    await run.redis.hset(run.key("ledger"), 0, "admitted 1 0 1000")  # long ago
+    await run.redis.hset(run.key("meta"), "orchestrator_since", 1000)
+    assert await learner.plan(1, 600) is None
+    assert await orchestrator.in_flight() == [admission]
+    await run.redis.hset(run.key("meta"), "version_since", 1000)
+    assert await learner.plan(1, 600) is None
+    assert await orchestrator.in_flight() == [Admission(0, 2, 0)]
+
+
+async def test_groups_without_a_plan(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=2, max_staleness=1)
+    assert await orchestrator.unplanned() == Unplanned(0, 0, (), ())
+    first, second, third, fourth = await admit_all(orchestrator)
+    for admission in (fourth, second, third):
+        await append(orchestrator, admission)
+    assert await orchestrator.unplanned() == Unplanned(0, 0, ((0, first.index),), (0, 0, 0))
+    assert await learner.plan(1, 60) is not None
+    await learner.set_version(1)
+    await admit_all(orchestrator)
+    assert await orchestrator.unplanned() == Unplanned(1, 1, ((0, 0), (1, 4), (1, 5)), (0,))
+
+
 async def test_a_new_orchestrator_gets_the_full_time(opened: Opener) -> None:
     orchestrator, learner = await opened(groups_per_iteration=1)
     await orchestrator.admit()
@@ -235,7 +262,7 @@ async def test_a_resume_replays_the_same_plans(opened: Opener) -> None:
         assert await successor.plan(plan.iteration, 60) == plan
         assert await successor.read(plan) == [b"payload %d" % index for index in plan.indices]
         await successor.set_version(plan.iteration)
-    with pytest.raises(StoreError, match=r"iteration 1 in the log; found no payload of \[0, 1\]"):
+    with pytest.raises(StoreError, match=r"no payload of \[0, 1\]"):
         await successor.read(plans[0])
 
 
@@ -248,7 +275,7 @@ async def test_a_group_is_never_readmitted_at_an_older_version(opened: Opener) -
     (admission,) = await admit_all(orchestrator)
     await learner.begin(0)  # the learner catches up from its checkpoint; version 2 will be there again before iteration 3
     assert await orchestrator.readmit(admission.index, 1, "the replica died", 3) == Admission(2, 2, 2)
-    with pytest.raises(TransitionError, match="group 2 was admitted at version 2 and cannot hold tokens of version 0"):
+    with pytest.raises(TransitionError, match=r"group 2 .*version 2 .*version 0"):
         await orchestrator.append(2, 2, b"", 0, 0.0)
 
 

@@ -22,7 +22,7 @@ async def test_everything_given_can_be_read_elsewhere(redis: Redis, run: Run) ->
 async def test_a_configuration_of_another_release_is_an_error(redis: Redis, run: Run) -> None:
     written = (await run.config()).model_dump_json()
     await redis.set(run.key("config"), written[:-1] + ',"warp":9}')
-    with pytest.raises(ConfigError, match=r"unknown key warp.* Install the same Polyreme version everywhere"):
+    with pytest.raises(ConfigError, match=r"unknown key warp.*same Polyreme version"):
         await run.config()
 
 
@@ -57,7 +57,7 @@ async def test_attaching_waits_and_then_fails(redis: Redis, run_id: str, tmp_pat
     await asyncio.sleep(0.05)
     await Run.create(redis, run_id, run_config(tmp_path), {})
     assert (await waiting).run_id == run_id
-    with pytest.raises(UnavailableError, match="expected run nowhere in Redis; found none within 0 s"):
+    with pytest.raises(UnavailableError, match=r"run nowhere"):
         await Run.attach(redis, "nowhere", 0)
     with pytest.raises(UnavailableError, match="run nowhere"):
         await Run(redis, "nowhere").state()

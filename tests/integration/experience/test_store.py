@@ -1,14 +1,11 @@
+"""A client of a run's Redis: what it refuses, what it rides over, and what it reports."""
+
 import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import psutil
 import pytest
 
 from polyreme.errors import StoreError
@@ -18,20 +15,7 @@ from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import Run
 from polyreme.experience.store import connect
 from support.configs import run_config
-from support.proxy import bad_network
-
-
-@pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A server that the test may break."""
-    with EmbeddedServer.start(tmp_path / "redis") as server:
-        yield server
-
-
-def port_of(url: str) -> int:
-    port = urlsplit(url).port
-    assert port is not None
-    return port
+from support.proxy import bad_network, port_of
 
 
 def free_port() -> int:
@@ -60,7 +44,7 @@ async def test_invalid_redis_urls(url: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_somebody_else_at_the_address() -> None:
+async def test_another_server_at_the_address() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -107,18 +91,6 @@ async def test_a_user_without_permissions(own_server: EmbeddedServer) -> None:
         await connect(own_server.url.replace("//", "//guest:pw@"))
 
 
-async def test_data_survives_kill_9(tmp_path: Path) -> None:
-    with EmbeddedServer.start(tmp_path) as server:
-        client = await connect(server.url)
-        await client.set("kept", "yes")
-        os.kill(server.pid, signal.SIGKILL)
-        await client.aclose()
-    with EmbeddedServer.start(tmp_path) as server:
-        client = await connect(server.url)
-        assert await client.get("kept") == b"yes"
-        await client.aclose()
-
-
 async def test_a_client_rides_over_a_restart(tmp_path: Path) -> None:
     with EmbeddedServer.start(tmp_path / "redis") as first:
         client = await connect(first.url)
@@ -136,52 +108,6 @@ async def test_a_client_rides_over_a_restart(tmp_path: Path) -> None:
             await client.aclose()
 
 
-async def test_a_dead_server_starts_again_where_it_was(tmp_path: Path) -> None:
-    with EmbeddedServer.start(tmp_path) as server:
-        client, url, pid = await connect(server.url), server.url, server.pid
-        await client.set("kept", "yes")
-        os.kill(pid, signal.SIGKILL)
-        while server.alive:  # noqa: ASYNC110 (a process gives no event)
-            await asyncio.sleep(0.01)
-        await server.restart()
-        assert (server.url, server.alive) == (url, True)
-        assert server.pid != pid
-        assert await client.get("kept") == b"yes"
-        await client.aclose()
-    assert not server.alive
-
-
-async def test_others_are_served_while_a_dead_server_starts_again(tmp_path: Path) -> None:
-    with EmbeddedServer.start(tmp_path) as server:
-        os.kill(server.pid, signal.SIGKILL)
-        while server.alive:  # noqa: ASYNC110 (a process gives no event)
-            await asyncio.sleep(0.01)
-        restarting = asyncio.create_task(server.restart())
-        await asyncio.sleep(0)
-        os.kill(server.pid, signal.SIGSTOP)  # as one that loads much
-        try:
-            async with asyncio.timeout(300):
-                for _ in range(20):
-                    await asyncio.sleep(0.02)
-            assert not restarting.done()
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
-        await asyncio.wait_for(restarting, 300)
-        assert server.alive
-
-
-async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with EmbeddedServer.start(tmp_path) as server:
-        server.stop()
-        monkeypatch.setattr(EmbeddedServer, "_answers", lambda _: False)  # it loads until the restart is cancelled
-        restarting = asyncio.create_task(server.restart())
-        await asyncio.sleep(0)
-        restarting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await restarting
-        assert not server.alive
-
-
 async def test_a_lost_redis_is_logged_from_time_to_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,14 +115,6 @@ async def test_a_lost_redis_is_logged_from_time_to_time(
     with pytest.raises(StoreError):
         await connect(f"redis://127.0.0.1:{free_port()}")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_the_last_words_of_a_server(tmp_path: Path) -> None:
-    with EmbeddedServer.start(tmp_path) as server:
-        assert server.last_words() == ""
-        with open(tmp_path / "redis.log", "a") as log:
-            log.write("9657:M 20 Nov 2026 16:32:15.842 # Error writing to the AOF file: No space left on device\n")
-        assert server.last_words() == "Error writing to the AOF file: No space left on device"
 
 
 async def test_a_server_that_stays_away(tmp_path: Path) -> None:
@@ -300,33 +218,6 @@ async def test_a_full_server_refuses_whole_changes_only(own_server: EmbeddedServ
     assert await learner.release(1) == 5  # what makes room always works
     assert (await learner.audit()).clean
     await client.aclose()
-
-
-def test_a_taken_port(own_server: EmbeddedServer, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="Redis to start on port") as caught:
-        EmbeddedServer.start(tmp_path / "other", port=port_of(own_server.url))
-    assert "in use" in str(caught.value)
-
-
-def test_stopping_twice_leaves_nothing(tmp_path: Path) -> None:
-    server = EmbeddedServer.start(tmp_path)
-    server.stop()
-    server.stop()
-    assert not psutil.pid_exists(server.pid)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from polyreme.experience.embedded_redis import EmbeddedServer\n"
-        "print(EmbeddedServer.start(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        server = psutil.Process(int(owner.stdout.readline()))
-        owner.kill()
-        gone, alive = psutil.wait_procs([server], timeout=300)
-    assert gone and not alive
 
 
 async def test_the_password_comes_from_the_environment_unless_the_url_has_one(

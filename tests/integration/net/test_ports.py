@@ -13,7 +13,7 @@ def test_a_free_port_is_free() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_that_somebody_listens_at(host: str) -> None:
+def test_a_port_in_use(host: str) -> None:
     with socket.socket() as owner:
         owner.bind(("127.0.0.1", 0))
         owner.listen()

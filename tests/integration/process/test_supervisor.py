@@ -66,7 +66,7 @@ async def test_each_unit_has_its_own_restarts(tmp_path: Path) -> None:
     dying = "note('start'); raise ValueError('of no use')"
     twice = f"note('twice'); sys.exit(0 if open({str(tmp_path / 'notes.txt')!r}).read().count('twice') > 2 else 1)"
     units = [unit(tmp_path, twice, name="a"), unit(tmp_path, dying, name="b")]
-    with pytest.raises(ChildFailedError, match=r"b-0 ended with status 1 after 3 restarts: ValueError: of no use"):
+    with pytest.raises(ChildFailedError, match=r"b-0 .*3 restarts.*of no use"):
         await Supervisor(units, max_restarts=3, first_backoff=0.05).run()
     assert notes(tmp_path).count("start") == 4
     assert notes(tmp_path).count("twice") == 3

@@ -1,6 +1,7 @@
 """The learner's side of the device lease: its thread, a start behind the replicas, and a grant that has ended."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from polyreme.experience.leases import Lease, Registry
 from polyreme.experience.run import Run, RunState
 from polyreme.experience.scripts import StaleGrantError
 from polyreme.experience.store import connect
-from polyreme_trainer.learner.device_turns import LearnerTurns
+from polyreme_trainer.learner.device_turns import LearnerTurns, LeaseThread
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.run_client import DrainError
 from support.configs import run_config
@@ -104,14 +105,22 @@ def test_a_learner_whose_grant_has_ended_publishes_nothing(turns: LearnerTurns, 
 
 
 def test_a_run_that_drains_before_its_replicas_come_ends_the_wait(
-    do: Do[Any], redis_url: str, run_id: str, tmp_path: Path
+    do: Do[Any], redis_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do(holders)  # creates the run
+    waits, wait_for_replicas = threading.Event(), LeaseThread._wait_for_replicas
+
+    async def wait(self: LeaseThread, seconds: float) -> None:
+        waits.set()
+        await wait_for_replicas(self, seconds)
+
+    monkeypatch.setattr(LeaseThread, "_wait_for_replicas", wait)
     ranks = Ranks()
     turns = LearnerTurns(run_config(tmp_path, placement="colocated"), redis_url, run_id, ranks)
 
     async def drain_meanwhile() -> None:
         taking = asyncio.ensure_future(turns._lease.take())
+        assert await asyncio.to_thread(waits.wait, 300)
         redis = await connect(redis_url)
         run = Run(redis, run_id)
         run.start = 1
@@ -119,10 +128,12 @@ def test_a_run_that_drains_before_its_replicas_come_ends_the_wait(
         await redis.aclose()
         await taking
 
-    with pytest.raises(DrainError):
-        ranks.on_leader(drain_meanwhile)
-    turns.close()
-    ranks.close()
+    try:
+        with pytest.raises(DrainError):
+            ranks.on_leader(drain_meanwhile)
+    finally:
+        turns.close()
+        ranks.close()
 
 
 def test_separate_devices_need_no_turns(tmp_path: Path) -> None:

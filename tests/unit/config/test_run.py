@@ -45,6 +45,23 @@ def test_shared_devices_exclude_staleness_and_decide_no_weights(tree: dict[str, 
         load_config(written(tmp_path, {**tree, "placement": "colocated", "max_staleness": 1}))
 
 
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_a_token_budget_must_let_the_longest_response_end_within_its_bound(
+    tree: dict[str, Any], tmp_path: Path, placement: str
+) -> None:
+    longest = tree["rollout"]["max_new_tokens"]
+    half = -(-longest // 2)
+
+    def config(budget: int, staleness: int) -> RunConfig:
+        rollout = {**tree["rollout"], "tokens_per_iteration": budget}
+        return load_config(written(tmp_path, {**tree, "placement": placement, "max_staleness": staleness, "rollout": rollout}))
+
+    assert config(half, 1).rollout.tokens_per_iteration == half
+    for budget, staleness in ((half - 1, 1), (half, 0), (longest, 1)):
+        with pytest.raises(ConfigError, match=r"rollout\.tokens_per_iteration"):
+            config(budget, staleness)
+
+
 def test_a_distillation_needs_no_reward(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["data"]["eval"] = None
     config = load_config(written(tmp_path, {**tree, **DISTILLATION, "reward": None}))

@@ -107,6 +107,16 @@ def test_mindspeed_multiplies_its_mini_batches_by_the_samples_of_a_prompt() -> N
     assert (run.trainer.parallel.tensor, run.trainer.parallel.pipeline, run.trainer.parallel.data) == (4, 4, 1)
 
 
+def test_mindspeed_partial_rollouts(tmp_path: Path) -> None:
+    source = next(path for path in FILES if path.stem == "mindspeed_grpo")
+    tree = yaml.safe_load(source.read_text())
+    tree["rl_config"]["partial_rollout_max_split"] = 3
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(tree))
+    system, found = import_file(tmp_path / "grpo.yaml")
+    run = parse_config(yaml.safe_load(text_of(found, system.title, "grpo.yaml")), "grpo.yaml")
+    assert (run.max_staleness, run.rollout.tokens_per_iteration) == (2, -(-run.rollout.max_new_tokens // 3))
+
+
 def test_trl() -> None:
     run = imported("trl_grpo", rows=72_441)
     assert (run.groups_per_iteration, run.group_size) == (256, 7)  # 16 x 7 processes x 16 steps = 1792 completions

@@ -63,8 +63,8 @@ def test_routes_leave_with_their_tokens() -> None:
     ids = iter(range(sum(sizes)))
     parts = [[next(ids) for _ in range(size)] for size in sizes]
     deltas = [NewTokens(part, [0.0] * len(part), None, bytes(byte for token in part for byte in (token, 9))) for part in parts]
+    deltas.append(NewTokens([31], [0.0], "stop", bytes([31, 9])))
     chunks = [chunk for delta in deltas if (chunk := sequence.add(delta))]
-    chunks.append(sequence.add(NewTokens([31], [0.0], "stop", bytes([31, 9]))))
     assert b"".join(chunk.routes for chunk in chunks) == bytes(byte for token in range(32) for byte in (token, 9))
     assert all(len(chunk.routes) == 2 * len(unpack_ids(chunk.token_ids)) for chunk in chunks)
     with pytest.raises(ValueError, match="bytes of routes"):

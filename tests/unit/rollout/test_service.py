@@ -127,7 +127,7 @@ async def test_a_call_for_one_version_ends_when_the_policy_changes() -> None:
     await until(lambda: len(engine.asked) == 1)
     swapper.served = Served(VersionId(1, 2), ())
     service.on_swap(2, {})
-    with pytest.raises(Refused, match="expected version 1 up to the end; found version 2") as refused:
+    with pytest.raises(Refused, match=r"version 1 .*version 2") as refused:
         await asyncio.wait_for(answering, 300)
     assert refused.value.args[0] == "FAILED_PRECONDITION"
     assert service.running == 0

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from polyreme.process.backoff import Backoff
+
 _FAILURES = 3
-_FIRST_PAUSE = 1.0
-_LONGEST_PAUSE = 30.0
+_BACKOFF = Backoff(first=1.0, longest=30.0)
 
 
 @dataclass
@@ -84,4 +85,4 @@ class RewardEndpoints:
 
 
 def _pause(failures: int) -> float:
-    return float(min(_FIRST_PAUSE * 2 ** min(max(failures - _FAILURES, 0), 10), _LONGEST_PAUSE))
+    return _BACKOFF.delay(failures - _FAILURES + 1)

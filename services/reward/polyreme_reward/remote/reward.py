@@ -19,13 +19,14 @@ from pydantic.dataclasses import dataclass as checked
 from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError
 from polyreme.net import tls as secure
+from polyreme.process.backoff import Backoff
 from polyreme_reward.items import Item, Outcome, RewardError, Status, failed
 from polyreme_reward.remote.endpoints import RewardEndpoint, RewardEndpoints
 from polyreme_reward.remote.protocols import PROTOCOLS, BadReply, parse
 from polyreme_reward.remote.trouble import explain, refused
 
 _REPLY_BYTES = 32 << 20
-_FIRST_PAUSE = 0.1
+_BACKOFF = Backoff(first=0.1, longest=60.0)
 _CONNECT_SHARE = 0.3  # fraction of an item's time; leaves time for another endpoint after one that is unreachable
 _NOBODY_THERE = (502, 503, 504)
 _REPEAT_ELSEWHERE = (307, 308)
@@ -164,7 +165,7 @@ class HttpReward:
             async with asyncio.timeout(self._item_timeout) as deadline:
                 for attempt in range(self._options.tries):
                     if attempt:
-                        pause = max(_FIRST_PAUSE * 2 ** (attempt - 1), last.wait) * random.uniform(1.0, 1.5)
+                        pause = max(_BACKOFF.delay(attempt), last.wait) * random.uniform(1.0, 1.5)
                         if asyncio.get_running_loop().time() + pause >= (deadline.when() or 0.0):
                             break
                         await asyncio.sleep(pause)

@@ -1,6 +1,6 @@
 """Reads a model directory's tokenizer files, which are bytes in the run's record.
 
-Invariant: what a damaged file lacks is a ConfigError that names the file and the field. This module imports no torch.
+Invariant: a missing or damaged field raises a ConfigError that names the file and the field. This module imports no torch.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""One stage on this machine: its learner ranks, kept running to the stage's end, and what its directory and the terminal show of them.
+"""One stage on this machine: its learner ranks, kept running to the stage's end, and its records in the directory and on the terminal.
 
 Invariant: the stage is `done` when its ranks have recorded that they are, `stopped` when a stop came first, `failed` (with the reason) when
-they could not be kept running; summary.json says the same. No rank outlives this process.
+they could not be kept running; summary.json has the same state. No rank outlives this process.
 """
 
 import asyncio

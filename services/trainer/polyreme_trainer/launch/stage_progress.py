@@ -1,4 +1,4 @@
-"""A stage's progress, folded from its records, for summary.json and the terminal.
+"""A stage's progress, accumulated from its records, for summary.json and the terminal.
 
 Invariant: pure, and of a bounded size however long the stage is.
 """

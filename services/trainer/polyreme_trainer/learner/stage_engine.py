@@ -1,4 +1,4 @@
-"""What the loop of a stage needs of a training engine. No torch here.
+"""The protocol of a training engine, as the loop of a stage uses it. No torch here.
 
 Invariant: every rank calls the same methods in the same order, so an engine may use collectives in any of them.
 """

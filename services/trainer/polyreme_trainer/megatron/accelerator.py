@@ -21,7 +21,7 @@ from polyreme_trainer.megatron.mcore import (
     linear_with_grad_accumulation_and_async_allreduce,
 )
 from polyreme_trainer.megatron.moe import experts
-from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm
+from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm, projection_norms
 from polyreme_trainer.megatron.packing import Packing
 from polyreme_trainer.megatron.spec import ModelSpec
 
@@ -88,8 +88,9 @@ class NpuAttention(Attention):
 def _block(core: type[Attention], config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
+    query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
-    attention.submodules = replace(attention.submodules, core_attention=core, q_layernorm=head_norm, k_layernorm=head_norm)
+    attention.submodules = replace(attention.submodules, core_attention=core, q_layernorm=query_norm, k_layernorm=key_norm)
     if family.post_norms:
         normed = ends_in_norm(RowParallelLinear, TorchRmsNorm)
         attention.submodules = replace(attention.submodules, linear_proj=normed)

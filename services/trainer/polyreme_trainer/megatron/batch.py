@@ -5,7 +5,7 @@ trained tokens of a micro-batch as flat arrays.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
-from polyreme.experience.records import GroupRecord
+from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.batch import TokenBatch, sequence_of
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.packing import PackedIds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
+Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 IGNORE = -100
 """The target of positions that are not trained on, as in torch's cross entropy."""
@@ -64,11 +65,14 @@ class Sequences:
         ids: int64 [L] each, L >= 1.
         mask: float32 [t], 1 where the predicted token is trained on.
         together: so many sequences in a row, counted from the first, stay in one micro-batch.
+        routes: for each sequence, the experts that sampled its last tokens, uint8 or uint16 [tokens, layers, top_k]: those of the forward
+            pass that predicted each; None: unknown.
     """
 
     ids: Sequence[IntArray]
     mask: FloatArray
     together: int = 1
+    routes: Sequence[Routes] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -92,7 +96,8 @@ class Sequences:
     def take(self, indices: IntArray) -> "Sequences":
         """The sequences `indices`, in this order; a sequence may occur several times."""
         parts = [self.mask[self.offsets[i] : self.offsets[i + 1]] for i in indices]
-        return Sequences([self.ids[i] for i in indices], np.concatenate(parts))
+        routes = None if self.routes is None else [self.routes[i] for i in indices]
+        return Sequences([self.ids[i] for i in indices], np.concatenate(parts), routes=routes)
 
 
 def with_end(sequences: Sequences) -> Sequences:
@@ -111,17 +116,21 @@ class MicroBatch:
         indices: int64 [b], indices of the sequences.
         ids: t, the model's inputs.
         targets: int64 [t], the next token, or IGNORE where it is not trained on.
+        real: bool [t], False where `ids` is padding.
         tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the order of `targets`.
         sequence: int64 [k], the number of each trained token's sequence among `indices`.
         padding: the number of positions of `ids` that are padding, because there are no tokens or by alignment.
+        routes: int64 [t, layers, top_k], the experts that the replica chose at each position; -1 where it is unknown. None: everywhere.
     """
 
     indices: IntArray
     ids: PackedIds
     targets: Tensor
+    real: Tensor
     tokens: IntArray
     sequence: Tensor
     padding: int
+    routes: Tensor | None = None
 
     def take(self, values: NDArray[np.generic]) -> Tensor:
         """The [k] entries of a per-token array [t] for the micro-batch's trained tokens, on its device."""
@@ -129,13 +138,17 @@ class MicroBatch:
 
 
 def collect(
-    groups: Sequence[GroupRecord], part_weights: Mapping[str, float] | None = None, greedy: bool = False
+    groups: Sequence[GroupRecord],
+    part_weights: Mapping[str, float] | None = None,
+    greedy: bool = False,
+    routes: Callable[[SampleRecord], Routes] | None = None,
 ) -> tuple[Sequences, TokenBatch]:
     """The samples of `groups`, in order, as the models' sequences (prompt + response) and as the algorithm's batch.
 
     Args:
         part_weights: the weights of the reward's named parts, for algorithms that normalise each part; None leaves the parts out.
         greedy: whether samples without a trained token are greedy samples, the baseline of their group.
+        routes: reads a sample's routes; None leaves them out.
     """
     samples = [(group, sample) for group in groups for sample in group.samples]
     ids = [np.concatenate([group.prompt_ids, sample.token_ids]).astype(np.int64) for group, sample in samples]
@@ -145,7 +158,7 @@ def collect(
     )
     behaviour = np.concatenate([part for b, (_, s) in zip(blanks, samples, strict=True) for part in (b, s.logprobs)])
     version = np.full(len(mask), -1, dtype=np.int32)
-    sequences = Sequences(ids, mask)
+    sequences = Sequences(ids, mask, routes=None if routes is None else [routes(sample) for _, sample in samples])
     for end, (_, sample) in zip(sequences.offsets[1:], samples, strict=True):
         begin = end - len(sample)
         for number, start, stop in sample.spans:
@@ -295,7 +308,20 @@ def pack(sequences: Sequences, indices: IntArray, device: torch.device, multiple
         indices=indices,
         ids=inputs,
         targets=torch.from_numpy(targets).to(device),
+        real=torch.arange(len(targets), device=device) < len(row),
         tokens=tokens[trained],
         sequence=torch.from_numpy(row[trained]).to(device),
         padding=len(targets) - len(row),
+        routes=None if sequences.routes is None else _pack_routes(sequences, indices, len(targets)).to(device),
     )
+
+
+def _pack_routes(sequences: Sequences, indices: IntArray, positions: int) -> Tensor:
+    """The routes of these sequences at their places in a micro-batch."""
+    assert sequences.routes is not None
+    packed = np.full((positions, *sequences.routes[0].shape[1:]), -1, dtype=np.int64)
+    ends = np.cumsum(sequences.lengths[indices] - 1)
+    for index, end in zip(indices, ends, strict=True):
+        routes = sequences.routes[index]
+        packed[end - len(routes) : end] = routes
+    return torch.from_numpy(packed)

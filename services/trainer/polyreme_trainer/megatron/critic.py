@@ -4,13 +4,12 @@ Invariant: a critic that starts from a language model has a zero head, so its fi
 """
 
 from collections import ChainMap
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from polyreme.config.trainer import LoraConfig, Recompute
+from polyreme.config.trainer import LoraConfig, MoeConfig, Recompute
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import load_architecture
@@ -57,8 +56,8 @@ class Critic(ShardedModel):
 
 
 def critic_architecture(arch: Architecture) -> Architecture:
-    """The same architecture with a value head."""
-    return replace(arch, head="value")
+    """The same architecture with a value head. Raises ConfigError."""
+    return arch.with_value_head()
 
 
 def build_critic(
@@ -69,10 +68,11 @@ def build_critic(
     trainable: bool = True,
     recompute: Recompute | None = None,
     lora: LoraConfig | None = None,
+    moe: MoeConfig | None = None,
     seed: int = 0,
 ) -> Critic:
     """The critic of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError."""
     arch = critic_architecture(load_architecture(path))
-    critic = Critic(arch, dtype, device, trainable=trainable, recompute=recompute, lora=lora, seed=seed)
+    critic = Critic(arch, dtype, device, trainable=trainable, recompute=recompute, lora=lora, moe=moe, seed=seed)
     critic.load_hf(path)
     return critic

@@ -5,6 +5,7 @@ Invariant: every result of the engine is the same on all ranks, except where the
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from polyreme_trainer.megatron.offload import Offload
 from polyreme_trainer.megatron.optimizer import Adam, adam_of, learning_rate
 from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.policy import Policy, build_policy
+from polyreme_trainer.megatron.replay import decode_routes
 from polyreme_trainer.megatron.roles import BaseRole, Forward, Role
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
@@ -65,6 +67,7 @@ class MegatronEngine:
         self.adam = adam_of(settings)
         self.actor = Role("actor", policy, self.logprobs_of(policy), self.shard)
         self.actor.make_optimizer(self.adam)
+        self.actor.replays = config.trainer.moe.replay_routes
         kl = self.algorithm.recipe.kl
         self.followers = Followers(policy, self.frozen_role, kl.renew_interval if kl else 0, config.trainer.ema_decay)
         self.reference: Role[Policy] | None = self.followers.reference
@@ -188,7 +191,13 @@ class MegatronEngine:
         path = self.config.trainer.critic.path or self.config.model.path
         settings = self.config.trainer
         critic = build_critic(
-            path, self.config.model.dtype, self.device, recompute=settings.recompute, lora=settings.lora, seed=self.config.seed
+            path,
+            self.config.model.dtype,
+            self.device,
+            recompute=settings.recompute,
+            lora=settings.lora,
+            moe=settings.moe,
+            seed=self.config.seed,
         )
         role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
         role.make_optimizer(adam_of(self.critic_optimizer))
@@ -205,7 +214,8 @@ class MegatronEngine:
 
     def train(self, batch: PlannedBatch) -> IterationMetrics:
         config = self.config
-        sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy)
+        routes = partial(decode_routes, arch=self.policy.arch) if self.actor.replays else None
+        sequences, tokens = collect(batch.groups, self.part_weights(), self.algorithm.needs.greedy, routes)
         seed = (config.seed, batch.iteration)
         steps = split_steps(tokens.group, config.algorithm.minibatches, config.algorithm.epochs, seed)
         iteration = Iteration(

@@ -18,6 +18,9 @@ from polyreme.errors import ConfigError
 _RESTORE = "Restore the model directory from its source."
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
+EXPERT_BIASES = ("e_score_correction_bias", "expert_bias", "moe_statics.e_score_correction_bias")
+"""The ends of the names of a bias in the choice of experts (Wang et al. 2024)."""
+
 
 class HfTensors(Mapping[str, Tensor]):
     """Tensors by name, read from memory-mapped files when accessed."""
@@ -35,7 +38,15 @@ class HfTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str]) -> None:
-        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor."""
+        """Raises ConfigError unless every tensor of `shapes` exists with its shape, and every stored alias equals its tensor. A bias in the
+        choice of experts is refused, because without it other experts would be chosen."""
+        for name in self._files:
+            if name.endswith(EXPERT_BIASES):
+                raise ConfigError(
+                    f"experts that are chosen by the router alone, in {self._path}",
+                    f"{name}, which balances them without a loss",
+                    "Choose a model without this bias: the learner neither updates nor pushes it.",
+                )
         for name, shape in shapes.items():
             if name not in self._files:
                 raise ConfigError(

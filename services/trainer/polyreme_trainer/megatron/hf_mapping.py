@@ -114,6 +114,8 @@ def rank_slices(arch: Architecture, rank: Rank) -> list[Slice]:
 
 def check(arch: Architecture, tp: int) -> None:
     """Raises ValueError unless the architecture's sizes divide over `tp` ranks as megatron-core requires."""
+    if arch.family.projection_norms and arch.kv_heads % tp:  # ranks that share a key head would count it twice
+        raise ValueError(f"key-value heads = {arch.kv_heads}, with a norm over all of them, do not divide over {tp} tensor ranks")
     packed = arch.queries + 2 * arch.keys
     widths = [arch.expert_ffn, arch.shared_ffn] if arch.experts else [arch.ffn]
     if arch.heads % tp or any(width % tp for width in widths) or packed % tp or max(arch.kv_heads, tp) % min(arch.kv_heads, tp):
@@ -143,7 +145,7 @@ def param_shapes(arch: Architecture, rank: Rank) -> dict[str, Shape]:
     for row, _ in stage_rows(arch, rank):
         parts = list(arch.shapes(row).values())
         first, *rest = parts[0]
-        if row.share in ("gate_up", "qkv"):
+        if row.share in ("rows", "gate_up", "qkv"):
             first = sum(part[0] for part in parts) // rank.tp
         elif row.share == "all":
             first = sum(part[0] for part in parts)
@@ -172,7 +174,7 @@ def _columns(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Pi
     yield name, (slice(0, height), slice(0, n)), (slice(0, height), _cut(rank, n))
 
 
-def _gate_up(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Piece]:
+def _split_rows(arch: Architecture, rank: Rank, parts: list[_Part]) -> Iterator[_Piece]:
     at = 0
     for name, shape in parts:
         n = shape[0] // rank.tp
@@ -211,4 +213,4 @@ def _cut(rank: Rank, n: int) -> slice:
     return slice(rank.tp_rank * n, (rank.tp_rank + 1) * n)
 
 
-_SHARES = {"all": _all, "columns": _columns, "gate_up": _gate_up, "vocab": _vocab, "qkv": _qkv}
+_SHARES = {"all": _all, "columns": _columns, "rows": _split_rows, "gate_up": _split_rows, "vocab": _vocab, "qkv": _qkv}

@@ -35,14 +35,14 @@ class Losses:
         self._policy: list[Metrics] = []
         self._critic: list[Metrics] = []
         self._supervised: list[Metrics] = []
-        self._coefficients = 0.0
+        self._policy_steps = 0
         self._steps = batch.steps
         self._weights = np.zeros(len(tokens.mask))
 
     def of_policy(self, step: IntArray) -> Loss:
         """The policy's loss in an optimizer step on the sequences `step`."""
         weight = self._algorithm.coefficients(self._tokens, self._advantages, step)
-        self._coefficients += float(weight.sum())
+        self._policy_steps += 1
         self._weights += weight
 
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ class Losses:
     def reduced(self) -> dict[str, float]:
         """Every metric over all micro-batches and data ranks. Collective."""
         policy, critic, rows = (over_ranks(self._shard, parts) for parts in (self._policy, self._critic, self._supervised))
-        if "policy_loss" in policy:  # skipped sequences have loss 0, but their coefficients count
-            policy["policy_loss"] = (policy["policy_loss"][0], self._coefficients)
+        if "policy_loss" in policy:  # the sum over a step's tokens is the step's loss, whatever its coefficients add up to
+            policy["policy_loss"] = (policy["policy_loss"][0], self._policy_steps)
         return finish(policy) | finish(critic) | finish(rows)
 
 

@@ -47,7 +47,12 @@ with warnings.catch_warnings(), _light_import():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
-    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region, mappings
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+        mappings,
+        reduce_from_tensor_model_parallel_region,
+    )
     from megatron.core.tensor_parallel import random as random_states
     from megatron.core.tensor_parallel.layers import (
         ColumnParallelLinear,
@@ -116,4 +121,5 @@ __all__ = [
     "mappings",
     "parallel_state",
     "random_states",
+    "reduce_from_tensor_model_parallel_region",
 ]

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from polyreme.config.trainer import LoraConfig, Recompute
+from polyreme.config.trainer import LoraConfig, MoeConfig, Recompute
 from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.megatron import hf_mapping
@@ -28,9 +28,11 @@ from polyreme_trainer.megatron.mcore import (
     gather_from_sequence_parallel_region,
     parallel_state,
 )
+from polyreme_trainer.megatron.moe import follow
 from polyreme_trainer.megatron.packing import PackedIds, packing
 from polyreme_trainer.megatron.peft_files import PeftAdapter
 from polyreme_trainer.megatron.rotary import angles
+from polyreme_trainer.megatron.routing import Routing
 from polyreme_trainer.megatron.spec import ModelSpec
 
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
@@ -43,12 +45,14 @@ class ShardedModel:
         spec: the model spec; None for the device's.
         recompute: the activations that a backward pass computes again.
         lora: trains low-rank adapters in place of the weights. None: trains the weights.
+        moe: how experts are balanced. None: they are not.
         seed: of new adapters.
 
     Attributes:
         module: megatron-core's GPTModel.
         adapters: None without LoRA.
         ddp: the same wrapped for data parallelism, with its gradient buffers; None when frozen.
+        routing: the state of its routers; None for a dense model.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class ShardedModel:
         spec: ModelSpec | None = None,
         recompute: Recompute | None = None,
         lora: LoraConfig | None = None,
+        moe: MoeConfig | None = None,
         seed: int = 0,
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
@@ -68,6 +73,11 @@ class ShardedModel:
         self.module: GPTModel = build_module(arch, DTYPES[dtype][0], device, self.spec, recompute)
         self.rank = rank()
         self.slices = hf_mapping.rank_slices(arch, self.rank)
+        self.routing = Routing(arch, self.rank, recompute is not None, device.torch) if arch.experts else None
+        if self.routing is not None:
+            follow(self.module, self.routing)
+            if moe is not None:
+                self.routing.balance(moe)
         self._params = dict(self.module.named_parameters())
         self.adapters = None if lora is None else Adapters(self.module, arch, self.rank, lora, seed)
         self._trained = self._params if self.adapters is None else self.adapters.params
@@ -205,6 +215,8 @@ class ShardedModel:
             for rope in (self.arch.rope, self.arch.sliding_rope)
         )
         assert full is not None
+        if self.routing is not None:
+            self.routing.place()
         params = packing(inputs, self.arch.queries // self.rank.tp, full, sliding, module.config.params_dtype)
         embedded = module.embedding(input_ids=inputs.ids.unsqueeze(0), position_ids=None) if module.pre_process else None
         hidden = module.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=params)

@@ -11,6 +11,7 @@ from torch import Tensor
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.mcore import (
+    GPTModel,
     MLPSubmodules,
     ModuleSpec,
     MoELayer,
@@ -19,16 +20,39 @@ from polyreme_trainer.megatron.mcore import (
     SharedExpertMLP,
     TopKRouter,
 )
+from polyreme_trainer.megatron.routing import Replayed, Routing
 
 
 class ExpertRouter(TopKRouter):
-    """The logits are a product in the dtype of the model, as in transformers and vLLM; all that follows is fp32. Without expert bias."""
+    """The logits are a product in the dtype of the model, as in transformers and vLLM; all that follows is fp32. Without expert bias.
+
+    Attributes:
+        trace: what the routers of the model share, see `follow`.
+    """
+
+    trace: Routing
 
     def gating(self, input: Tensor) -> Tensor:
         return torch.nn.functional.linear(input, self.weight).float()
 
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The weights of the experts and which are chosen, fp32 and bool [rows, experts], from logits [..., experts]."""
+        assert self.layer_number is not None
+        layer = self.layer_number - 1
+        rows = self.trace.rows(layer)
+        self.router_replay = None if rows is None or rows.routes is None else Replayed(rows.routes[:, layer])
+        probs, chosen = super().routing(logits)
+        return self.trace.follow(layer, rows, logits.view(-1, self.num_experts), probs, chosen), chosen
+
     def _apply_expert_bias(self, *arguments: Any, **options: Any) -> None:
         """There is none. megatron-core's own does nothing either, but compiles itself at the first step, which takes seconds."""
+
+
+def follow(module: GPTModel, trace: Routing) -> None:
+    """Makes `trace` that of all routers of a model."""
+    for part in module.modules():
+        if isinstance(part, ExpertRouter):
+            part.trace = trace
 
 
 def experts(mlp: MLPSubmodules) -> ModuleSpec:

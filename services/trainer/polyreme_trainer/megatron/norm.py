@@ -1,4 +1,4 @@
-"""The RMS norm of the model on accelerators, and a row-parallel layer that ends in a norm, for both specs.
+"""The RMS norm of the model on accelerators; for both specs, a norm over all heads, and a row-parallel layer that ends in a norm.
 
 Invariant: a zero-centred weight is added to 1 in fp32, as in transformers.
 """
@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme_trainer.megatron.mcore import TransformerConfig
+from polyreme_trainer.megatron.mcore import (
+    ModuleSpec,
+    TransformerConfig,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 
 
 class TorchRmsNorm(torch.nn.Module):
@@ -26,6 +31,39 @@ class TorchRmsNorm(torch.nn.Module):
             return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # Sum and product are in fp32, as in transformers: bfloat16 has too few digits for 1 + weight.
         return torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+class ProjectionNorm(torch.nn.Module):
+    """An RMS norm over all heads of a projection together, with the interface of megatron-core's norms of single heads. Weight [heads of this
+    rank x hidden_size].
+
+    Tensor ranks divide the heads, and sum the squares of all.
+
+    Args:
+        hidden_size: the size of a head.
+        heads: the heads of all tensor ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int, **_: Any) -> None:
+        super().__init__()
+        self.ranks, self.width, self.eps = config.tensor_model_parallel_size, heads * hidden_size, eps
+        self.weight = torch.nn.Parameter(torch.ones(self.width // self.ranks, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads of this rank, hidden_size]"""
+        rows = x.flatten(-2).float()
+        squares = rows.square().sum(-1, keepdim=True)
+        if self.ranks > 1:
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+        normed = rows * torch.rsqrt(squares / self.width + self.eps)
+        return (self.weight * normed.to(x.dtype)).view_as(x)
+
+
+def projection_norms(config: TransformerConfig) -> tuple[ModuleSpec, ModuleSpec]:
+    """The norms of queries and of keys over all their heads."""
+    counts = config.num_attention_heads, config.num_query_groups
+    queries, keys = (ModuleSpec(module=ProjectionNorm, params={"heads": heads}) for heads in counts)
+    return queries, keys
 
 
 def ends_in_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) -> type[torch.nn.Module]:

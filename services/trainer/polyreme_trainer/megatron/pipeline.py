@@ -7,6 +7,7 @@ Invariant: a job's `compute` sees the model as if it were whole: `ShardedModel.h
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,16 +26,19 @@ class Job:
     Attributes:
         ids: the model's inputs, packed or int64 [b, s].
         compute: computes with the model's output for `ids` a scalar, which is differentiated.
+        context: what surrounds the micro-batch's forward pass.
     """
 
     ids: Tensor | PackedIds
     compute: Callable[[], Tensor]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def run_whole(jobs: Iterable[Job], backward: bool) -> None:
     """Runs jobs one after the other on a model that one stage holds. `backward`: whether to differentiate."""
     for job in jobs:
-        value = job.compute()
+        with job.context():
+            value = job.compute()
         if backward:
             value.backward()
 
@@ -48,7 +52,8 @@ def run_stages(model: ShardedModel, jobs: Iterable[Job], backward: bool) -> None
 
     def forward(queue: Any, _module: Any) -> tuple[Tensor, None]:
         job = next(queue)
-        return (job.compute() if last else model.hidden(job.ids)), None
+        with job.context():
+            return (job.compute() if last else model.hidden(job.ids)), None
 
     with model.device.megatron():
         forward_backward_pipelining_without_interleaving(

@@ -95,7 +95,7 @@ def build_policy(path: Path, config: RunConfig | StageConfig, device: Device, *,
     """A language model with the weights of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError.
 
     Args:
-        config: `model.dtype`, `seed`, and of `trainer` `recompute` and `lora` are used; adapters only where it is trainable.
+        config: `model.dtype`, `seed`, and of `trainer` `recompute`, `moe` and `lora` are used; adapters only where it is trainable.
     """
     settings = config.trainer
     policy = Policy(
@@ -105,6 +105,7 @@ def build_policy(path: Path, config: RunConfig | StageConfig, device: Device, *,
         trainable=trainable,
         recompute=settings.recompute,
         lora=settings.lora if trainable else None,
+        moe=settings.moe,
         seed=config.seed,
     )
     policy.load_hf(path)

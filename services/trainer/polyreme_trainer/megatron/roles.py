@@ -7,13 +7,16 @@ all of them alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from polyreme_trainer.algorithms.metrics import Metrics
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, cost_of
 from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
@@ -48,12 +51,16 @@ class Role(Generic[Model]):
         model: this rank's shard of the model.
         forward: computes the model's number for each trained token.
         shard: this rank's share of batches.
+
+    Attributes:
+        replays: whether tokens go to the experts of `Sequences.routes`, where these are known.
     """
 
     def __init__(self, name: str, model: Model, forward: Forward, shard: DataShard) -> None:
         self.name, self.model, self.forward, self.shard = name, model, forward, shard
         self.cost = cost_of(model.arch)
         self.optimizer: Optimizer | None = None
+        self.replays = False
 
     def make_optimizer(self, adam: Adam) -> None:
         """Creates an optimizer with zero moments. With bfloat16 weights it takes a full-precision copy of them now."""
@@ -97,19 +104,42 @@ class Role(Generic[Model]):
         """
         assert self.optimizer is not None, f"role {self.name} is frozen"
         self.optimizer.zero_grad()
-        for part in (LossTerm(sequences, indices, loss, forward), *further):
-            self._run(part, backward=True)
+        terms = (LossTerm(sequences, indices, loss, forward), *further)
+        with self._routing(terms):
+            for part in terms:
+                self._run(part, backward=True)
         self.optimizer.set_lr(lr)
         return self.optimizer.step()
 
+    @property
+    def routing_metrics(self) -> Metrics:
+        """What the routers did in the last optimizer step, the same on every rank; nothing for a dense model."""
+        return {} if self.model.routing is None else self.model.routing.metrics()
+
+    def _routing(self, terms: Sequence[LossTerm]) -> AbstractContextManager[None]:
+        """Around the backward passes of an optimizer step."""
+        if self.model.routing is None:
+            return nullcontext()
+
+        def count() -> None:
+            for term in terms:
+                self._run(replace(term, loss=lambda batch, hidden: hidden.new_zeros(()), forward=self._hidden), backward=False)
+
+        tokens = sum(int((term.sequences.lengths[term.indices] - 1).sum()) for term in terms)
+        return self.model.routing.step(tokens, count, self.shard.sum)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        return self.model.hidden(batch.ids)
+
     def _run(self, term: LossTerm, backward: bool) -> None:
         """Runs this data rank's micro-batches of a term."""
-        forward = term.forward or self.forward
+        forward, routing = term.forward or self.forward, self.model.routing
 
         def job(batch: MicroBatch) -> Job:
+            context = nullcontext if routing is None else partial(routing.micro_batch, batch, self.replays)
             if not len(batch.indices):  # it only takes part in what the ranks exchange
-                return Job(batch.ids, lambda: 0 * forward(batch).sum())
-            return Job(batch.ids, lambda: term.loss(batch, forward(batch)))
+                return Job(batch.ids, lambda: 0 * forward(batch).sum(), context)
+            return Job(batch.ids, lambda: term.loss(batch, forward(batch)), context)
 
         jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost, self.model.alignment))
         if self.shard.stages is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyreme.config.stage import StageConfig
-from polyreme_trainer.algorithms.metrics import Metrics, finish
+from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.gates import LIMITS, Gate
@@ -89,7 +89,13 @@ class MegatronStageEngine:
         if self.objective.head == "language":
             return policy_role("model", model.path, self.config, self.shard, self.device, True)
         critic = build_critic(
-            model.path, model.dtype, self.device, recompute=settings.recompute, lora=settings.lora, seed=self.config.seed
+            model.path,
+            model.dtype,
+            self.device,
+            recompute=settings.recompute,
+            lora=settings.lora,
+            moe=settings.moe,
+            seed=self.config.seed,
         )
         return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
 
@@ -112,7 +118,8 @@ class MegatronStageEngine:
         lr = learning_rate(self.config.trainer.optimizer, number, steps)
         every = np.arange(len(prepared.sequences))
         norm = self.model.update(prepared.sequences, every, self.loss_of(prepared, parts), lr)
-        return {**finish(over_ranks(self.shard, parts)), "grad_norm": norm, "lr": lr}
+        routed = finish(combine([self.model.routing_metrics]))
+        return {**finish(over_ranks(self.shard, parts)), **routed, "grad_norm": norm, "lr": lr}
 
     def measure(self, rows: StageRows) -> Sums:
         prepared, parts = self.prepare(rows), list[Metrics]()

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.batch import Advantages, TokenBatch
-from polyreme_trainer.algorithms.metrics import finish
+from polyreme_trainer.algorithms.metrics import Metrics, combine, finish
 from polyreme_trainer.megatron.batch import FloatArray, IntArray, MicroBatch, Sequences, with_end
 from polyreme_trainer.megatron.iteration import PARTS, Iteration, Trained, fresh_sequences
 from polyreme_trainer.megatron.iteration_losses import Losses
+from polyreme_trainer.megatron.replay import mismatch
 from polyreme_trainer.megatron.roles import Forward, LossTerm, Role
 from polyreme_trainer.megatron.shard import DataShard
 
@@ -97,21 +98,29 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
     if models.reference is not None and tokens.reference is None:
         with clock.part("reference_model"):
             tokens = replace(tokens, reference=models.reference.infer(sequences, probed))
+    replayed = mismatch(models.actor, sequences, tokens, fresh_sequences(batch)[:PROBE]) if models.actor.replays else {}
     losses = Losses(batch, algorithm, tokens, advantages, models.shard)
     forward = models.logprobs_and_entropies if losses.with_entropy else models.actor.forward
     if not len(needed):
         probe(models.actor, forward, losses, probed)
-    norms, critic_norms = [], []
+    norms, critic_norms, routed = [], [], list[Metrics]()
     for number, (step, part) in enumerate(zip(batch.steps, parts, strict=True)):
         if batch.trains_actor:
             mixed = [losses.of_rows(rows, batch.ptx_coef) for rows in batch.mixed[number : number + 1]]
             with clock.part("update"):
                 norms.append(models.actor.update(sequences, part, losses.of_policy(step), batch.lr, forward, mixed))
+                routed.append(models.actor.routing_metrics)
         if models.critic is not None:
             trained = step[sequences.trained[step] > 0]
             with clock.part("update_critic"):
                 critic_norms.append(models.critic.update(sequences, trained, losses.of_critic(step), batch.critic_lr))
-    measured: dict[str, float | None] = {"mismatch_kl": None, **finish(advantages.metrics), **losses.reduced()}
+    measured: dict[str, float | None] = {
+        "mismatch_kl": None,
+        **finish(advantages.metrics),
+        **losses.reduced(),
+        **finish(combine(routed)),
+        **replayed,
+    }
     measured |= {"grad_norm": float(np.mean(norms)) if norms else 0.0, "actor/lr": batch.lr if batch.trains_actor else 0.0}
     if models.critic is not None:
         measured |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": batch.critic_lr}

@@ -54,6 +54,7 @@ def iteration_record(
         **trained,
         "entropy": entropy,
         **staleness(iteration, samples),
+        **carried(samples),
         **{f"time/{name}": value for name, value in seconds.items()},
         **timing,
         **throughput(tokens + read, timing, trained.get("timing/update", 0.0), config),
@@ -93,6 +94,21 @@ def staleness(iteration: int, samples: Sequence[SampleRecord]) -> dict[str, Any]
         "staleness/max": int(lag.max()),
         "staleness/samples": np.bincount(lag).tolist(),
         "staleness/mixed_fraction": float(np.mean([len(set(written_by)) > 1 for written_by in versions])),
+    }
+
+
+def carried(samples: Sequence[SampleRecord]) -> dict[str, Any]:
+    """The metrics of partial rollouts: samples and tokens that newer versions continued. A part is what one version sampled of a response."""
+    parts = [len({version for version, _, _ in sample.spans}) for sample in samples]
+    tokens = 0
+    for sample in samples:
+        newest = max(version for version, _, _ in sample.spans)
+        tokens += sum(end - start for version, start, end in sample.spans if version < newest)
+    return {
+        "partial/carried_samples": sum(count > 1 for count in parts),
+        "partial/carried_tokens": tokens,
+        "partial/parts_mean": float(np.mean(parts)),
+        "partial/parts_max": max(parts),
     }
 
 

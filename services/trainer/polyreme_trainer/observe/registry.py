@@ -91,6 +91,28 @@ ACTOR = (
     ),
     *statistics("critic/advantages", "1", "advantage of a trained token"),
 )
+EXPERTS = "with experts"
+ROUTING = (
+    Metric(
+        "moe/aux_loss",
+        "1",
+        "Load-balancing loss of an optimizer step without its coefficient: number of experts x sum over experts of choices per token x mean probability; the mean over layers and steps. With evenly used experts, the number of experts of a token.",
+        EXPERTS,
+    ),
+    Metric("moe/z_loss", "1", "Mean squared log-sum-exp of a token's router logits, over tokens, layers and steps.", EXPERTS),
+    Metric("moe/imbalance", "1", "Tokens of a layer's most used expert / mean over its experts; the mean over layers.", EXPERTS),
+    Metric("moe/imbalance_max", "1", "The same of the layer and step where it is largest.", EXPERTS),
+    Metric("moe/unused_expert_fraction", "1", "Experts that no token of an optimizer step was sent to.", EXPERTS),
+)
+REPLAY = (
+    Metric(
+        "moe/mismatch_kl_replayed",
+        "nats",
+        "k3 of KL(sampling || learner) of up to 16 fresh samples before the step, with the replica's experts.",
+        "with `replay_routes`",
+    ),
+    Metric("moe/mismatch_kl_routed", "nats", "The same with the experts of the learner's routers.", "with `replay_routes`"),
+)
 VALUES = (
     *statistics("critic/returns", "score", "return of a trained token: the target of its value", CRITIC),
     *statistics("critic/values", "score", "value of a trained token before the iteration", CRITIC),
@@ -123,6 +145,16 @@ STALENESS = (
     Metric("staleness/max", "iterations", "Largest staleness."),
     Metric("staleness/samples", "samples", "How many samples have staleness 0, 1, ...: a list."),
     Metric("staleness/mixed_fraction", "1", "Samples that more than one version wrote."),
+)
+PARTIAL = (
+    Metric(
+        "partial/carried_samples",
+        "samples",
+        "Trained samples that more than one version sampled: partial rollouts that were continued.",
+    ),
+    Metric("partial/carried_tokens", "tokens", "Their tokens that versions before their newest one sampled."),
+    Metric("partial/parts_mean", "1", "Parts of a trained sample; a part is what one version sampled of it. The mean."),
+    Metric("partial/parts_max", "1", "The most parts of a trained sample."),
 )
 LOOP = (
     Metric("time/iteration", "s", "Wall-clock time of the iteration on the learner's rank 0, as all times."),
@@ -185,6 +217,18 @@ THROUGHPUT = (
 )
 BESIDE = (
     Metric("time/rollout_wait", "s", "How long replicas waited for work since the plan before, their mean.", "`rollout` records"),
+    Metric(
+        "rollout/paused_samples",
+        "samples",
+        "Samples that spent their token budget since the plan before, and waited for the next version.",
+        "`rollout` records with `tokens_per_iteration`",
+    ),
+    Metric(
+        "rollout/parts_beyond_budget",
+        "1",
+        "Parts that groups got beyond the budget since the plan before, because the plan would not have come without them.",
+        "`rollout` records with `tokens_per_iteration`",
+    ),
     Metric("rollout/dropped_groups", "groups", "Groups dropped since the plan before.", "`rollout` records of dynamic sampling"),
     Metric(
         "rollout/mean_score", "score", "Mean score of all groups, dropped ones included.", "`rollout` records of dynamic sampling"
@@ -229,9 +273,11 @@ SECTIONS = {
     "Rewards": REWARDS,
     "Lengths": LENGTHS,
     "Actor": ACTOR,
+    "Experts": (*ROUTING, *REPLAY),
     "Critic": VALUES,
     "Correction": CORRECTION,
     "Staleness": STALENESS,
+    "Partial rollouts": PARTIAL,
     "The learner's loop": LOOP,
     "Shared devices": DEVICES,
     "Parts of an iteration": TIMING,

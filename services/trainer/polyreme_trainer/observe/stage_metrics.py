@@ -3,7 +3,7 @@
 Invariant: a number that a stage records has exactly one row here, which the reference page prints.
 """
 
-from polyreme_trainer.observe.registry import Metric
+from polyreme_trainer.observe.registry import ROUTING, Metric
 
 _PAIRS = "on pairs of answers"
 _DPO = "in the stage dpo"
@@ -31,6 +31,7 @@ STAGE_METRICS = (
         "KTO's estimate of the KL to the reference: mean log-ratio of mismatched answers, 0 or more.",
         "with the loss kto",
     ),
+    *ROUTING,
     Metric("grad_norm", "1", "Norm of the whole gradient before it is clipped.", "`step` records"),
     Metric("lr", "1", "Learning rate of the step.", "`step` records"),
     Metric("time/step", "s", "Wall-clock time of the step on the learner's rank 0.", "`step` records"),

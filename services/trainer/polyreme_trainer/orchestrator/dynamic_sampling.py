@@ -1,8 +1,8 @@
-"""Dynamic sampling: scored groups whose samples teach nothing are dropped, and the log admits others in their place.
+"""Dynamic sampling: drops scored groups whose samples have no gradient; the log admits others in their place.
 
-Yu et al. 2025 (arXiv 2503.14476), section 3.2. Invariant: in the time of one iteration at most REFILL times its groups are dropped,
-so an iteration ends also when no prompt has scores that differ. Groups that are kept beyond that train a smaller batch: the algorithm
-leaves them out of the loss and of its divisor.
+Yu et al. 2025 (arXiv 2503.14476), section 3.2. Invariant: during one iteration at most REFILL times its number of groups is
+dropped, so an iteration ends even if every prompt's scores are equal. Groups beyond that limit are kept and make the batch smaller: the
+algorithm leaves them out of the loss and of its divisor.
 """
 
 import numpy as np

@@ -1,13 +1,14 @@
 """Generates the samples of one prompt, over as many replicas as needed.
 
-Invariant: no token that arrived is generated again. When a replica dies, drains or falls silent, the unfinished samples continue on another
-one from their prefixes. A sample that cannot be finished is an error, never a shorter sample.
+Invariant: no token that arrived is generated again. When a replica dies, drains or stops sending, the unfinished samples continue on another
+one from their prefixes. A sample that cannot be finished is an error, never a shorter sample. With a token budget, a call may pause a sample
+before its end; a later call continues it in the same way.
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -17,6 +18,7 @@ from polyreme.api.v1 import rollout_pb2
 from polyreme_trainer.orchestrator.claim import Claim
 from polyreme_trainer.orchestrator.partial_rollouts import BadStreamError, PartialRollout, PartialRollouts, SteppedBackError
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
+from polyreme_trainer.orchestrator.token_budget import NextPart
 
 MAX_FAULTS = 5
 """Broken calls after which the attempt fails."""
@@ -62,6 +64,7 @@ async def generate(
     chunk_timeout: float,
     progress_timeout: float,
     partial: PartialRollouts | None = None,
+    next_part: Callable[[PartialRollouts], Awaitable[NextPart]] | None = None,
 ) -> list[PartialRollout]:
     """All samples, finished, in the order of their indices.
 
@@ -69,6 +72,7 @@ async def generate(
         chunk_timeout: seconds that a running call may stay silent.
         progress_timeout: seconds without a new token, over all calls, after which the attempt fails.
         partial: the samples' existing tokens, updated in place. None: none.
+        next_part: what the next call may add; it may wait. None: all that is missing.
 
     Raises:
         GenerateError: the attempt failed: too many broken calls, no progress, or a request that no replica accepts.
@@ -77,11 +81,19 @@ async def generate(
     rollouts = partial or wanted.blank()
     broken: list[str] = []
     avoid: set[str] = set()
-    last_progress, tokens = time.monotonic(), rollouts.missing_tokens()
-    while asked := rollouts.start_call():
-        async with pool.claim(rollouts.missing_tokens(), len(asked), wanted.min_version, avoid) as claim:
+    last_progress, tokens, min_version = time.monotonic(), rollouts.tokens(), wanted.min_version
+    while rollouts.end_lost():
+        part = None
+        if next_part is not None:
+            began = time.monotonic()
+            part = await next_part(rollouts)
+            last_progress += time.monotonic() - began
+            min_version = max(wanted.min_version, part.min_version)
+        asked = rollouts.start_call(None if part is None else part.tokens)
+        async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid) as claim:
             try:
-                await _call(claim, rollouts, _request(wanted, asked), chunk_timeout)
+                await _call(claim, rollouts, _request(wanted, asked, min_version), chunk_timeout)
+                last_progress, tokens = time.monotonic(), rollouts.tokens()
                 continue
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 what, busy = _explain(error, claim, chunk_timeout)
@@ -89,7 +101,7 @@ async def generate(
             except SteppedBackError:
                 what, busy = f"replica {claim.target.id} went back to an older version", True
                 rollouts.drop_older()
-                last_progress, tokens = time.monotonic(), rollouts.missing_tokens()
+                last_progress, tokens = time.monotonic(), rollouts.tokens()
             except BadStreamError as error:
                 claim.failed()
                 raise GenerateError(f"replica {claim.target.id}: {error}") from error
@@ -98,8 +110,8 @@ async def generate(
         if not busy:
             broken.append(what)
             avoid.add(claim.target.id)
-        if rollouts.missing_tokens() < tokens:
-            last_progress, tokens = time.monotonic(), rollouts.missing_tokens()
+        if rollouts.tokens() > tokens:
+            last_progress, tokens = time.monotonic(), rollouts.tokens()
         if len(broken) > MAX_FAULTS:
             raise GenerateError(f"expected at most {MAX_FAULTS} broken calls; found {len(broken)}, the last one: {what}")
         if time.monotonic() - last_progress > progress_timeout:
@@ -120,7 +132,7 @@ async def _call(claim: Claim, rollouts: PartialRollouts, request: rollout_pb2.Ge
                 if claim.is_cut:  # by that message: a new deadline would undo the cut
                     raise TimeoutError
                 deadline.reschedule(None if claim.asleep else loop.time() + chunk_timeout)
-        if left := rollouts.unfinished():
+        if left := rollouts.running():
             raise BadStreamError(
                 f"expected every requested sequence to end; found {len(left)} unfinished at the end of the stream"
             )
@@ -129,12 +141,12 @@ async def _call(claim: Claim, rollouts: PartialRollouts, request: rollout_pb2.Ge
         call.cancel()
 
 
-def _request(wanted: Generation, asked: list[PartialRollout]) -> rollout_pb2.GenerateRequest:
+def _request(wanted: Generation, asked: list[PartialRollout], min_version: int) -> rollout_pb2.GenerateRequest:
     sequences = [
         rollout_pb2.Slot(
             index=sample.index,
             prefix_ids=bytes(sample.ids),
-            max_new=wanted.max_new - sample.length,
+            max_new=(wanted.max_new if sample.call_end is None else sample.call_end) - sample.length,
             seed=wanted.seed(sample.index, sample.length),
         )
         for sample in asked
@@ -145,7 +157,7 @@ def _request(wanted: Generation, asked: list[PartialRollout]) -> rollout_pb2.Gen
         prompt_ids=wanted.prompt_ids.astype("<i4").tobytes(),
         slots=sequences,
         sampling=rollout_pb2.SamplingParams(temperature=wanted.temperature, top_p=1.0, top_k=-1, stop_token_ids=wanted.stop_ids),
-        min_version=wanted.min_version,
+        min_version=min_version,
     )
 
 

@@ -23,6 +23,7 @@ from polyreme_trainer.orchestrator.prompt_order import PromptOrder, sequence_see
 from polyreme_trainer.orchestrator.replica_pool import ReplicaPool
 from polyreme_trainer.orchestrator.score_call import Question
 from polyreme_trainer.orchestrator.scoring import Judgement, Scoring
+from polyreme_trainer.orchestrator.token_budget import TokenBudget
 
 
 class GroupMaker:
@@ -37,13 +38,14 @@ class GroupMaker:
         pool: ReplicaPool,
         scoring: Scoring,
         partial_log: PartialRolloutLog,
+        budget: TokenBudget | None = None,
     ) -> None:
         self._run_id, self._config, self._template, self._prompts = run_id, config, template, dataset.prompts
         data = config.data
         seed = config.seed if data.shuffle_seed is None else data.shuffle_seed
         weights = [weight for weight in data.weights if weight is not None]
         self._order = PromptOrder(seed, dataset.sizes, weights or None, shuffled=data.shuffle)
-        self._pool, self._scoring, self.partial_log = pool, scoring, partial_log
+        self._pool, self._scoring, self.partial_log, self.budget = pool, scoring, partial_log, budget
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of a group."""
@@ -58,14 +60,19 @@ class GroupMaker:
         """
         prompt = self.prompt_of(admission.index)
         wanted = self._generation(admission, prompt)
-        with self.partial_log.track(admission, prompt.ids, wanted.blank()) as partial:
-            return await self._make(admission, prompt, wanted, partial)
+        with self.partial_log.track(admission, prompt.ids, wanted.blank()) as rollouts:
+            return await self._make(admission, prompt, wanted, rollouts)
 
-    async def _make(self, admission: Admission, prompt: Prompt, wanted: Generation, partial: PartialRollouts) -> GroupRecord:
+    async def _make(self, admission: Admission, prompt: Prompt, wanted: Generation, rollouts: PartialRollouts) -> GroupRecord:
         began, begin = time.time(), time.monotonic()
         rollout = self._config.rollout
         samples = await generate(
-            self._pool, wanted, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout, partial=partial
+            self._pool,
+            wanted,
+            chunk_timeout=rollout.chunk_timeout,
+            progress_timeout=rollout.start_timeout,
+            partial=rollouts,
+            next_part=None if self.budget is None else partial(self.budget.next_part, admission.index),
         )
         if isinstance(self._config.recipe.advantage, GreedyBaseline):
             samples = [*samples, await self._greedy(wanted)]
@@ -102,7 +109,7 @@ class GroupMaker:
         )
 
     async def _greedy(self, wanted: Generation) -> PartialRollout:
-        """A greedy sample of the same prompt, the baseline of the others; it has the index after theirs."""
+        """A greedy sample of the same prompt, the baseline of the others; it has the index after theirs. It has no token budget."""
         greedy, rollout = replace(wanted, name=f"{wanted.name}-greedy", count=1, temperature=0.0), self._config.rollout
         (sample,) = await generate(
             self._pool, greedy, chunk_timeout=rollout.chunk_timeout, progress_timeout=rollout.start_timeout

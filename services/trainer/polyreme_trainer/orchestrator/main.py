@@ -32,6 +32,7 @@ from polyreme_trainer.orchestrator.score_call import ScoreError
 from polyreme_trainer.orchestrator.scoring import Scoring
 from polyreme_trainer.orchestrator.tasks import task_group, together
 from polyreme_trainer.orchestrator.teacher_client import TeacherClient, TeacherError
+from polyreme_trainer.orchestrator.token_budget import TokenBudget
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,10 @@ async def _orchestrate(run: Run) -> None:
     await together(waits)
     if await run.until(lambda: _started(run)) is not RunState.RUNNING:
         return
-    maker = GroupMaker(run.run_id, config, template, train, pool, scoring, PartialRolloutLog(experience))
+    partial_log, tokens = PartialRolloutLog(experience), config.rollout.tokens_per_iteration
+    bounds = config.groups_per_iteration, config.max_staleness
+    budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log)
+    maker = GroupMaker(run.run_id, config, template, train, pool, scoring, partial_log, budget)
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
     evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None
     settle()
@@ -143,6 +147,7 @@ class Orchestrator:
                 group.create_task(self._watch()),
                 group.create_task(self._maker.partial_log.save_regularly()),
                 group.create_task(self._pool.watch_stragglers()),
+                *([] if self._maker.budget is None else [group.create_task(self._maker.budget.follow_pauses())]),
             ]
             in_flight = await self._experience.in_flight()
             await self._maker.partial_log.load(in_flight)
@@ -161,6 +166,8 @@ class Orchestrator:
                     await self._pool.take_commits()
                 if not signals or "expire" in signals:
                     await self._assign(group)
+                if self._maker.budget is not None:
+                    await self._maker.budget.update()
                 if not signals or "plan" in signals:
                     await self._report_idle_time()
                 if await self._advance(group):
@@ -190,7 +197,8 @@ class Orchestrator:
         if planned > self._planned:
             seconds = self._pool.idle_time.take(time.monotonic())
             waited = {"kind": "rollout", "iteration": planned, "time/rollout_wait": seconds}
-            await self._run.emit({**waited, **self._sampling.take(), **self._filter.take()})
+            paused = {} if self._maker.budget is None else self._maker.budget.take()
+            await self._run.emit({**waited, **self._sampling.take(), **self._filter.take(), **paused})
             self._planned = planned
 
     def _start(self, group: asyncio.TaskGroup, admission: Admission) -> None:

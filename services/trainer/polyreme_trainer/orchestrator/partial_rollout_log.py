@@ -6,7 +6,7 @@ from them. A group that finishes within the interval is never saved.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -40,6 +40,7 @@ class PartialRolloutLog:
         self._experience, self._interval = experience, interval
         self._inherited: dict[int, tuple[int, list[bytes]]] = {}
         self._tracked: dict[int, _Tracked] = {}
+        self._saving = asyncio.Lock()
 
     async def load(self, admissions: Sequence[Admission]) -> None:
         """Fetches what a predecessor saved of these attempts."""
@@ -70,11 +71,17 @@ class PartialRolloutLog:
             await asyncio.sleep(self._interval)
             await self.save()
 
-    async def save(self) -> None:
-        """Saves what is new of the groups that are older than the interval."""
+    async def save(self, paused: Container[int] = ()) -> None:
+        """Saves what is new of the groups that are older than the interval. With `paused`: of these groups, however young they are."""
+        async with self._saving:
+            await self._save(paused)
+
+    async def _save(self, paused: Container[int]) -> None:
         due = time.monotonic() - self._interval
         batch: list[tuple[_Tracked, Sequence[Mark], PartialRolloutPart]] = []
-        for tracked in [tracked for tracked in self._tracked.values() if tracked.since <= due]:
+        for tracked in [
+            each for each in self._tracked.values() if (each.admission.index in paused if paused else each.since <= due)
+        ]:
             if tracked.cuts != tracked.rollouts.cuts:  # tokens in the log were dropped since: replace its parts from the first on
                 tracked.cuts, tracked.parts, tracked.marks = tracked.rollouts.cuts, 0, [(0, 0)] * len(tracked.marks)
             marks, index = tracked.rollouts.marks(), tracked.admission.index

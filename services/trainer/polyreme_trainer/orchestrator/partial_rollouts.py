@@ -4,7 +4,7 @@ Invariant: ids and log-probabilities of a partial rollout have equal length, and
 stop token. After any chunk, another replica can therefore continue exactly after the last token that arrived.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,13 @@ class BadStreamError(Exception):
 @dataclass
 class PartialRollout:
     """One sample: int32 ids and float32 log-probabilities as little-endian bytes, routes (equally many bytes per token, or none), spans
-    (version, start, end), finish reason (0: none yet), and the ids of the replicas that sampled it."""
+    (version, start, end), finish reason (0: none yet), and the ids of the replicas that sampled it.
+
+    Attributes:
+        call_start: its length when the newest call began.
+        call_end: the length at which that call pauses it; None: the call samples it to its end.
+        paused: whether it waits for a later call.
+    """
 
     index: int
     ids: bytearray = field(default_factory=bytearray)
@@ -39,6 +45,8 @@ class PartialRollout:
     spans: list[Span] = field(default_factory=list)
     finish_reason: int = experience_pb2.FINISH_REASON_UNSPECIFIED
     call_start: int = 0
+    call_end: int | None = None
+    paused: bool = False
     replicas: list[str] = field(default_factory=list)
 
     @property
@@ -88,9 +96,14 @@ class PartialRollouts:
     def unfinished(self) -> list[PartialRollout]:
         return [sample for sample in self.samples if not sample.finished]
 
+    def running(self) -> list[PartialRollout]:
+        """The samples that the newest call has not ended."""
+        return [sample for sample in self.unfinished() if not sample.paused]
+
     def missing_tokens(self) -> int:
-        """Upper bound of the tokens that can still arrive."""
-        return sum(self.max_new - sample.length for sample in self.unfinished())
+        """Upper bound of the tokens that can still arrive from the newest call."""
+        ends = ((sample, self.max_new if sample.call_end is None else sample.call_end) for sample in self.running())
+        return sum(end - sample.length for sample, end in ends)
 
     def tokens(self) -> int:
         """Tokens that have arrived."""
@@ -111,15 +124,27 @@ class PartialRollouts:
                 sample.finish_reason = experience_pb2.FINISH_REASON_UNSPECIFIED
                 self.cuts += 1
 
-    def start_call(self) -> list[PartialRollout]:
-        """The samples that a new call must continue. Ends a sample whose last token arrived but whose end was lost with its replica."""
+    def end_lost(self) -> list[PartialRollout]:
+        """Ends the samples whose last token arrived but whose end was lost with its replica. Returns those that are still unfinished."""
         for sample in self.unfinished():
             if sample.length and int.from_bytes(sample.ids[-4:], "little", signed=True) in self._stop_ids:
                 sample.finish_reason = experience_pb2.FINISH_REASON_STOP
             elif sample.length == self.max_new:
                 sample.finish_reason = experience_pb2.FINISH_REASON_LENGTH
-            sample.call_start = sample.length
         return self.unfinished()
+
+    def start_call(self, tokens: Mapping[int, int] | None = None) -> list[PartialRollout]:
+        """The samples that a new call must continue.
+
+        Args:
+            tokens: the most that it may add to each sample, by index; a sample without an entry stays paused. None: no limit.
+        """
+        for sample in self.end_lost():
+            sample.call_start, sample.call_end = sample.length, None
+            sample.paused = tokens is not None and sample.index not in tokens
+            if tokens is not None and not sample.paused:
+                sample.call_end = min(self.max_new, sample.length + tokens[sample.index])
+        return self.running()
 
     def credit(self, replica: str) -> None:
         """Notes the replica of the newest call at every sample that got tokens from it."""
@@ -145,7 +170,7 @@ class PartialRollouts:
         return tokens
 
     def _running(self, index: int) -> PartialRollout:
-        if index >= len(self.samples) or self.samples[index].finished:
+        if index >= len(self.samples) or self.samples[index].finished or self.samples[index].paused:
             raise BadStreamError(f"expected only unfinished sequences of the request; found sequence {index}")
         return self.samples[index]
 
@@ -185,7 +210,10 @@ class PartialRollouts:
                 f"expected sequence {end.slot} to end by stop or length; found finish reason {end.finish_reason}"
             )
         sample.spans = merged([*cut(sample.spans, sample.call_start), *exact])
-        sample.finish_reason = end.finish_reason
+        if end.finish_reason == experience_pb2.FINISH_REASON_LENGTH and sample.length == sample.call_end != self.max_new:
+            sample.paused = True
+        else:
+            sample.finish_reason = end.finish_reason
 
 
 def part_since(marks: Sequence[Mark], rollouts: PartialRollouts, prompt_ids: np.ndarray) -> bytes:

@@ -1,4 +1,4 @@
-"""Pass rates of prompts: leaves out those that are always or never solved, and counts what the others bring.
+"""Pass rates of prompts: leaves out prompts that are always or never solved, and counts how often the others are.
 
 Invariant: whether a group is skipped follows from its index and from the pass rates in the log, which a successor finds as they were.
 """

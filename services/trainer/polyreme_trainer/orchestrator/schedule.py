@@ -1,6 +1,6 @@
 """Schedules the evaluations of a run: each due version once, one at a time, in order.
 
-Invariant: the experience log records each version whose evaluation has ended or was skipped, so that no replica is held at it in vain.
+Invariant: the experience log records each version whose evaluation has ended or was skipped, so that no replica is held at a version that will not be evaluated.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What a group's samples are worth: by the run's rewards, by its teacher, or by both, asked at the same time.
+"""Scores a group's samples: by the run's rewards, its teacher, or both at the same time.
 
 Invariant: every sample has a score, and every trained sample its teacher's log-probabilities where the run has a teacher; otherwise the
 attempt at the group has failed.

@@ -1,6 +1,6 @@
-"""What a teacher is asked and answers: OpenAI's completions over token ids. Pure.
+"""Requests to a teacher, and its replies: OpenAI's completions over token ids. Pure.
 
-Invariant: a number is of exactly the token that was asked about, finite, and a log-probability; anything else is a TeacherReplyError.
+Invariant: each number is a finite log-probability of exactly the requested token; anything else is a TeacherReplyError.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """The loop of every stage: batches of rows, one optimizer step each, evaluations, checkpoints, and the export at the end.
 
 Invariant: which rows a step takes is a function of (seed, step), and a checkpoint follows the evaluation of its step; so a stage that is
-killed anywhere and started again arrives at the same weights and records. No torch here: the engine runs the steps.
+killed at any point and started again ends with the same weights and records. No torch here: the engine runs the steps.
 """
 
 import math

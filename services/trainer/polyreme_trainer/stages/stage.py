@@ -1,6 +1,6 @@
-"""What makes a stage: how its rows are read, what it minimises, and whether a reference takes part.
+"""The definition of a stage: how its rows are read, what it minimises, and whether a reference takes part.
 
-Invariant: a stage is one row of `STAGES`. Loop, engine, checks and commands know none by name. No torch here: an objective is made on a
+Invariant: a stage is one row of `STAGES`. Loop, engine, checks and commands know none by name. No torch here: an objective is created on a
 learner rank.
 """
 

@@ -181,13 +181,13 @@ async def test_a_dead_machines_lease_is_not_asked_again(world: Callable[[int], W
     assert len(here.notes()) == 2
 
 
-async def test_missing_machines_are_told_and_waited_for(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_machines_are_reported_and_awaited(world: Callable[[int], World], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polyreme_trainer.launch.leader_node._NOTICE_SECONDS", 1.0)
     here = world(3)
     impatient = here.config.rollout.model_copy(update={"start_timeout": 2.0})
     here.config = here.config.model_copy(update={"rollout": impatient})
     async with here.following(1, WELL):
-        with pytest.raises(UnavailableError, match=r"machine 2 of the learner within 2 s; found no answer.*learner --node 2"):
+        with pytest.raises(UnavailableError, match=r"machine 2 .*--node 2"):
             await here.lead(WELL)
     notices = [record["text"] for _, record in await here.run.records("0", 0) if record["kind"] == "notice"]
     assert len(notices) == 1 and "machine 2" in notices[0] and "polyreme learner --node 2" in notices[0]
@@ -207,7 +207,7 @@ async def test_another_file_system_or_model_is_an_error(world: Callable[[int], W
     here = world(2)
     elsewhere = here.config.model_copy(update={"output_dir": here.folder / "elsewhere"})
     following = asyncio.create_task(follow(here.run, elsewhere, here.url, 1, here.stop, (), here.agent(WELL)))
-    with pytest.raises(MachineError, match=r"found no .launch-learner-0-.* in it. Mount one file system") as failed:
+    with pytest.raises(MachineError, match=r"\.launch-learner-0-.*one file system") as failed:
         await here.lead(WELL)
     assert failed.value.exit_code == ConfigError.exit_code
     here.stop.set()

@@ -81,7 +81,7 @@ async def test_a_child_that_cannot_go_on_fails_the_run_with_its_reason(run: Run,
     assert (summary["state"], summary["reason"]) == ("failed", reason)
 
 
-async def test_records_that_cannot_be_written_are_told_and_written_later(
+async def test_records_that_cannot_be_written_are_reported_and_written_later(
     run: Run, config: RunConfig, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer_process, "_RECORDS_RETRY_SECONDS", 0.2)

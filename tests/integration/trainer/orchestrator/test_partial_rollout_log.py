@@ -6,17 +6,21 @@ from functools import partial
 import numpy as np
 import pytest
 
-from polyreme.api.v1 import rollout_pb2
+from polyreme.api.v1 import experience_pb2, rollout_pb2
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
+from polyreme_rollout.engine.protocol import Sampling
 from polyreme_rollout.testing.simulated_engine import Lengths
+from polyreme_rollout.testing.simulated_engine import sample as sampled
 from polyreme_trainer.orchestrator import main
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError, join_parts
-from support.simulated import ROWS, config_tree, idle_learner, make_run, simulated_replica
+from polyreme_trainer.orchestrator.prompt_order import sequence_seed
+from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 
 PROMPT = np.array([5, 6, 7], np.int32)
+SAMPLING = Sampling(1.0, 1.0, -1, (1,))
 
 
 def rollouts(max_new: int = 64, count: int = 2) -> PartialRollouts:
@@ -124,8 +128,98 @@ async def test_a_successor_goes_on_from_what_was_kept(redis, run_id, tmp_path, m
         for index, parts in kept.items():
             restored = join_parts(parts, groups[index].prompt_ids, rollouts(max_new=96, count=3))
             for restored_sample, sample in zip(restored.samples, groups[index].samples, strict=True):
-                assert prefixes[str(index), restored_sample.index] == restored_sample.ids
+                if restored_sample.length < 96:  # what was complete needs no call
+                    assert prefixes[str(index), restored_sample.index] == restored_sample.ids
                 assert sample.token_ids.tobytes().startswith(restored_sample.ids)
                 assert len(sample.token_ids) == 96
         assert {group.attempt for group in groups.values()} == {1}
         assert (await log.audit()).clean
+
+
+PAUSES = {"max_staleness": 2, "rollout": {"tokens_per_iteration": 32}}
+"""Of 96 tokens: three parts, of up to three versions."""
+
+
+async def test_samples_pause_at_their_budget_and_a_successor_continues_them(redis, run_id, tmp_path):
+    """Nothing is generated twice: what has paused is in the log at once, however young it is."""
+    run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, iterations=3, **PAUSES))
+    log = ExperienceLog(run)
+    async with (
+        simulated_replica(run, "r0", lengths=Lengths(1e9)) as replica,
+        serve((await run.config()).reward, run=run),
+        idle_learner(run, [replica]) as learner,
+    ):
+        await run.set_state(RunState.RUNNING)
+        killed = asyncio.create_task(main.orchestrate(run))
+
+        async def paused() -> dict[int, list[bytes]]:
+            """The parts of the 8 groups that the first plan can do without."""
+            return await log.partial_rollouts(await log.in_flight())
+
+        while len((await log.unplanned()).appended) < 4 or len(await paused()) < 8:  # noqa: ASYNC110 (there is no event for it)
+            await asyncio.sleep(0.02)
+        killed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await killed
+        admitted = {admission.index for admission in await log.in_flight()}
+        assert admitted == set(range(4, 12)), "the oldest groups went on beyond the budget, since the plan needed them"
+        for parts in (await paused()).values():
+            (group,) = (experience_pb2.Group.FromString(part) for part in parts)
+            assert [len(sample.token_ids) for sample in group.samples] == [4 * 32] * 3
+        await asyncio.gather(main.orchestrate(run), learner.train([1, 2, 3], [replica]))
+        groups = [group for groups in learner.trained.values() for group in groups]
+        assert sorted(group.index for group in groups) == list(range(12)) and (await log.audit()).clean
+        assert replica.engine.tokens == sum(len(sample.token_ids) for group in groups for sample in group.samples) == 12 * 3 * 96
+        records = [record for _, record in await run.records("0", 0) if record["kind"] == "rollout"]
+        assert sum(record["rollout/paused_samples"] for record in records) > 0
+        assert all(record["rollout/parts_beyond_budget"] >= 0 for record in records)
+
+
+async def test_each_part_has_the_logprobs_of_the_version_that_sampled_it(redis, run_id, tmp_path):
+    run = await make_run(redis, run_id, config_tree(tmp_path, ROWS, iterations=4, **PAUSES))
+    lengths = Lengths(60, spread=0.7)
+    async with (
+        simulated_replica(run, "r0", step_seconds=0.001, lengths=lengths) as replica,
+        serve((await run.config()).reward, run=run),
+        idle_learner(run, [replica]) as learner,
+    ):
+        await run.set_state(RunState.RUNNING)
+        policies = {0: replica.engine.policy}
+
+        async def train() -> None:
+            for iteration in range(1, 5):
+                await learner.train([iteration], [replica])
+                policies[iteration] = replica.engine.policy
+
+        await asyncio.gather(main.orchestrate(run), train())
+    starts = {
+        (call.request_id.rpartition("-")[0], slot.index, len(slot.prefix_ids) // 4)
+        for call in replica.calls
+        for slot in call.slots
+    }
+    several = 0
+    for iteration, groups in learner.trained.items():
+        for group in groups:
+            for index, sample in enumerate(group.samples):
+                versions = [version for version, _, _ in sample.spans]
+                assert iteration - 1 - min(versions) <= 2
+                several += len(versions) > 1
+                for version, start, end in sample.spans:
+                    if (f"group-{group.index}-{group.attempt}", index, start) not in starts:
+                        continue  # it began in a running call: weights were swapped under it
+                    seed = sequence_seed(0, group.index, group.attempt, index, start)
+                    before = [*group.prompt_ids.tolist(), *sample.token_ids[:start].tolist()]
+                    end = min(
+                        [
+                            end,
+                            *(
+                                other
+                                for *key, other in starts
+                                if key == [f"group-{group.index}-{group.attempt}", index] and other > start
+                            ),
+                        ]
+                    )
+                    ids, logprobs = sampled(policies[version], before, seed, SAMPLING, end - start, VOCAB, lengths)
+                    assert sample.token_ids[start:end].tolist() == ids
+                    assert sample.logprobs[start:end].tolist() == np.float32(logprobs).tolist()
+    assert several > 0, "no sample was carried over"

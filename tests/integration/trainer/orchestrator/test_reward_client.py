@@ -1,4 +1,4 @@
-"""Scores from the real reward service: failures are retried, told apart from outages, and never become numbers."""
+"""Scores from the real reward service: failures are retried, distinguished from outages, and never become numbers."""
 
 import asyncio
 import json
@@ -128,7 +128,7 @@ async def test_a_failure_is_never_a_number_and_one_bad_group_is_no_outage(start)
             with pytest.raises(ScoreError, match=f"(?s)1 of 2 samples have no score after 2 attempts: .*{why}"):
                 await rewards.score([question(mode + "0", "3"), question(mode + "1", "4", mode)])
             assert not rewards.paused
-        with pytest.raises(ScoreError, match="2 of 2 samples have no score after 2 attempts"):
+        with pytest.raises(ScoreError, match=r"2 of 2 samples .*2 attempts"):
             await rewards.score([question(i, mode="raise") for i in range(2)])
         assert not rewards.paused
         await rewards.close()
@@ -139,7 +139,7 @@ async def test_a_hang_is_a_failure(start):
     async with serve(config, run=run):
         rewards = RewardClient(run, config, spelled)
         await rewards.refresh()
-        with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples have no score after 2 attempts: .*timeout"):
+        with pytest.raises(ScoreError, match=r"(?s)1 of 1 samples .*timeout"):
             await rewards.score([question(0, mode="hang")])
         assert not rewards.paused
         await rewards.close()
@@ -215,7 +215,7 @@ async def test_a_server_that_goes_and_comes_back(start):
     async with serve(config, run=run):
         await rewards.refresh()
         await rewards.score([asked])
-    scoring = asyncio.create_task(rewards.score([asked]))  # the lease is gone, and nobody has told us yet
+    scoring = asyncio.create_task(rewards.score([asked]))  # the lease is gone, and the client does not know yet
     await until(lambda: rewards.health.down_since is not None)
     async with serve(config, run=run):
         await rewards.refresh()
@@ -288,7 +288,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
         scoring = asyncio.create_task(rewards.score([asked]))
         await until(lambda: any(server.outstanding for server in rewards._servers.values()))
         await rewards.refresh()
-        scoring.cancel()  # by whoever asked, and so it ends for good
+        scoring.cancel()  # by the caller, so it is not retried
         with pytest.raises(asyncio.CancelledError):
             await scoring
         async with asyncio.timeout(300):
@@ -298,9 +298,7 @@ async def test_closing_does_not_wait_for_a_server_that_left(start):
 async def test_no_server_for_too_long(start):
     run, config = await start(start_timeout=0.6)
     rewards = RewardClient(run, config, spelled)
-    with pytest.raises(
-        UnavailableError, match=r"answers within reward.start_timeout = 1 s; found no reward server is registered"
-    ):
+    with pytest.raises(UnavailableError, match=r"reward\.start_timeout = 1 s.*no reward server"):
         await rewards.score([question(0)])
 
 

@@ -30,7 +30,7 @@ class Answers:
 
 @pytest.fixture
 def evaluated(redis: Redis, run_id: str, tmp_path: Path):
-    """`await evaluated(...)`: evaluates versions 0 and 2, the second while training goes on; returns what is told of failures."""
+    """`await evaluated(...)`: evaluates versions 0 and 2, the second while training goes on; returns the notices of failures."""
 
     async def evaluated(later: Callable[[], Awaitable[None]], first: bool = False) -> list[str]:
         sections = {"iterations": 8, "max_staleness": 1, "eval_interval": 2, "eval_hold": 0.05}
@@ -51,7 +51,7 @@ def evaluated(redis: Redis, run_id: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("first", [True, False])
-async def test_servers_that_are_gone_are_not_told_as_a_slow_evaluation(evaluated, first: bool) -> None:
+async def test_lost_servers_are_not_reported_as_a_slow_evaluation(evaluated, first: bool) -> None:
     """Neither where an evaluation may take as long as it likes nor where it has a deadline."""
 
     async def unscored() -> None:

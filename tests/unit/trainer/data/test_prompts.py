@@ -317,7 +317,7 @@ def test_no_tokenizer() -> None:
         Template({"config.json": b"{}"}, section())
 
 
-def test_digest_tells_templates_apart() -> None:
+def test_templates_have_different_digests() -> None:
     digests = {Template(model_files(), section(system=system)).digest for system in (None, "a", "b")}
     assert len(digests) == 3
 

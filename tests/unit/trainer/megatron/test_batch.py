@@ -168,6 +168,7 @@ def test_packing_puts_every_token_over_its_prediction() -> None:
     aligned = pack(sequences, np.array([0, 3]), torch.device("cpu"), multiple=4)
     assert (aligned.ids.ids.tolist(), aligned.ids.lengths) == ([5, 6, 7, 8, 3, 2, 0, 0], (4, 2, 2))
     assert (aligned.targets.tolist(), aligned.padding) == ([*batch.targets.tolist(), IGNORE, IGNORE], 2)
+    assert aligned.real.tolist() == [True] * 6 + [False] * 2
     assert batch.sequence.tolist() == [0, 0, 1, 1]
     torch.testing.assert_close(batch.take(tokens.behaviour), torch.tensor([-0.1, -0.2, -0.1, -0.2]))
     assert tokens.ids is not None

@@ -53,6 +53,13 @@ def test_weights_of_another_model_are_refused(changes: dict[str, torch.Tensor | 
     assert str(tmp_path) in f"{caught.value.expected} {caught.value.found}"
 
 
+def test_a_bias_in_the_choice_of_experts_is_not_ignored(tmp_path: Path) -> None:
+    save(tmp_path, **{"model.layers.0.mlp.gate.e_score_correction_bias": torch.ones(4)})
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path)
+    assert "model.layers.0.mlp.gate.e_score_correction_bias" in caught.value.found
+
+
 def _cut(path: Path) -> None:
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])

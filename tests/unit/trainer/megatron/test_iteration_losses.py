@@ -25,6 +25,7 @@ class Table(torch.nn.Module):
 
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment = 1
+    routing = None
 
     def __init__(self) -> None:
         super().__init__()

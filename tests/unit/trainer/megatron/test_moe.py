@@ -1,4 +1,4 @@
-"""What megatron-core is asked for in a layer with experts: no auxiliary loss, no dropped token, sequence parallelism over tensor ranks."""
+"""What megatron-core is asked for in a layer with experts: no loss of its own, no dropped token, sequence parallelism over tensor ranks."""
 
 import torch
 
@@ -25,7 +25,7 @@ FIELDS = {
 
 
 def test_the_policy_that_is_trained_is_the_one_that_sampled() -> None:
-    """An auxiliary loss, a capacity or jitter would give it another gradient or other experts."""
+    """A capacity or jitter would give it other experts. The losses on the router are `routing`'s, not megatron-core's."""
     config = transformer_config(read_architecture(HfConfig(FIELDS)), torch.float32, Rank(), CPU)
     assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (4, 2, 8)
     assert config.moe_router_load_balancing_type == "none" and config.moe_aux_loss_coeff == 0

@@ -30,6 +30,7 @@ class Drifting:
     """Of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment = 1
+    routing = None
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
@@ -64,7 +65,13 @@ WHOLE = [(1, 0, 4)]
 """The spans of a sample that version 1 sampled alone: the policy before iteration 2."""
 
 
-def trained(model: Drifting, scores: list[list[float]], spans: list[tuple[int, int, int]] = WHOLE, steps: int = 1) -> Trained:
+def trained(
+    model: Drifting,
+    scores: list[list[float]],
+    spans: list[tuple[int, int, int]] = WHOLE,
+    steps: int = 1,
+    algorithm: Algorithm = ALGORITHM,
+) -> Trained:
     """One iteration on groups of made-up samples with these scores."""
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
     groups = [
@@ -77,7 +84,7 @@ def trained(model: Drifting, scores: list[list[float]], spans: list[tuple[int, i
     models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)
     sequences, tokens = collect(groups)
     parts = np.array_split(np.arange(len(sequences)), steps)
-    return train_iteration(Iteration(2, sequences, tokens, parts, AlgorithmState(), 1e-3), ALGORITHM, models)
+    return train_iteration(Iteration(2, sequences, tokens, parts, AlgorithmState(), 1e-3), algorithm, models)
 
 
 def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> None:

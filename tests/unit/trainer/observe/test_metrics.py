@@ -59,6 +59,8 @@ def test_a_sample_is_as_stale_as_its_oldest_token(tmp_path: Path) -> None:
     groups = [replace(GROUPS[0], samples=[mixed, sample(4, 0.0)])]
     record = iteration_record(5, groups, TRAINED, SECONDS, 100.0, run_config(tmp_path))
     assert (record["staleness/samples"], record["staleness/max"], record["staleness/mixed_fraction"]) == ([1, 0, 1], 2, 0.5)
+    assert (record["partial/carried_samples"], record["partial/carried_tokens"]) == (1, 3)
+    assert (record["partial/parts_mean"], record["partial/parts_max"]) == (1.5, 2)
 
 
 def test_a_greedy_baseline_counts_as_generated_and_in_nothing_else(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ async def test_a_restart_goes_on_behind_the_last_whole_line(config: RunConfig) -
     assert json.loads((config.run_dir / "summary.json").read_text())["iterations"] == 3
 
 
-async def test_a_run_is_told_apart_from_one_that_failed_in_its_directory_before(config: RunConfig) -> None:
+async def test_a_run_differs_from_one_that_failed_in_its_directory_before(config: RunConfig) -> None:
     """Also where its Redis' clock is behind: its stream is read from the first record."""
     evaluation = {"kind": "eval", "version": 2, "samples": 10, "seconds": 1.0}
     with closing(Recorder(config, "run-1", groups_of)) as recorder:
@@ -288,7 +288,7 @@ asyncio.run(main(Path(sys.argv[1]), json.loads(sys.argv[2])))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the process's open files in /proc")
 @pytest.mark.parametrize("kind", ["iteration", "notice"])  # whose events, or whose line, are what does not fit
-def test_a_full_disk_is_told_each_time_and_all_is_written_once_there_is_room(
+def test_a_full_disk_is_reported_each_time_and_all_is_written_once_there_is_room(
     config: RunConfig, tmp_path: Path, kind: str
 ) -> None:
     plotted = [iteration(number, **{f"a{place}": 1 for place in range(20)}) for number in range(1, 16)]

@@ -29,11 +29,12 @@ class _RmsNorm(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight, rstd = ctx.saved_tensors
-        normed = x * rstd
-        scaled = (grad * weight).to(normed.dtype)
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        mean = torch.linalg.vecdot(scaled, normed).unsqueeze(-1).div_(x.shape[-1])
-        return scaled.addcmul_(normed, mean, value=-1).mul_(rstd).to(x.dtype), grad_weight, None
+        wide, factor = x.to(rstd.dtype), weight.to(rstd.dtype)
+        product = (grad * wide).mul_(rstd)  # the terms of the weight's gradient
+        grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
+        mean = (product.flatten(0, -2) @ factor).view_as(rstd).div_(x.shape[-1])
+        grad_x = torch.mul(grad, factor, out=product).mul_(rstd)  # the terms are summed already
+        return grad_x.addcmul_(wide, mean.mul_(rstd).mul_(rstd), value=-1).to(x.dtype), grad_weight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,7 +63,7 @@ class _Swiglu(Function):
         out = torch.empty_like(gate_up)
         grad_gate, grad_up = out.chunk(2, dim=-1)
         torch.mul(activated, grad, out=grad_up)
-        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return out
 
 

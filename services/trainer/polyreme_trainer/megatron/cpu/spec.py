@@ -26,7 +26,7 @@ from polyreme_trainer.megatron.mcore import (
     TransformerLayerSubmodules,
 )
 from polyreme_trainer.megatron.moe import experts
-from polyreme_trainer.megatron.norm import ends_in_norm
+from polyreme_trainer.megatron.norm import ends_in_norm, projection_norms
 from polyreme_trainer.megatron.spec import ModelSpec
 
 
@@ -57,6 +57,7 @@ class GatedActivation(torch.nn.Module):
 
 def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     head_norm = RmsNorm if config.qk_layernorm else IdentityOp
+    query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
     row = ends_in_norm(RowParallel, RmsNorm) if family.post_norms else RowParallel
     mlp = MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=row, activation_func=GatedActivation)
     layer = ModuleSpec(
@@ -70,8 +71,8 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
                     linear_qkv=ColumnParallel,
                     core_attention=Attention,
                     linear_proj=row,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
+                    q_layernorm=query_norm,
+                    k_layernorm=key_norm,
                 ),
             ),
             self_attn_bda=_residual,

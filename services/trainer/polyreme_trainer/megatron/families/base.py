@@ -19,7 +19,7 @@ LM_HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 
 Shape = tuple[int, ...]
-Share = Literal["all", "columns", "vocab", "gate_up", "qkv"]
+Share = Literal["all", "columns", "vocab", "rows", "gate_up", "qkv"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MappingRow:
 
     Attributes:
         param: the parameter's name; for a layer's row, the name within the layer.
-        share: how tensor ranks share it: "all" (every rank has the whole; several tensors are stacked), "columns" (dimension 1 split evenly), "vocab" (rows, padded),
+        share: how tensor ranks share it: "all" (every rank has the whole; several tensors are stacked), "columns" (dimension 1 split evenly), "vocab" (rows, padded), "rows" (dimension 0 split evenly),
             "gate_up" (rows of each tensor split evenly, and stacked on each rank), "qkv" (see `hf_mapping`).
         tensors: name and dimensions of each tensor. A dimension is a number or the name of a size of `Architecture`.
         absent: names in `tensors` for which the parameter has rows, always zero, and the model no tensor.
@@ -68,6 +68,7 @@ class Architecture:
         top_k: the number of experts to which a token is routed.
         shared_ffn: the width of the expert that every token passes; 0 without one.
         renormalizes: whether the weights of a token's experts are scaled to sum to 1.
+        aux_loss_coef: the coefficient of the load-balancing loss with which transformers trains the model.
         adapter: whether the table has the tensors of a model's adapters alone, see `lora_mapping`. A value head is among them, because
             it is trained as a whole.
     """
@@ -94,6 +95,7 @@ class Architecture:
     top_k: int = 0
     shared_ffn: int = 0
     renormalizes: bool = False
+    aux_loss_coef: float = 0.0
     adapter: bool = False
 
     @property
@@ -105,6 +107,16 @@ class Architecture:
     def keys(self) -> int:
         """The width of all key heads together; that of all value heads is the same."""
         return self.kv_heads * self.head_dim
+
+    def with_value_head(self) -> "Architecture":
+        """The critic or reward model of the same sizes. Raises ConfigError where transformers has no classifier of the family to read it."""
+        if not self.family.classifier:
+            raise ConfigError(
+                "a model_type with a sequence classifier in transformers, for a critic or reward model",
+                f"{self.family.name}, which has none",
+                "Take a critic or reward model of another family, or an algorithm without a critic.",
+            )
+        return replace(self, head="value")
 
     def shapes(self, row: MappingRow) -> dict[str, Shape]:
         """The shape of each Hugging Face tensor of the row, including absent ones."""
@@ -195,6 +207,8 @@ class ModelFamily:
         fixed: fields that must have this value.
         activation: the activation of the MLP's gate; "gelu_tanh" is the tanh approximation of GELU.
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
+        projection_norms: whether queries and keys each pass a norm over all their heads together.
+        classifier: whether transformers has a sequence classifier of the family.
     """
 
     name: str
@@ -205,6 +219,8 @@ class ModelFamily:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     activation: Literal["silu", "gelu_tanh"] = "silu"
     post_norms: bool = False
+    projection_norms: bool = False
+    classifier: bool = True
 
     def architecture(self, config: HfConfig) -> Architecture:
         """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that this package does not support."""

@@ -56,10 +56,12 @@ class HfConfig:
             raise self._error(name, "a positive integer")
         return value
 
-    def number(self, name: str) -> float:
-        """A positive, finite number."""
+    def number(self, name: str, *, zero: bool = False) -> float:
+        """A positive, finite number. `zero`: or 0."""
         value = self._fields.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+            raise self._error(name, "a positive number")
+        if not value and not zero:
             raise self._error(name, "a positive number")
         return float(value)
 

@@ -27,6 +27,9 @@ def expert(block: str, gate: str, up: str, down: str) -> tuple[MappingRow, ...]:
     )
 
 
+_DEFAULTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+
+
 @dataclass(frozen=True)
 class MoeFamily(ModelFamily):
     """A family of mixtures of experts.
@@ -40,7 +43,7 @@ class MoeFamily(ModelFamily):
     shared_ffn: str | None = None
 
     def architecture(self, config: HfConfig) -> Architecture:
-        config = config.with_defaults(self.defaults)
+        config = config.with_defaults({**_DEFAULTS, **self.defaults})
         config.only("mlp_only_layers", [])
         config.only("decoder_sparse_step", 1)
         experts = config.integer("num_experts" if "num_experts" in config else "num_local_experts")
@@ -58,4 +61,5 @@ class MoeFamily(ModelFamily):
             expert_ffn=config.integer(self.expert_ffn),
             shared_ffn=0 if self.shared_ffn is None else config.integer(self.shared_ffn),
             renormalizes=config.flag("norm_topk_prob"),
+            aux_loss_coef=config.number("router_aux_loss_coef", zero=True) if config.flag("output_router_logits") else 0.0,
         )

@@ -67,7 +67,7 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
     heads = 3 * arch.queries + 3 * arch.keys  # packed q, k, v; rotated q and k; the attention's output
-    if arch.family.options.get("qk_layernorm"):
+    if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
     mlp = (4 if fused else 5) * (arch.shared_ffn if arch.experts else arch.ffn)
     routed = arch.top_k * (arch.hidden + (5 if fused else 6) * arch.expert_ffn // tensor)

@@ -72,6 +72,27 @@ def test_linear_of_a_frozen_weight_passes_the_gradient_on() -> None:
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 4))
 
 
+def test_weight_gradients_join_the_gradient_buffer() -> None:
+    """Over two micro-batches; the buffer and what autograd returns hold each part once."""
+    weight = leaf(4, 6, dtype=torch.float32)
+    buffer = torch.zeros(4, 6)
+    weight.main_grad = buffer  # type: ignore[attr-defined]
+    want = torch.zeros(4, 6)
+    for seed in (1, 2):
+        x, grad = leaf(3, 5, 6, dtype=torch.float32, seed=seed), leaf(3, 5, 4, dtype=torch.float32, seed=seed + 2).detach()
+        linear(x, weight, None, None, False).backward(grad)
+        want += grad.flatten(0, 1).t() @ x.detach().flatten(0, 1)
+    torch.testing.assert_close(buffer + (0 if weight.grad is None else weight.grad), want)
+
+
+def test_an_empty_batch_has_no_gradient() -> None:
+    weight, x = leaf(4, 6, dtype=torch.float32), leaf(0, 6, dtype=torch.float32)
+    weight.main_grad = torch.zeros(4, 6)  # type: ignore[attr-defined]
+    linear(x, weight, None, None, False).sum().backward()
+    assert not weight.main_grad.any()  # type: ignore[attr-defined]
+    assert weight.grad is None or not weight.grad.any()
+
+
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [

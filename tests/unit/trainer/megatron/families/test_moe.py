@@ -60,6 +60,20 @@ MIXTRAL_8X7B = SIZES | {
     "vocab_size": 32000,
 }
 
+OLMOE_1B_7B = SIZES | {
+    "model_type": "olmoe",
+    "clip_qkv": None,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 50304,
+}
+
 
 @pytest.mark.parametrize(
     ("config", "parameters", "active"),
@@ -68,6 +82,7 @@ MIXTRAL_8X7B = SIZES | {
         (QWEN3_235B_A22B, 235_093_634_560, 22.2e9),
         (QWEN15_MOE_A2_7B, 14_315_784_192, 2.7e9),
         (MIXTRAL_8X7B, 46_702_792_704, 12.9e9),
+        (OLMOE_1B_7B, 6_919_161_856, 1.28e9),
     ],
 )
 def test_the_published_models_have_their_numbers_of_weights(config: dict[str, Any], parameters: int, active: float) -> None:
@@ -98,8 +113,41 @@ def test_tensors_have_the_names_of_the_published_files() -> None:
         (QWEN15_MOE_A2_7B, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
         (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise"),
         (MIXTRAL_8X7B, {"sliding_window": 4096}, "sliding_window"),
+        (OLMOE_1B_7B, {"clip_qkv": 8.0}, "clip_qkv"),
+        (OLMOE_1B_7B, {"output_router_logits": True, "router_aux_loss_coef": -0.1}, "router_aux_loss_coef"),
     ],
 )
 def test_what_would_run_differently_is_refused(config: dict[str, Any], changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_architecture(HfConfig(config | changes))
+
+
+@pytest.mark.parametrize("model_type", ["dots1", "ernie4_5_moe", "glm4_moe", "lfm2_moe", "minimax_m2"])
+def test_experts_that_a_bias_balances_are_refused_with_this_reason(model_type: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_architecture(HfConfig(QWEN3_30B_A3B | {"model_type": model_type}))
+    assert model_type in caught.value.found and "bias" in caught.value.found
+
+
+def test_the_models_own_coefficient_applies_where_transformers_would_apply_it() -> None:
+    """Its default is the family's."""
+    switched_on = {"output_router_logits": True}
+    assert read_architecture(HfConfig(MIXTRAL_8X7B | {"router_aux_loss_coef": 0.02})).aux_loss_coef == 0
+    assert read_architecture(HfConfig(MIXTRAL_8X7B | switched_on | {"router_aux_loss_coef": 0.02})).aux_loss_coef == 0.02
+    assert read_architecture(HfConfig(MIXTRAL_8X7B | switched_on | {"router_aux_loss_coef": 0.0})).aux_loss_coef == 0
+    assert read_architecture(HfConfig(QWEN3_30B_A3B | switched_on)).aux_loss_coef == 0.001
+    assert read_architecture(HfConfig(OLMOE_1B_7B | switched_on)).aux_loss_coef == 0.01
+
+
+def test_key_heads_under_one_norm_divide_over_the_tensor_ranks() -> None:
+    """Two ranks with the same key head would count it twice."""
+    shared = read_architecture(HfConfig(OLMOE_1B_7B | {"num_key_value_heads": 2}))
+    hf_mapping.check(shared, 2)
+    with pytest.raises(ValueError, match="key-value heads = 2"):
+        hf_mapping.check(shared, 4)
+
+
+def test_a_critic_that_transformers_could_not_read_is_refused() -> None:
+    assert read_architecture(HfConfig(MIXTRAL_8X7B)).with_value_head().head == "value"
+    with pytest.raises(ConfigError, match="olmoe"):
+        read_architecture(HfConfig(OLMOE_1B_7B)).with_value_head()

@@ -10,7 +10,7 @@ from polyreme_trainer.megatron.families import known_families
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.families.rope import read_rope
 
-GUIDE = (Path(__file__).resolve().parents[4] / "docs" / "models.md").read_text()
+GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "models.md").read_text()
 
 
 def names(heading: str) -> list[str]:

@@ -1,0 +1,28 @@
+"""The check of the settings for models with experts, before anything starts.
+
+Invariant: a setting that the model cannot follow is an error, never ignored. No torch.
+"""
+
+from collections.abc import Iterator
+
+from polyreme.config.run import RunConfig
+from polyreme.config.stage import StageConfig
+from polyreme.errors import ConfigError, PolyremeError
+from polyreme_trainer.megatron.families import load_architecture
+
+SILENT_ENGINES = ("vllm",)
+"""The engines of this distribution that report no routes. Of any other engine, the replica checks it when it starts."""
+
+
+def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
+    """Yields an error for each setting that needs experts where the model has none. Raises ConfigError for a model that is unknown."""
+    arch = load_architecture(config.model.path)
+    replays = isinstance(config, RunConfig) and config.trainer.moe.replay_routes
+    if (config.trainer.moe.is_set or replays) and not arch.experts:
+        yield ConfigError("a model with experts, for trainer.moe", f"{arch.family.name}, which is dense", "Remove trainer.moe.")
+    if isinstance(config, RunConfig) and replays and config.rollout.engine in SILENT_ENGINES:
+        yield ConfigError(
+            "an engine that reports which experts it has chosen, for trainer.moe.replay_routes",
+            f"rollout.engine: {config.rollout.engine}, which does not",
+            "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
+        )

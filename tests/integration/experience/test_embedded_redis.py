@@ -1,0 +1,109 @@
+"""A run's own Redis server: it keeps its data, starts again where it was, and ends with its owner."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from polyreme.errors import StoreError
+from polyreme.experience.embedded_redis import EmbeddedServer
+from polyreme.experience.store import connect
+from support.proxy import port_of
+
+
+async def test_data_survives_kill_9(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        client = await connect(server.url)
+        await client.set("kept", "yes")
+        os.kill(server.pid, signal.SIGKILL)
+        await client.aclose()
+    with EmbeddedServer.start(tmp_path) as server:
+        client = await connect(server.url)
+        assert await client.get("kept") == b"yes"
+        await client.aclose()
+
+
+async def test_a_dead_server_starts_again_where_it_was(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        client, url, pid = await connect(server.url), server.url, server.pid
+        await client.set("kept", "yes")
+        os.kill(pid, signal.SIGKILL)
+        while server.alive:  # noqa: ASYNC110 (a process gives no event)
+            await asyncio.sleep(0.01)
+        await server.restart()
+        assert (server.url, server.alive) == (url, True)
+        assert server.pid != pid
+        assert await client.get("kept") == b"yes"
+        await client.aclose()
+    assert not server.alive
+
+
+async def test_others_are_served_while_a_dead_server_starts_again(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        while server.alive:  # noqa: ASYNC110 (a process gives no event)
+            await asyncio.sleep(0.01)
+        restarting = asyncio.create_task(server.restart())
+        await asyncio.sleep(0)
+        os.kill(server.pid, signal.SIGSTOP)  # as one that loads much
+        try:
+            async with asyncio.timeout(300):
+                for _ in range(20):
+                    await asyncio.sleep(0.02)
+            assert not restarting.done()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        await asyncio.wait_for(restarting, 300)
+        assert server.alive
+
+
+async def test_a_restart_that_is_cancelled_leaves_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        server.stop()
+        monkeypatch.setattr(EmbeddedServer, "_answers", lambda _: False)  # it loads until the restart is cancelled
+        restarting = asyncio.create_task(server.restart())
+        await asyncio.sleep(0)
+        restarting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+        assert not server.alive
+
+
+def test_the_last_words_of_a_server(tmp_path: Path) -> None:
+    with EmbeddedServer.start(tmp_path) as server:
+        assert server.last_words() == ""
+        with open(tmp_path / "redis.log", "a") as log:
+            log.write("9657:M 20 Nov 2026 16:32:15.842 # Error writing to the AOF file: No space left on device\n")
+        assert server.last_words() == "Error writing to the AOF file: No space left on device"
+
+
+def test_a_taken_port(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="Redis to start on port") as caught:
+        EmbeddedServer.start(tmp_path / "other", port=port_of(own_server.url))
+    assert "in use" in str(caught.value)
+
+
+def test_stopping_twice_leaves_nothing(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path)
+    server.stop()
+    server.stop()
+    assert not psutil.pid_exists(server.pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_it_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from polyreme.experience.embedded_redis import EmbeddedServer\n"
+        "print(EmbeddedServer.start(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        server = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+        gone, alive = psutil.wait_procs([server], timeout=300)
+    assert gone and not alive

@@ -1,0 +1,149 @@
+"""What test_model_parity runs inside the ranks for every family with experts: balanced and replayed routers, against transformers' layers."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from polyreme.config.trainer import MoeConfig, Recompute
+from polyreme_trainer.algorithms.metrics import combine, finish
+from polyreme_trainer.megatron.batch import Sequences, supervised
+from polyreme_trainer.megatron.device import Device
+from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.optimizer import Adam
+from polyreme_trainer.megatron.policy import Policy
+from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.shard import DataShard
+from polyreme_trainer.observe.registry import ROUTING
+from support.model_checks import file_tensors, hf_model
+
+LENGTHS = (9, 4, 12, 6)
+PROMPT = 2
+"""Tokens at the start of each row that the routers place."""
+RECOMPUTE: tuple[Recompute | None, ...] = (None, "full", "selective")
+
+
+def make_rows(vocab: int) -> list[np.ndarray]:
+    random = np.random.default_rng(3)
+    return [random.integers(1, vocab, length) for length in LENGTHS]
+
+
+def make_role(model: str, device: Device, recompute: Recompute | None, moe: MoeConfig | None = None) -> Role[Policy]:
+    """A role that does not clip, and whose micro-batches have at most 24 tokens."""
+    policy = Policy(load_architecture(Path(model)), "float32", device, trainable=True, recompute=recompute, moe=moe)
+    policy.load_hf(Path(model))
+    role = Role("actor", policy, lambda batch: policy.logprobs(batch.ids, batch.targets), DataShard(device.torch, 24))
+    role.make_optimizer(Adam(clip_grad=0))
+    return role
+
+
+def check_step(role: Role[Policy], device: Device, sequences: Sequences, expected: Mapping[str, Tensor]) -> None:
+    """The gradients of the summed negative log-likelihood. The weights stay, because the learning rate is 0."""
+    with device.megatron():
+        role.update(sequences, np.arange(len(sequences)), lambda batch, logprobs: -logprobs.sum(), 0.0)
+    params = dict(role.model.module.named_parameters())
+    for piece in role.model.slices:
+        mine = params[piece.param].main_grad[piece.param_index]
+        assert_close(mine, expected[piece.hf_name][piece.hf_index], rtol=1e-4, atol=1e-4, msg=str(piece))
+
+
+def balance_agrees(model: str, device: Device) -> None:
+    """Gradients and metrics of a step with both losses on the routers, in several micro-batches, against plain torch on transformers' router
+    logits. Of a single layer, the balancing loss is transformers' own."""
+    arch, aux_coef, z_coef = load_architecture(Path(model)), 0.4, 0.2
+    rows = make_rows(arch.vocab)
+    sequences = supervised(rows, [np.ones(len(row), np.uint8) for row in rows])
+    reference, total, tokens = hf_model(model), torch.zeros(()), len(sequences.mask)
+    logits: list[list[Tensor]] = [[] for _ in range(arch.layers)]
+    for row in rows:
+        output = reference(torch.from_numpy(row[None, :-1]), output_router_logits=True)
+        total = total + negative_log_likelihood(output.logits, row)
+        for layer, each in zip(logits, output.router_logits, strict=True):
+            layer.append(each)
+    balancing, squares = torch.zeros(()), torch.zeros(())
+    for whole in map(torch.cat, logits):
+        choices = torch.nn.functional.one_hot(whole.topk(arch.top_k).indices, arch.experts).float().sum((0, 1)) / tokens
+        own = arch.experts * (choices * whole.softmax(-1).mean(0)).sum()
+        assert_close(own, load_balancing_loss_func((whole,), arch.experts, arch.top_k))
+        balancing, squares = balancing + own / arch.layers, squares + whole.logsumexp(-1).square().mean() / arch.layers
+    (total + aux_coef * balancing + z_coef * squares).backward()
+    expected = file_gradients(reference)
+    for recompute in RECOMPUTE:
+        role = make_role(model, device, recompute, MoeConfig(aux_loss_coef=aux_coef, z_loss_coef=z_coef))
+        check_step(role, device, sequences, expected)
+        found = finish(combine([role.routing_metrics]))
+        assert set(found) == {metric.name for metric in ROUTING}
+        assert math.isclose(found["moe/aux_loss"], balancing.item(), rel_tol=1e-4)
+        assert math.isclose(found["moe/z_loss"], squares.item(), rel_tol=1e-4)
+
+
+def replay_agrees(model: str, device: Device) -> None:
+    """Loss and gradient with given experts are those of transformers' layers with the same experts. The routers' own experts, replayed, change
+    nothing."""
+    arch, random = load_architecture(Path(model)), np.random.default_rng(4)
+    rows = make_rows(arch.vocab)
+    shapes = [(len(row) - PROMPT, arch.layers, arch.experts) for row in rows]
+    others = [random.random(shape).argsort(-1)[..., : arch.top_k].astype(np.uint8) for shape in shapes]
+    own, other = with_experts(model, rows, None), with_experts(model, rows, others)
+    assert abs(other.loss - own.loss) > 1e-3
+    theirs = [np.stack(each, axis=1)[PROMPT - 1 :].astype(np.uint8) for each in own.chosen]
+    plain = supervised(rows, [np.ones(len(row), np.uint8) for row in rows])
+    for recompute in RECOMPUTE:
+        for routes, expected in ((None, own), (theirs, own), (others, other)):
+            role = make_role(model, device, recompute)
+            role.replays = routes is not None
+            sequences = Sequences(plain.ids, plain.mask, routes=routes)
+            loss = -float(role.infer(sequences, np.arange(len(rows))).sum())
+            assert math.isclose(loss, expected.loss, rel_tol=1e-5)
+            check_step(role, device, sequences, expected.gradients)
+
+
+@dataclass(frozen=True)
+class Forced:
+    """What transformers computes: the summed negative log-likelihood, its gradients, and the experts of each row and layer [tokens, top_k]."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    chosen: list[list[np.ndarray]]
+
+
+def with_experts(model: str, rows: list[np.ndarray], given: list[np.ndarray] | None) -> Forced:
+    """transformers' model, where the last positions of each row go to the experts `given`."""
+    reference, chosen, total = hf_model(model), list[list[np.ndarray]](), torch.zeros(())
+    arch = load_architecture(Path(model))
+    routers = [module for module in reference.modules() if type(module).__name__.endswith("TopKRouter")]
+    assert len(routers) == arch.layers
+
+    def place(router: Any, inputs: Any, output: Any) -> Any:
+        logits, _, experts = output
+        if given is not None:
+            forced = torch.from_numpy(given[len(chosen) - 1][:, len(chosen[-1])].astype(np.int64))
+            experts = torch.cat([experts[: len(experts) - len(forced)], forced])
+        chosen[-1].append(experts.numpy())
+        weights = logits.softmax(-1).gather(1, experts)
+        return logits, weights / weights.sum(-1, keepdim=True) if arch.renormalizes else weights, experts
+
+    for router in routers:
+        router.register_forward_hook(place)
+    for row in rows:
+        chosen.append([])
+        total = total + negative_log_likelihood(reference(torch.from_numpy(row[None, :-1])).logits, row)
+    total.backward()
+    return Forced(total.item(), file_gradients(reference), chosen)
+
+
+def negative_log_likelihood(logits: Tensor, row: np.ndarray) -> Tensor:
+    """The sum over all tokens of a row but the first."""
+    return -logits.log_softmax(-1)[0, range(len(row) - 1), row[1:]].sum()
+
+
+def file_gradients(model: Any) -> dict[str, Tensor]:
+    """By the names of the model's files."""
+    return file_tensors(model, {name: each.grad for name, each in model.named_parameters() if each.grad is not None})

@@ -1,0 +1,66 @@
+"""Settings for models with experts: what the model or the engine cannot do is an error of the check, before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyreme.config.model import ModelConfig
+from polyreme.config.run import RunConfig
+from polyreme.config.trainer import RunMoeConfig
+from polyreme.errors import ConfigError
+from polyreme_rollout.replica import check_routes
+from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
+from polyreme_trainer.expert_checks import check_experts
+from support.configs import run_config
+
+DENSE = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "intermediate_size": 8,
+    "vocab_size": 33,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+}
+EXPERTS = DENSE | {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def config(folder: Path, fields: dict[str, Any], engine: str = "vllm", **moe: Any) -> RunConfig:
+    (folder / "config.json").write_text(json.dumps(fields))
+    base = run_config(folder, model=ModelConfig(path=folder))
+    trainer = base.trainer.model_copy(update={"moe": RunMoeConfig.model_validate(moe)})
+    return base.model_copy(update={"trainer": trainer, "rollout": base.rollout.model_copy(update={"engine": engine})})
+
+
+@pytest.mark.parametrize(
+    ("fields", "engine", "moe", "found"),
+    [
+        (DENSE, "vllm", {}, None),
+        (DENSE, "vllm", {"aux_loss_coef": 0.0}, None),
+        (DENSE, "vllm", {"aux_loss_coef": 0.1}, "dense"),
+        (DENSE, "vllm", {"z_loss_coef": 0.1}, "dense"),
+        (DENSE, "mine", {"replay_routes": True}, "dense"),
+        (EXPERTS, "vllm", {"aux_loss_coef": 0.1, "z_loss_coef": 0.1}, None),
+        (EXPERTS, "mine", {"replay_routes": True}, None),
+        (EXPERTS, "vllm", {"replay_routes": True}, "rollout.engine: vllm"),
+    ],
+)
+def test_what_the_model_or_the_engine_lacks_is_an_error(
+    fields: dict[str, Any], engine: str, moe: dict[str, Any], found: str | None, tmp_path: Path
+) -> None:
+    errors = list(check_experts(config(tmp_path, fields, engine, **moe)))
+    assert [error.found for error in errors if isinstance(error, ConfigError)] == ([] if found is None else [errors[0].found])
+    assert found is None or found in errors[0].found
+
+
+def test_a_replica_whose_engine_reports_no_routes_does_not_start_in_a_run_that_replays_them(tmp_path: Path) -> None:
+    silent, reporting = (SimulatedInferenceEngine(frozenset("w"), 8, 8, route_bytes=each) for each in (0, 4))
+    replaying = config(tmp_path, EXPERTS, "mine", replay_routes=True)
+    check_routes(silent, config(tmp_path, EXPERTS, "mine"))
+    check_routes(reporting, replaying)
+    with pytest.raises(ConfigError) as caught:
+        check_routes(silent, replaying)
+    assert caught.value.found.startswith("simulated")
