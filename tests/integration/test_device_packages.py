@@ -22,6 +22,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyre
 PINNED = ("megatron-core==0.19.0", "torch-npu==2.10.0.post4", "transformer-engine==2.20.2", "vllm-ascend==0.23.0")
 _PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34))
 Get = Callable[[str], PackageSource]
+NEW = ("Attention.attend", "Packing.blocks", "Packing.ends")
+"""Methods of our classes that are meant to override nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def mistakes(package: PackageSource, imports: list[tuple[str, str]], state: str)
             if not parameters.open and (unknown or call.positional > len(parameters.names)):
                 wrong.append(f"{call.where}: {call.name} does not take {unknown or call.positional}")
         for child, base, method in definitions_of(path, set(callables)):
-            if not package.has_method(*callables[base], method):
+            if f"{child}.{method}" not in NEW and not package.has_method(*callables[base], method):
                 wrong.append(f"{path.name}: {child}.{method} overrides nothing in {base}")
     return wrong
 
