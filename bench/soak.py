@@ -11,7 +11,8 @@ worst_growth         the largest growth of a process' resident memory, as a shar
 repeated_lines       kinds of log lines, numbers masked, that come too often: warnings more than once in 100 iterations, others more
                      than once an iteration (0)
 disk_per_iteration   bytes of the record (metrics and samples) of an iteration; the record is meant to grow
-iterations           how many there were; the run is stopped after --minutes
+iterations           how many there were; the run is stopped after --minutes. Redis' bounded streams are full after 4,000, so a shorter run
+                     shows them as growth
 minutes_for_10000    how long 10,000 iterations take at this pace, without the start (60)
 
 Disk: the append-only file of Redis and the logs count as quantities; the run's record does not.

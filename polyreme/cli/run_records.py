@@ -10,15 +10,30 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from polyreme.errors import ConfigError
 from polyreme.experience.run import RunState
 
 
 def read_records(run_dir: Path, run_id: str) -> Iterator[dict[str, Any]]:
-    """Yields the run's records in metrics.jsonl in order. Skips a last line that is still being written."""
+    """Yields the run's records in metrics.jsonl in order. Skips a last line that is still being written. Raises ConfigError for a damaged one."""
     with suppress(FileNotFoundError), open(run_dir / "metrics.jsonl", "rb") as file:
         for line in file:
-            if line.endswith(b"\n") and (record := json.loads(line)).get("run") == run_id:
+            if line.endswith(b"\n") and (record := parsed(line, run_dir / "metrics.jsonl")).get("run") == run_id:
                 yield record
+
+
+def parsed(line: bytes, path: Path) -> dict[str, Any]:
+    """The record in a line of `path`. Raises ConfigError when there is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        found = repr(line[:60].decode(errors="replace"))
+        raise ConfigError(
+            f"a JSON object in each line of {path}", f"a line that begins {found}", "Remove the line, or restore the file."
+        )
+    return record
 
 
 def write_summary(run_dir: Path, run_id: str, state: RunState, reason: str, numbers: Mapping[str, Any]) -> None:

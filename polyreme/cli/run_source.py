@@ -4,7 +4,6 @@ Invariant: a source only reads, except `ask_to_stop`. A call may come from a thr
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from polyreme.cli.progress import Record, stream_time
 from polyreme.cli.run_directory import EMBEDDED, NO_REDIS, RunFile, read_run_file, read_settings
+from polyreme.cli.run_records import parsed
 from polyreme.cli.run_status import RunStatus, directory_status, redis_status
 from polyreme.errors import ConfigError
 from polyreme.experience.listing import list_run
@@ -72,7 +72,7 @@ class DirectorySource:
                     if not line.endswith(b"\n"):
                         break  # still being written
                     offset += len(line)
-                    if (record := json.loads(line)).get("run") == self.run_id:
+                    if (record := parsed(line, self._folder / "metrics.jsonl")).get("run") == self.run_id:
                         found.append(record)
         except FileNotFoundError:
             pass

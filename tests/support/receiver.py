@@ -38,6 +38,7 @@ class MemoryEngine:
     """
 
     name, max_model_len, vocab_size, dead = "memory", 8, 8, False
+    reports_routes = False
 
     def __init__(self, weight_names: Sequence[str]) -> None:
         self.weight_names = frozenset(weight_names)

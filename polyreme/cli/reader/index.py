@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from polyreme.cli.reader.index_rows import SampleRow, event_of, points_of, sample_files_of, sample_row, step_of
+from polyreme.cli.run_records import parsed
 from polyreme.errors import ConfigError, UnavailableError
 
 SCHEMA = 3
@@ -73,10 +74,10 @@ class Index:
 
         Raises:
             UnavailableError: another process has held the index's lock for _BUSY_SECONDS.
-            ConfigError: the index or a sample file is damaged.
+            ConfigError: the index, metrics.jsonl or a sample file is damaged.
         """
         files = self._files(run_id)
-        if files == self._updated:
+        if files == self._updated and files[2]:  # an index that was deleted is built again
             return False
         added, turn = False, time.monotonic()
         while self.unread(run_id) > 0:
@@ -134,7 +135,7 @@ class Index:
             if size >= _BYTES_AT_ONCE:
                 end = start
                 break
-            record = json.loads(line)
+            record = parsed(line, self._run_dir / "metrics.jsonl")
             if record.get("run") != run_id:
                 continue
             iteration = max(iteration, step_of(record))

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,20 +184,21 @@ class RunReader:
             return samples.newest_step(connection, kind) if read_meta(connection) else None
 
     def read_samples(self, wanted: SampleQuery) -> Iterator[Sample]:
-        """Yields the lines of the matching samples, in order. Memory does not grow with their number."""
+        """Yields the lines of the matching samples, in order. Memory does not grow with their number. Raises ConfigError where a file of
+        them is missing or has changed."""
         with self._index.read() as connection:
             found = samples.places(connection, wanted) if read_meta(connection) else iter(())
             for name, in_file in itertools.groupby(found, key=lambda place: place[0]):
-                with open(self.run_dir / "samples" / name, "rb") as file:
-                    for _, start, size in in_file:
-                        file.seek(start)
-                        yield json.loads(file.read(size))
+                yield from self._lines(name, ((start, size) for _, start, size in in_file))
 
     def sample(self, sample_id: str) -> Sample | None:
         """Everything that the run recorded about a sample: the columns of the index and the fields of its line. None: no such sample.
 
         Args:
             sample_id: GROUP.SAMPLE of a trained sample, vVERSION.ROW of an answer in an evaluation.
+
+        Raises:
+            ConfigError: its file is missing or has changed.
         """
         with self._index.read() as connection:
             found = samples.place(connection, sample_id) if read_meta(connection) else None
@@ -205,10 +206,21 @@ class RunReader:
                 return None
             number, name, start, size = found
             [row] = samples.rows(connection, [number])
-        with open(self.run_dir / "samples" / name, "rb") as file:
-            file.seek(start)
-            line: Sample = json.loads(file.read(size))
+        [line] = self._lines(name, [(start, size)])
         return {**line, **row}
+
+    def _lines(self, name: str, places: Iterable[tuple[int, int]]) -> Iterator[Sample]:
+        """The lines of a sample file that begin at so many bytes and have so many."""
+        path = self.run_dir / "samples" / name
+        try:
+            with open(path, "rb") as file:
+                for start, size in places:
+                    file.seek(start)
+                    yield json.loads(file.read(size))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} as it was indexed", str(error), f"Restore it, or delete {INDEX}, which is then built without it."
+            ) from None
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token; "" where the run did not record its vocabulary."""

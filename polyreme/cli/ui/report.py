@@ -6,6 +6,7 @@ the samples of some evenly spaced iterations.
 
 import base64
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,10 @@ def report(
     samples: Annotated[int, typer.Option(min=0, help="How many samples of each run are in the file, at most.")] = 400,
 ) -> None:
     """Write one offline HTML file that compares runs."""
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ConfigError(
+            "a file in a folder that can be written for --out", str(out), "Create the folder, or choose another file."
+        )
     runs = Runs(run_dirs)
     if not runs.readers:
         raise ConfigError("run directories", f"none at {', '.join(map(str, run_dirs))}", "Pass output_dir/name of runs.")

@@ -66,7 +66,7 @@ class Shared:
     async def ask(self, max_new: int) -> Answer:
         async with rpc.connect(self.replica.lease.address, None) as channel:
             stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-            asked = request(self.replica.swapper._run_id, [5, 6, 7], [(0, [], max_new, 1)], 0)
+            asked = request(self.replica.swapper.staging._run_id, [5, 6, 7], [(0, [], max_new, 1)], 0)
             return (await generate(stub, asked))[0]
 
     def steps_aside(self) -> float | None:

@@ -6,6 +6,7 @@ loses none. Every rank runs this file line by line; `Ranks` carries what only ra
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -62,6 +63,7 @@ class Learner:
         """The newest published version; on rank 0."""
         self.history: list[alarms.Observation] = []
         self.alarmed: set[str] = set()
+        self.alarm_onsets: Counter[str] = Counter()
         ranks.on_leader(partial(self.connect, redis_url))
 
     async def connect(self, redis_url: str) -> None:
@@ -221,9 +223,9 @@ class Learner:
         """Emits the iteration's record and each new alarm. On rank 0."""
         self.history = alarms.recent([*self.history, observe(batch.iteration, batch.groups, metrics, changed)])
         holding = alarms.check(self.history, gates.LIMITS[self.config.model.dtype].mismatch_kl)
-        for name in holding.keys() - self.alarmed:
-            logger.warning("%s", holding[name])
-            await self.client.run.emit({"kind": "alarm", "text": holding[name]})
+        for text in alarms.announcements(holding, self.alarmed, self.alarm_onsets):
+            logger.warning("%s", text)
+            await self.client.run.emit({"kind": "alarm", "text": text})
         self.alarmed = set(holding)
         if (samples := self.engine.trained_samples) is not None:
             await self.client.run.set_trained(batch.iteration, samples.encode())

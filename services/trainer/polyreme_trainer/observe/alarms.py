@@ -3,7 +3,8 @@
 Invariant: an alarm never stops a run. Its text says in one sentence what was observed, since which iteration, and what to check.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 CONSTANT_FOR = 5
@@ -111,6 +112,23 @@ def recent(history: Sequence[Observation]) -> list[Observation]:
         return list(history)
     earlier = [o for o in history[:-last] if o.mismatch_kl is not None]
     return [*earlier[:SUSTAINED_FOR], *history[-last:]]
+
+
+def announcements(holding: Mapping[str, str], before: Set[str], onsets: Counter[str]) -> list[str]:
+    """The texts of the alarms that begin to hold, each at its first, second, fourth, eighth ... onset: one that comes and goes is not
+    announced without bound.
+
+    Args:
+        holding: name -> text of the alarms that hold.
+        before: names of those that held after the iteration before.
+        onsets: how often each alarm began to hold; counted here.
+    """
+    texts = []
+    for name in sorted(holding.keys() - before):
+        onsets[name] += 1
+        if onsets[name].bit_count() == 1:
+            texts.append(holding[name] + (f" (it began {onsets[name]} times so far)" if onsets[name] > 1 else ""))
+    return texts
 
 
 def check(history: Sequence[Observation], mismatch_limit: float) -> dict[str, str]:

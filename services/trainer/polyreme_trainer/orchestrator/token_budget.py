@@ -95,6 +95,7 @@ class TokenBudget:
         while True:
             unfinished = rollouts.unfinished()
             if (part := next_part(unfinished, self.tokens, self._version)).tokens:
+                self._granted.discard(index)
                 return part
             if index in self._granted:
                 self._granted.remove(index)

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from polyreme.api.v1 import experience_pb2, rollout_pb2
+from polyreme.api.v1 import experience_pb2
 from polyreme.experience.ledger import ExperienceLog, Writer
 from polyreme.experience.run import RunState
 from polyreme_reward.server import serve
@@ -17,22 +17,11 @@ from polyreme_trainer.orchestrator import main
 from polyreme_trainer.orchestrator.partial_rollout_log import PartialRolloutLog
 from polyreme_trainer.orchestrator.partial_rollouts import PartialRollouts, SteppedBackError, join_parts
 from polyreme_trainer.orchestrator.prompt_order import sequence_seed
+from support.chunks import chunk, rollouts
 from support.simulated import ROWS, VOCAB, config_tree, idle_learner, make_run, simulated_replica
 
 PROMPT = np.array([5, 6, 7], np.int32)
 SAMPLING = Sampling(1.0, 1.0, -1, (1,))
-
-
-def rollouts(max_new: int = 64, count: int = 2) -> PartialRollouts:
-    return PartialRollouts(count, max_new, (1,))
-
-
-def chunk(slot: int, ids: list[int], version: int = 0) -> rollout_pb2.GenerateResponse:
-    array = np.array(ids, "<i4")
-    logprobs = (-array).astype("<f4").tobytes()
-    return rollout_pb2.GenerateResponse(
-        chunks=[rollout_pb2.Chunk(slot=slot, token_ids=array.tobytes(), logprobs=logprobs, oldest_version=version)]
-    )
 
 
 async def test_only_what_is_new_of_groups_that_last_is_written(run):

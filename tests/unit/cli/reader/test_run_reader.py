@@ -12,6 +12,7 @@ import pytest
 from polyreme.cli.reader import RunReader, SampleQuery, run_directories
 from polyreme.cli.reader.index import Index
 from polyreme.cli.reader.run import INDEX
+from polyreme.cli.run_records import read_records
 from polyreme.errors import ConfigError, UnavailableError
 
 RUN = "sorting-1"
@@ -171,6 +172,28 @@ def test_an_unchanged_index_is_not_opened(reader: RunReader, monkeypatch: pytest
 
     monkeypatch.setattr(sqlite3, "connect", refuse)
     assert not reader.refresh()
+
+
+@pytest.mark.parametrize("line", [b"{garbage", b"\xff\x00", b"3"])
+def test_a_damaged_record_is_refused_by_name(run_dir: Path, line: bytes) -> None:
+    with open(run_dir / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    for read in (RunReader(run_dir).refresh, lambda: list(read_records(run_dir, RUN))):
+        with pytest.raises(ConfigError) as raised:
+            read()
+        assert "metrics.jsonl" in raised.value.expected
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{" * 10_000])
+def test_a_sample_file_that_has_changed_is_refused_by_name(run_dir: Path, reader: RunReader, content: bytes | None) -> None:
+    path = run_dir / "samples" / "iteration_0002.jsonl"
+    path.unlink() if content is None else path.write_bytes(content)
+    for read in (lambda: reader.sample("5.1"), lambda: list(reader.read_samples(SampleQuery(first=2, last=2)))):
+        with pytest.raises(ConfigError) as raised:
+            read()
+        assert path.name in raised.value.expected
+    (run_dir / INDEX).unlink()
+    assert reader.refresh() and reader.sample("7.1") is not None
 
 
 def test_a_transaction_takes_few_sample_files(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """The offline report: one file that loads nothing, with a choice of samples."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from polyreme.cli.reader import RunReader
-from polyreme.cli.ui.report import chosen_samples, embedded, page, spread
+from polyreme.cli.ui.report import chosen_samples, embedded, page, report, spread
+from polyreme.errors import ConfigError
 from support.seeded_run import record_run
 
 
@@ -21,6 +23,13 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
 @pytest.mark.parametrize(("last", "count", "numbers"), [(0, 5, []), (1, 5, [1]), (3, 5, [1, 2, 3]), (100, 3, [1, 51, 100])])
 def test_iterations_are_spread_with_both_ends(last: int, count: int, numbers: list[int]) -> None:
     assert spread(last, count) == numbers
+
+
+@pytest.mark.parametrize("out", ["", "no/such/folder/report.html"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_runs_are_read(tmp_path: Path, out: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        report([tmp_path / "no run"], tmp_path / out, 10)
+    assert "--out" in raised.value.expected and str(tmp_path / out) in raised.value.found
 
 
 def test_samples_come_from_the_whole_run(reader: RunReader) -> None:

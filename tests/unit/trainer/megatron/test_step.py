@@ -121,3 +121,10 @@ def test_an_iteration_says_what_it_did_with_each_sample() -> None:
     assert advantages[0, 0] > 0 > advantages[1, 0] and not advantages[2:].any()
     assert found.steps.tolist() == [[1], [1], [2], [2]]
     assert found.weights.tolist() == [0.5, 0.5, 0.5, 0.5], "each step's loss is a mean over its two samples"
+
+
+def test_the_policy_loss_is_the_mean_of_the_losses_of_the_steps() -> None:
+    """Also with an aggregation whose coefficients do not add up to 1: here a sum over 4 tokens, divided by 8."""
+    result = trained(Drifting(), [[1.0, 0.0]], steps=2, algorithm=Algorithm(resolve("dr_grpo", {}), longest=8))
+    first, second = -0.5 * 4 / 8, 0.5 * 0.8 * 4 / 8  # the ratio is 1, then 1 / e, clipped at 0.8
+    assert result.metrics["actor/pg_loss"] == pytest.approx((first + second) / 2)

@@ -1,10 +1,11 @@
 """Each alarm on the history it is for, on the nearest history it must not disturb, and on what the text says."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from polyreme_trainer.observe.alarms import CONSTANT_FOR, SUSTAINED_FOR, Observation, check, is_repetitive
+from polyreme_trainer.observe.alarms import CONSTANT_FOR, SUSTAINED_FOR, Observation, announcements, check, is_repetitive
 
 WELL = Observation(
     iteration=1,
@@ -77,3 +78,14 @@ def test_repetition() -> None:
     assert not is_repetitive(list(range(40)))
     assert not is_repetitive([7] * 10)
     assert is_repetitive([5] * 40 + [1])  # the last token may be the stop token
+
+
+def test_an_alarm_that_comes_and_goes_is_announced_ever_more_rarely() -> None:
+    onsets: Counter[str] = Counter()
+    texts = []
+    for _ in range(1000):
+        texts += announcements({"loud": "too loud"}, set(), onsets)
+        assert not announcements({"loud": "too loud"}, {"loud"}, onsets), "it still holds"
+    assert onsets["loud"] == 1000 and len(texts) == 10
+    assert texts[0] == "too loud" and "512" in texts[-1]
+    assert announcements({"loud": "too loud", "dark": "too dark"}, set(), onsets) == ["too dark"]

@@ -6,21 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.api.v1 import experience_pb2, rollout_pb2
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRolloutError, PartialRollouts, join_parts, part_since
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRolloutError, join_parts, part_since
+from support.chunks import chunk, rollouts
 
 PROMPT = np.array([5, 6, 7], np.int32)
-
-
-def rollouts(max_new: int = 64, count: int = 2) -> PartialRollouts:
-    return PartialRollouts(count, max_new, (1,))
-
-
-def chunk(slot: int, ids: list[int], version: int = 0) -> rollout_pb2.GenerateResponse:
-    array = np.array(ids, "<i4")
-    logprobs = (-array).astype("<f4").tobytes()
-    return rollout_pb2.GenerateResponse(
-        chunks=[rollout_pb2.Chunk(slot=slot, token_ids=array.tobytes(), logprobs=logprobs, oldest_version=version)]
-    )
 
 
 def end(slot: int, length: int) -> rollout_pb2.GenerateResponse:
