@@ -20,7 +20,7 @@ class StageTrainer(Section):
 
     parallel: ParallelConfig = ParallelConfig()
     micro_batch_tokens: int = Field(
-        8192, ge=1, description="Maximum padded tokens of one micro-batch. A longer row forms its own micro-batch."
+        8192, ge=1, description="Maximum tokens of one micro-batch. A longer row forms its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig

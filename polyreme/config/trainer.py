@@ -154,7 +154,7 @@ class SftPhase(Section):
 class TrainerConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     micro_batch_tokens: int = Field(
-        8192, ge=1, description="Maximum padded tokens per micro-batch. A longer sample gets its own micro-batch."
+        8192, ge=1, description="Maximum tokens per micro-batch. A longer sample gets its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
     optimizer: OptimizerConfig

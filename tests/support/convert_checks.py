@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 
-from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.accelerator import CUDA
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.policy import Policy
 from support import model_checks
@@ -18,7 +18,7 @@ def save_and_load(models: str, converted: str, written: str, tensor: str) -> Non
     device = model_checks.start(tensor)
     rank = torch.distributed.get_rank()
     for model in map(Path, json.loads(models)):
-        policy = Policy(load_architecture(model), "float32", device, trainable=False, spec=ACCELERATOR)
+        policy = Policy(load_architecture(model), "float32", device, trainable=False, spec=CUDA)
         policy.load_hf(model)
         expected = {name: value.clone() for name, value in policy.state_dict().items()}
         folder = Path(written) / model.name

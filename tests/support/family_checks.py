@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from polyreme_trainer.megatron import hf_mapping, logprobs, mcore
-from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.accelerator import CUDA
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.critic import build_critic
 from polyreme_trainer.megatron.device import Device
@@ -63,7 +63,7 @@ def whole_context_agrees(model: str, device: Device) -> None:
 
 
 def entropies_agree_also_in_blocks(model: str, device: Device) -> None:
-    """Log-probabilities, entropies and their gradients, from one block of the vocabulary and from several."""
+    """Log-probabilities, entropies and their gradients of packed sequences, from one block of the vocabulary and from several."""
     reference = hf_model(model)
     ids, targets = batch(reference.config.vocab_size)
     wanted = targets != IGNORE
@@ -76,7 +76,7 @@ def entropies_agree_also_in_blocks(model: str, device: Device) -> None:
         for limit in (whole, 300):
             logprobs.BLOCK_LOGITS = limit
             actor = policy_of(model, device)
-            got = actor.logprobs(ids, targets, 0.7, with_entropy=True)
+            got = actor.logprobs(*model_checks.packed(ids, targets), 0.7, with_entropy=True)
             for ours, theirs in zip(got, want, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
             _objective(got, weight).backward()
@@ -108,14 +108,14 @@ def _gradients_agree(actor: Policy, reference: torch.nn.Module) -> None:
 def both_specs_agree(model: str, device: Device) -> None:
     """megatron-core's own layers on the CPU give the same logits, log-probabilities and gradients as this package's."""
     ours = policy_of(model, device)
-    theirs = Policy(load_architecture(Path(model)), "float32", device, trainable=True, spec=ACCELERATOR)
+    theirs = Policy(load_architecture(Path(model)), "float32", device, trainable=True, spec=CUDA)
     theirs.load_hf(Path(model))
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     ids, targets = batch(ours.arch.vocab)
     with device.megatron():
         torch.testing.assert_close(ours.logits(ids)[ids > 0], theirs.logits(ids)[ids > 0], rtol=0, atol=1e-4)
         for actor in (ours, theirs):
-            actor.logprobs(ids, targets, 0.9).sum().backward()
+            actor.logprobs(*model_checks.packed(ids, targets), 0.9).sum().backward()
             mcore.finalize_model_grads([actor.ddp])
     for (name, one), (_, other) in zip(ours.module.named_parameters(), theirs.module.named_parameters(), strict=True):
         torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=partial("{}: {}".format, name))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from polyreme.config.trainer import LoraConfig, ParallelConfig
-from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.accelerator import CUDA
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
@@ -40,7 +40,7 @@ def compare_with_peft(models: str, folder: str) -> None:
     init_parallel(ParallelConfig(), device)
     some = LoraConfig(rank=5, alpha=3, targets=["q_proj", "v_proj", "o_proj"], rslora=True)
     for number, model in enumerate(map(Path, json.loads(models))):
-        for spec, lora in ((CPU, LORA), (ACCELERATOR, some)):
+        for spec, lora in ((CPU, LORA), (CUDA, some)):
             check_case(Case(model, spec, lora), Path(folder) / f"{number}-{lora.rank}", device)
 
 

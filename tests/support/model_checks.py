@@ -14,7 +14,7 @@ from torch import Tensor
 from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError, RunFailedError
 from polyreme_trainer.megatron import checkpoint, hf_mapping
-from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.accelerator import CUDA
 from polyreme_trainer.megatron.batch import IGNORE
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.cpu.spec import CPU
@@ -23,6 +23,7 @@ from polyreme_trainer.megatron.export import Export, export_hf
 from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.optimizer import Adam, Optimizer
+from polyreme_trainer.megatron.packing import PackedIds
 from polyreme_trainer.megatron.policy import Policy
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.shard import DataShard
@@ -83,6 +84,12 @@ def batch(vocab: int, rows: int = 4, width: int = 19) -> tuple[Tensor, Tensor]:
     return ids, targets
 
 
+def packed(ids: Tensor, targets: Tensor) -> tuple[PackedIds, Tensor]:
+    """The same sequences without their padding, and their targets."""
+    real = ids > 0
+    return PackedIds(ids[real], tuple(real.sum(1).tolist())), targets[real]
+
+
 def every_check(model: str, tensor: str, data: str, folder: str) -> None:
     device = start(tensor, data)
     logits_and_logprobs_agree(model, device)
@@ -105,6 +112,7 @@ def logits_and_logprobs_agree(model: str, device: Device) -> None:
         trained = targets != IGNORE
         want = distribution.log_prob(targets.clamp(min=0))[trained]
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(policy.logprobs(*packed(ids, targets), temperature), want, rtol=0, atol=TOLERANCE)
     frozen = Policy(policy.arch, policy.dtype, policy.device, trainable=False, spec=policy.spec)
     frozen.load_state_dict(policy.weights())
     assert not frozen.logprobs(ids, targets).requires_grad
@@ -181,7 +189,7 @@ def recomputed_gradients_are_the_same(model: str, tensor: str) -> None:
     architecture = load_architecture(Path(model))
     ids, targets = batch(architecture.vocab)
     kinds: list[Recompute | None] = [None, "selective", "full"]
-    for spec in (CPU, ACCELERATOR):
+    for spec in (CPU, CUDA):
         found = []
         for recompute in kinds:
             policy = Policy(architecture, "float32", device, trainable=True, spec=spec, recompute=recompute)

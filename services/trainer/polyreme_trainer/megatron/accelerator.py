@@ -1,22 +1,20 @@
-"""The model on cuda and npu: megatron-core's own layer spec with torch's fused attention and norms.
+"""The models on cuda and npu: megatron-core's own layer spec with torch's norms and a fused kernel for attention over packed sequences.
 
-Invariant: the code is the same for both devices; torch and torch_npu dispatch the same calls to their own kernels.
+Invariant: the two specs differ in the attention kernel alone; torch and torch_npu dispatch all other calls to their own kernels.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyreme_trainer.megatron.attention import causal_attention, window_of
+from polyreme_trainer.megatron.attention import Attention, in_blocks
 from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.mcore import (
-    GPTModel,
     IdentityOp,
-    MegatronModule,
     RowParallelLinear,
-    SelfAttention,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
@@ -24,41 +22,75 @@ from polyreme_trainer.megatron.mcore import (
 )
 from polyreme_trainer.megatron.moe import experts
 from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm, projection_norms
-from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
+from polyreme_trainer.megatron.packing import Packing
+from polyreme_trainer.megatron.spec import ModelSpec
+
+NPU_SEQUENCES = 1024
+"""The largest number of packed sequences that torch_npu's kernel takes."""
 
 
-class FusedAttention(MegatronModule):
-    """Causal attention with torch's fused kernels. Megatron-core's DotProductAttention would store a [b, heads, s, s] matrix."""
+def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
+    """As `in_blocks`, by torch's flash attention over packed sequences, which has no float32."""
+    if query.dtype == torch.float32:
+        return in_blocks(query, key, value, packing, scale, window)
+    from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch has it with other parameters
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__(config=config)
-        self.scale, self.window = softmax_scale, window_of(config, layer_number)
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any) -> Tensor:
-        """query [s, b, heads, dim], key and value [s, b, groups, dim] -> [s, b, heads * dim]; heads of a group are adjacent."""
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        out = causal_attention(query, key, value, self.scale, self.window)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-class RotatedAttention(SelfAttention):
-    """megatron-core's attention, which takes the rotary embedding of its layer's kind out of both."""
-
-    def forward(self, *arguments: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
-        """`rotary_pos_emb`: the angles of full and of sliding attention in one tensor, as a recomputed layer requires: [2, s, 1, 1, head_dim]."""
-        kind = rotary_pos_emb[0 if self.core_attention.window is None else 1]
-        return super().forward(*arguments, rotary_pos_emb=kind, **options)
+    starts, longest = packing.cu_seqlens_q, packing.max_seqlen_q
+    earlier = -1 if window is None else window - 1  # tokens before its own to which a query attends; -1: all
+    grouped = query.shape[1] != key.shape[1]
+    output = varlen_attn(
+        query, key, value, starts, starts, longest, longest, scale=scale, window_size=(earlier, 0), enable_gqa=grouped
+    )
+    assert isinstance(output, Tensor)  # the log-sum-exp was not asked for
+    return output
 
 
-def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
+def npu_fused(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
+    """As `in_blocks`, by torch_npu's fused attention in its packed layout TND."""
+    if len(packing.lengths) > NPU_SEQUENCES:
+        return in_blocks(query, key, value, packing, scale, window)
+    return torch.ops.npu.npu_fusion_attention(  # `Device` has imported torch_npu
+        query,
+        key,
+        value,
+        query.shape[1],
+        "TND",
+        atten_mask=_later(query.device),
+        scale=query.shape[2] ** -0.5 if scale is None else scale,
+        pre_tockens=2**31 - 1 if window is None else window - 1,
+        next_tockens=0,
+        sparse_mode=3 if window is None else 4,  # causal, or a band below the diagonal
+        actual_seq_qlen=packing.ends,
+        actual_seq_kvlen=packing.ends,
+    )[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _later(device: torch.device) -> Tensor:
+    """The mask from which the kernel makes that of each sequence: bool [2048, 2048], True for later positions."""
+    return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
+
+
+class FlashAttention(Attention):
+    """The core attention on cuda."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        return flash(query, key, value, packing, self.scale, self.window)
+
+
+class NpuAttention(Attention):
+    """The core attention on npu."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        return npu_fused(query, key, value, packing, self.scale, self.window)
+
+
+def _block(core: type[Attention], config: TransformerConfig, family: ModelFamily, layers: int) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     head_norm = TorchRmsNorm if config.qk_layernorm else IdentityOp
     query_norm, key_norm = projection_norms(config) if family.projection_norms else (head_norm, head_norm)
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
-    attention.module = RotatedAttention
-    attention.submodules = replace(
-        attention.submodules, core_attention=FusedAttention, q_layernorm=query_norm, k_layernorm=key_norm
-    )
+    attention.submodules = replace(attention.submodules, core_attention=core, q_layernorm=query_norm, k_layernorm=key_norm)
     if family.post_norms:
         normed = ends_in_norm(RowParallelLinear, TorchRmsNorm)
         attention.submodules = replace(attention.submodules, linear_proj=normed)
@@ -73,13 +105,6 @@ def _block(config: TransformerConfig, family: ModelFamily, layers: int) -> Trans
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchRmsNorm)
 
 
-def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:
-    embedded = module.embedding(input_ids=ids, position_ids=None) if module.pre_process else None
-    both_halves = torch.stack([torch.cat((part, part), dim=-1)[:, None, None, :] for part in (angles.full, angles.sliding)])
-    hidden = module.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=both_halves)
-    return whole_sequence(module, hidden).transpose(0, 1).flatten(0, 1) if module.post_process else hidden
-
-
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_input_grads: bool) -> Tensor:
     return linear_with_grad_accumulation_and_async_allreduce(
         x,
@@ -92,8 +117,5 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sum_inpu
     )
 
 
-def _rows(positions: Tensor) -> Tensor:
-    return positions.transpose(0, 1).flatten(0, 1)
-
-
-ACCELERATOR = ModelSpec(block=_block, forward=_forward, rows=_rows, linear=_linear)
+CUDA = ModelSpec(block=functools.partial(_block, FlashAttention), linear=_linear)
+NPU = ModelSpec(block=functools.partial(_block, NpuAttention), linear=_linear)

@@ -1,15 +1,19 @@
-"""Causal attention for both model specs, with torch's fused kernels.
+"""The core attention of both model specs: rotary embedding, then causal attention within each of the packed sequences.
 
-Invariant: no real token attends to padding, because sequences are padded on the right and attention is causal. A mask exists only where a
-sequence is longer than the layer's window.
+Invariant: a token attends to tokens of its own sequence only, up to its own and within the layer's window. A mask exists only where a
+sequence is longer than the window.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
-from polyreme_trainer.megatron.mcore import TransformerConfig, is_layer_window_attention
+from polyreme_trainer.megatron.mcore import MegatronModule, TransformerConfig, is_layer_window_attention
+from polyreme_trainer.megatron.packing import Packing
+from polyreme_trainer.megatron.rotary import rotate
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
@@ -17,6 +21,25 @@ def window_of(config: TransformerConfig, layer_number: int) -> int | None:
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     return int(config.window_size[0]) + 1
+
+
+def in_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
+    """Attention by torch's `scaled_dot_product_attention`, for any device and dtype: sequences of similar length are padded and run together.
+
+    query [t, heads, dim], key and value [t, groups, dim] -> [t, heads, dim]; heads of a group are adjacent.
+    """
+    blocks = packing.blocks
+    parts: list[tuple[Tensor, ...]] = []
+    sizes = [rows * width for rows, width in blocks.shapes]
+    for each in (query, key, value):
+        padded = each if blocks.gather is None else _Pad.apply(each, blocks.gather, blocks.scatter)
+        parts.append((padded,) if len(sizes) == 1 else padded.split(sizes))
+    outputs = []
+    for shape, *block in zip(blocks.shapes, *parts, strict=True):
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in block)
+        outputs.append(causal_attention(q, k, v, scale, window).transpose(1, 2).flatten(0, 1))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if blocks.gather is None else _Unpad.apply(output, blocks.scatter)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
@@ -38,3 +61,62 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
 def _sliding(width: int, window: int, device: torch.device) -> Tensor:
     """bool [width, width]: whether the row's position attends to the column's."""
     return torch.ones(width, width, dtype=torch.bool, device=device).tril_().triu_(1 - window)
+
+
+class _Pad(Function):
+    """[t, ...] -> [p, ...]. Causal attention gives positions of padding no gradient, so the backward pass drops them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gather: Tensor, scatter: Tensor) -> Tensor:
+        ctx.save_for_backward(scatter)
+        return x.index_select(0, gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (scatter,) = ctx.saved_tensors
+        return grads[0].index_select(0, scatter), None, None
+
+
+class _Unpad(Function):
+    """[p, ...] -> [t, ...]. Positions of padding get the gradient 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scatter: Tensor) -> Tensor:
+        ctx.save_for_backward(scatter)
+        ctx.positions = len(x)
+        return x.index_select(0, scatter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (scatter,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.positions, *grads[0].shape[1:]).index_copy_(0, scatter, grads[0]), None
+
+
+class Attention(MegatronModule):
+    """megatron-core's core attention for packed sequences. It has no parameters."""
+
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.scale, self.window = softmax_scale, window_of(config, layer_number)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        /,
+        *,
+        packed_seq_params: Packing,
+        **_: Any,
+    ) -> Tensor:
+        """query [t, heads, dim], key and value [t, groups, dim] -> [t, heads * dim]; heads of a group are adjacent."""
+        cos, sin = packed_seq_params.full if self.window is None else packed_seq_params.sliding
+        return self.attend(rotate(query, cos, sin), rotate(key, cos, sin), value, packed_seq_params).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packing: Packing) -> Tensor:
+        """The attention of rotated queries and keys: [t, heads, dim]."""
+        return in_blocks(query, key, value, packing, self.scale, self.window)

@@ -1,7 +1,7 @@
-"""Plans padded micro-batches of sequences of uneven length. The planning is pure and the same on every rank.
+"""Plans micro-batches of packed sequences of uneven length. The planning is pure and the same on every rank.
 
 Invariant: every sequence of a step is in exactly one micro-batch of exactly one data-parallel rank, and is never split. A loss gets the
-trained tokens of a micro-batch as flat arrays, so it does not depend on padding.
+trained tokens of a micro-batch as flat arrays.
 """
 
 import heapq
@@ -18,6 +18,7 @@ from polyreme.api.v1.experience_pb2 import FINISH_REASON_LENGTH
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.batch import TokenBatch, sequence_of
 from polyreme_trainer.megatron.families.base import Architecture
+from polyreme_trainer.megatron.packing import PackedIds
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -25,8 +26,6 @@ Routes = NDArray[np.uint8] | NDArray[np.uint16]
 
 IGNORE = -100
 """The target of positions that are not trained on, as in torch's cross entropy."""
-OVERHEAD_FLOPS = 1.2e9
-"""Fixed cost of one micro-batch (launching a few hundred small operators), in floating-point operations of the same duration."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,10 @@ class Cost:
     """What training costs, in tokens: the unit is the way of one token through all weights, forwards and backwards.
 
     Attributes:
-        overhead: of each micro-batch.
         attention: of each position for each position of its sequence. Measured on CPU in float32, it is 1.06 times what
             `cost_of` computes.
     """
 
-    overhead: float = 0.0
     attention: float = 0.0
 
     def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -54,7 +51,7 @@ def cost_of(arch: Architecture) -> Cost:
     causal mask leaves half of the scores. Layers with a window are not counted: their cost grows with L.
     """
     weights = arch.active_parameters
-    return Cost(OVERHEAD_FLOPS / (6 * weights), (arch.layers - sum(arch.sliding)) * arch.queries / weights)
+    return Cost((arch.layers - sum(arch.sliding)) * arch.queries / weights)
 
 
 @dataclass(frozen=True)
@@ -113,21 +110,21 @@ def with_end(sequences: Sequences) -> Sequences:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One padded forward pass over all tokens except each sequence's last. Padding is on the right, with id 0 and target IGNORE.
+    """One forward pass over the t tokens of packed sequences, all except each sequence's last. Padding is at the end, with target IGNORE.
 
     Attributes:
         indices: int64 [b], indices of the sequences.
-        ids: int64 [b, w], the model's inputs.
-        targets: int64 [b, w], the next token, or IGNORE where it is not trained on.
-        real: bool [b, w], False where `ids` is padding.
-        tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the row-major order of `targets`.
-        sequence: int64 [k], the row of each trained token.
-        padding: the number of positions of `ids` that are padding.
-        routes: int64 [b, w, layers, top_k], the experts that the replica chose at each position; -1 where it is unknown. None: everywhere.
+        ids: t, the model's inputs.
+        targets: int64 [t], the next token, or IGNORE where it is not trained on.
+        real: bool [t], False where `ids` is padding.
+        tokens: int64 [k], the trained tokens' positions among the iteration's predictions, in the order of `targets`.
+        sequence: int64 [k], the number of each trained token's sequence among `indices`.
+        padding: the number of positions of `ids` that are padding, because there are no tokens or by alignment.
+        routes: int64 [t, layers, top_k], the experts that the replica chose at each position; -1 where it is unknown. None: everywhere.
     """
 
     indices: IntArray
-    ids: Tensor
+    ids: PackedIds
     targets: Tensor
     real: Tensor
     tokens: IntArray
@@ -137,7 +134,7 @@ class MicroBatch:
 
     def take(self, values: NDArray[np.generic]) -> Tensor:
         """The [k] entries of a per-token array [t] for the micro-batch's trained tokens, on its device."""
-        return torch.from_numpy(values[self.tokens]).to(self.ids.device)
+        return torch.from_numpy(values[self.tokens]).to(self.targets.device)
 
 
 def collect(
@@ -239,85 +236,92 @@ def share(costs: NDArray[np.float64], indices: IntArray, ranks: int) -> list[Int
     return [np.array(each, dtype=np.int64) for each in shares]
 
 
-def plan_ranks(lengths: IntArray, indices: IntArray, ranks: int, budget: int, cost: Cost) -> list[list[IntArray]]:
+def plan_ranks(tokens: IntArray, costs: NDArray[np.float64], indices: IntArray, ranks: int, budget: int) -> list[list[IntArray]]:
     """The micro-batches of every data-parallel rank, as many on each, because ranks may exchange tensors within a micro-batch.
 
-    A rank whose own plan has fewer splits its costliest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
+    A rank whose own plan has fewer splits its largest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
+
+    Args:
+        tokens, costs: of each sequence.
     """
-    shares = share(cost.of(lengths), indices, ranks)
-    plans = [plan_micro_batches(lengths, mine, budget, cost.overhead) for mine in shares]
+    plans = [plan_micro_batches(tokens, mine, budget) for mine in share(costs, indices, ranks)]
     count = max(map(len, plans))
     for plan in plans:
         while len(plan) < count:
-            sizes = [len(part) * float(cost.of(lengths[part].max())) if len(part) > 1 else 0.0 for part in plan]
+            sizes = [int(tokens[part].sum()) if len(part) > 1 else 0 for part in plan]
             if not any(sizes):
                 plan.append(np.array([], dtype=np.int64))
                 continue
-            costliest = int(np.argmax(sizes))
-            plan[costliest : costliest + 1] = np.array_split(plan[costliest], 2)
+            largest = int(np.argmax(sizes))
+            plan[largest : largest + 1] = np.array_split(plan[largest], 2)
     return plans
 
 
-def plan_micro_batches(lengths: IntArray, indices: IntArray, budget: int, overhead: float) -> list[IntArray]:
-    """Splits `indices`, in order of decreasing length, into micro-batches of least total cost.
+def plan_micro_batches(tokens: IntArray, indices: IntArray, budget: int) -> list[IntArray]:
+    """Cuts `indices`, in order of decreasing length, into the least number of micro-batches of at most `budget` tokens.
 
-    The cost of a micro-batch is its padded tokens (rows x longest) plus `overhead`. Its padded tokens stay within `budget`, unless it is a
-    single sequence. An exact dynamic programme over the cuts: O(n) numpy operations on at most n elements.
+    Of such cuts it takes the one whose largest micro-batch is smallest, so that memory and a pipeline's stages are used evenly. A sequence of
+    more than `budget` tokens is a micro-batch of its own.
 
     Returns:
-        Index arrays that together contain every index once, longest sequences first, so that memory peaks at the start.
+        Index arrays that together contain every index once, longest sequences first: attention pads sequences of similar length together.
     """
-    order = indices[np.argsort(-lengths[indices], kind="stable")]
-    size = lengths[order].astype(np.float64)
-    count = len(order)
-    best = np.zeros(count + 1)  # best[k]: least cost of the first k sequences
-    cut = np.zeros(count + 1, dtype=np.int64)
-    for end in range(1, count + 1):
-        starts = np.arange(max(0, end - max(1, budget)), end)  # a row holds at least one token
-        padded = size[starts] * (end - starts)
-        cost = np.where((padded <= budget) | (starts == end - 1), best[starts] + padded + overhead, np.inf)
-        choice = int(cost.argmin())
-        best[end], cut[end] = cost[choice], starts[choice]
-    batches = []
-    end = count
-    while end > 0:
-        batches.append(order[cut[end] : end])
-        end = int(cut[end])
-    return batches[::-1]
+    order = indices[np.argsort(-tokens[indices], kind="stable")]
+    before = np.concatenate([[0], np.cumsum(tokens[order])])
+    count = len(_cuts(before, budget))
+    low, high = 1, budget  # the largest micro-batch
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cuts(before, middle)) == count else (middle + 1, high)
+    return np.split(order, _cuts(before, high)[1:]) if len(order) else []
 
 
-def pad(sequences: Sequences, indices: IntArray, device: torch.device) -> MicroBatch:
-    """The micro-batch of these sequences as tensors on `device`. Without a sequence it is one position of padding."""
+def _cuts(before: IntArray, budget: int) -> list[int]:
+    """The first sequence of each micro-batch when each takes as many as fit. before: tokens before each sequence, and of all."""
+    starts, start = [], 0
+    while start < len(before) - 1:
+        starts.append(start)
+        start = max(start + 1, int(np.searchsorted(before, before[start] + budget, side="right")) - 1)
+    return starts
+
+
+def pack(sequences: Sequences, indices: IntArray, device: torch.device, multiple: int = 1) -> MicroBatch:
+    """The micro-batch of these sequences on `device`. Without a sequence it is one position of padding.
+
+    Args:
+        multiple: of which the number of positions is a multiple.
+    """
     predictions = sequences.lengths[indices] - 1
-    shape = (max(1, len(indices)), int(predictions.max(initial=1)))
-    ids, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
-    for row, index in enumerate(indices):
-        ids[row, : predictions[row]], targets[row, : predictions[row]] = sequences.ids[index][:-1], sequences.ids[index][1:]
-    starts = sequences.offsets[indices]
-    rows = np.repeat(np.arange(len(indices)), predictions)
-    columns = np.arange(len(rows)) - np.repeat(np.cumsum(predictions) - predictions, predictions)
-    tokens = starts[rows] + columns
+    starts, row = sequences.offsets[indices], np.repeat(np.arange(len(indices)), predictions)
+    tokens = starts[row] + np.arange(len(row)) - np.repeat(np.cumsum(predictions) - predictions, predictions)
     trained = sequences.mask[tokens] > 0
-    targets[rows[~trained], columns[~trained]] = IGNORE
-    real = np.zeros(shape, dtype=np.bool_)
-    real[rows, columns] = True
+    inputs = PackedIds(torch.zeros(0, dtype=torch.int64, device=device), ())
+    if len(row):
+        ids = np.concatenate([sequences.ids[index][:-1] for index in indices])
+        inputs = PackedIds(torch.from_numpy(ids).to(device), tuple(predictions[predictions > 0].tolist()))
+    inputs = inputs.aligned(multiple) if len(row) else PackedIds(inputs.ids.new_zeros(multiple), (multiple,))
+    targets = np.full(len(inputs.ids), IGNORE, dtype=np.int64)
+    if len(row):
+        following = np.concatenate([sequences.ids[index][1:] for index in indices])
+        targets[: len(row)] = np.where(trained, following, IGNORE)
     return MicroBatch(
         indices=indices,
-        ids=torch.from_numpy(ids).to(device),
+        ids=inputs,
         targets=torch.from_numpy(targets).to(device),
-        real=torch.from_numpy(real).to(device),
+        real=torch.arange(len(targets), device=device) < len(row),
         tokens=tokens[trained],
-        sequence=torch.from_numpy(rows[trained]).to(device),
-        padding=ids.size - len(rows),
-        routes=None if sequences.routes is None else _pad_routes(sequences, indices, shape).to(device),
+        sequence=torch.from_numpy(row[trained]).to(device),
+        padding=len(targets) - len(row),
+        routes=None if sequences.routes is None else _pack_routes(sequences, indices, len(targets)).to(device),
     )
 
 
-def _pad_routes(sequences: Sequences, indices: IntArray, shape: tuple[int, int]) -> Tensor:
-    """The routes of these sequences at their places in a micro-batch of `shape`."""
+def _pack_routes(sequences: Sequences, indices: IntArray, positions: int) -> Tensor:
+    """The routes of these sequences at their places in a micro-batch."""
     assert sequences.routes is not None
-    padded = np.full((*shape, *sequences.routes[0].shape[1:]), -1, dtype=np.int64)
-    for row, index in enumerate(indices):
-        routes, end = sequences.routes[index], sequences.lengths[index] - 1
-        padded[row, end - len(routes) : end] = routes
-    return torch.from_numpy(padded)
+    packed = np.full((positions, *sequences.routes[0].shape[1:]), -1, dtype=np.int64)
+    ends = np.cumsum(sequences.lengths[indices] - 1)
+    for index, end in zip(indices, ends, strict=True):
+        routes = sequences.routes[index]
+        packed[end - len(routes) : end] = routes
+    return torch.from_numpy(packed)

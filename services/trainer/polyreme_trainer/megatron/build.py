@@ -17,7 +17,7 @@ from torch import Tensor
 from polyreme.config.trainer import ParallelConfig, Recompute
 from polyreme.errors import ConfigError
 from polyreme_trainer.megatron import hf_mapping, moe
-from polyreme_trainer.megatron.accelerator import ACCELERATOR
+from polyreme_trainer.megatron.accelerator import CUDA, NPU
 from polyreme_trainer.megatron.cpu.spec import CPU
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
@@ -87,7 +87,7 @@ class ValueHead(torch.nn.Module):
 
 def pick_spec(device: Device) -> ModelSpec:
     """The spec with the device's kernels."""
-    return CPU if device.kind == "cpu" else ACCELERATOR
+    return {"cpu": CPU, "cuda": CUDA, "npu": NPU}[device.kind]
 
 
 def build_module(
@@ -110,7 +110,7 @@ def build_module(
             pre_process=here.pp_rank == 0,
             post_process=last,
             share_embeddings_and_output_weights=arch.head == "tied",
-            position_embedding_type="none",  # every spec applies the angles of `rotary`
+            position_embedding_type="none",  # attention applies the angles of `packing`
         )
     if arch.embedding_scale != 1 and here.pp_rank == 0:
         module.embedding.register_forward_hook(partial(_scale, arch.embedding_scale))

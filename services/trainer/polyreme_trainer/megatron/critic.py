@@ -16,16 +16,17 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.families.base import VALUE_HEAD, Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
 from polyreme_trainer.megatron.model import ShardedModel
+from polyreme_trainer.megatron.packing import PackedIds
 
 
 class Critic(ShardedModel):
     """A sharded model with a value head (Hugging Face name `score.weight`)."""
 
-    def values(self, ids: Tensor) -> Tensor:
-        """The value of each prefix `ids[b, : t + 1]`, differentiable in the weights: fp32 [b, s].
+    def values(self, ids: Tensor | PackedIds) -> Tensor:
+        """The value of each sequence up to each token, differentiable in the weights: fp32, of the shape of `ids`.
 
         Args:
-            ids: int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
+            ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
         """
         return self.module.output_layer(self.hidden(ids)).float().view(ids.shape)
 

@@ -48,7 +48,9 @@ class Losses:
         def loss(batch: MicroBatch, output: Tensor) -> Tensor:
             logprobs, entropy = output if self.with_entropy else (output, None)
             value, metrics = self._algorithm.loss(self.inputs(batch, logprobs, weight, entropy))
-            self._policy.append({**metrics, "padding_fraction": (torch.tensor(batch.padding), torch.tensor(batch.ids.numel()))})
+            self._policy.append(
+                {**metrics, "padding_fraction": (torch.tensor(batch.padding), torch.tensor(batch.targets.numel()))}
+            )
             return value
 
         return loss

@@ -21,12 +21,19 @@ from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
 from polyreme_trainer.megatron.lora import Adapters
-from polyreme_trainer.megatron.mcore import DistributedDataParallel, DistributedDataParallelConfig, GPTModel, parallel_state
+from polyreme_trainer.megatron.mcore import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    GPTModel,
+    gather_from_sequence_parallel_region,
+    parallel_state,
+)
 from polyreme_trainer.megatron.moe import follow
+from polyreme_trainer.megatron.packing import PackedIds, packing
 from polyreme_trainer.megatron.peft_files import PeftAdapter
 from polyreme_trainer.megatron.rotary import angles
 from polyreme_trainer.megatron.routing import Routing
-from polyreme_trainer.megatron.spec import Angles, ModelSpec
+from polyreme_trainer.megatron.spec import ModelSpec
 
 DTYPES = {"float32": (torch.float32, "F32"), "bfloat16": (torch.bfloat16, "BF16")}
 
@@ -184,25 +191,40 @@ class ShardedModel:
         first = parallel_state.get_data_parallel_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
         return {name: param for name, param in self.state_dict().items() if first[hf_mapping.is_expert(name)]}
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states of int64 ids [b, s]: [b * s, hidden]; of a stage before the last, what the next stage takes.
+    @property
+    def alignment(self) -> int:
+        """The number of tokens of a forward pass is a multiple of this: with sequence parallelism, tensor ranks have equal shares of them."""
+        return self.rank.tp if self.module.config.sequence_parallel else 1
+
+    def hidden(self, ids: Tensor | PackedIds) -> Tensor:
+        """Final hidden states of t tokens, [t, hidden]; of a stage before the last, what the next stage takes.
+
+        A stage after the first takes the input that the schedule has set instead of the ids.
+
+        Args:
+            ids: packed sequences; or int64 [b, s], b sequences of s tokens each, then t = b * s.
 
         Raises ValueError for more positions than the model has.
         """
-        width = ids.shape[1]
-        if width > self.arch.max_position:
-            raise ValueError(f"expected at most {self.arch.max_position} positions; found {width}")
-        cut = self.rank.tp if self.module.config.sequence_parallel else 1  # tensor ranks that share the positions
-        padded = torch.nn.functional.pad(ids, (0, -width % cut))
+        tokens = ids if isinstance(ids, PackedIds) else PackedIds.of_rows(ids)
+        if (longest := max(tokens.lengths)) > self.arch.max_position:
+            raise ValueError(f"expected at most {self.arch.max_position} positions; found {longest}")
+        inputs, module = tokens.aligned(self.alignment), self.module
         full, sliding = (
-            angles(rope, self.arch.head_dim, self.arch.max_position + cut - 1, self.device.torch)[: padded.shape[1]]
-            for rope in (self.arch.rope, self.arch.sliding_rope or self.arch.rope)
+            angles(rope, self.arch.head_dim, self.arch.max_position, self.device.torch) if rope else None
+            for rope in (self.arch.rope, self.arch.sliding_rope)
         )
+        assert full is not None
         if self.routing is not None:
-            self.routing.place(padded.shape[1], self.spec.rows)
-        hidden = self.spec.forward(self.module, padded, Angles(full, sliding))
-        whole = not self.module.post_process or width == padded.shape[1]
-        return hidden if whole else hidden.unflatten(0, padded.shape)[:, :width].flatten(0, 1)
+            self.routing.place()
+        params = packing(inputs, self.arch.queries // self.rank.tp, full, sliding, module.config.params_dtype)
+        embedded = module.embedding(input_ids=inputs.ids.unsqueeze(0), position_ids=None) if module.pre_process else None
+        hidden = module.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=params)
+        if not module.post_process:
+            return hidden
+        if module.config.sequence_parallel:  # each tensor rank has computed an equal run of them, and has the whole gradient
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden.squeeze(1)[: len(tokens.ids)]
 
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
         """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyreme_trainer.megatron.mcore import forward_backward_pipelining_without_interleaving, parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
+from polyreme_trainer.megatron.packing import PackedIds
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,12 @@ class Job:
     """One micro-batch.
 
     Attributes:
-        ids: int64 [b, s], the model's inputs.
+        ids: the model's inputs, packed or int64 [b, s].
         compute: computes with the model's output for `ids` a scalar, which is differentiated.
         context: what surrounds the micro-batch's forward pass.
     """
 
-    ids: Tensor
+    ids: Tensor | PackedIds
     compute: Callable[[], Tensor]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -19,6 +19,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.logprobs import Head, token_logprobs
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
+from polyreme_trainer.megatron.packing import PackedIds
 from polyreme_trainer.megatron.pipeline import on_every_stage
 
 
@@ -27,20 +28,20 @@ class Policy(ShardedModel):
 
     @overload
     def logprobs(
-        self, ids: Tensor, targets: Tensor, temperature: float = ..., *, with_entropy: Literal[False] = ...
+        self, ids: Tensor | PackedIds, targets: Tensor, temperature: float = ..., *, with_entropy: Literal[False] = ...
     ) -> Tensor: ...
     @overload
     def logprobs(
-        self, ids: Tensor, targets: Tensor, temperature: float = ..., *, with_entropy: Literal[True]
+        self, ids: Tensor | PackedIds, targets: Tensor, temperature: float = ..., *, with_entropy: Literal[True]
     ) -> tuple[Tensor, Tensor]: ...
     def logprobs(
-        self, ids: Tensor, targets: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
+        self, ids: Tensor | PackedIds, targets: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Log-probabilities of `targets[b, t]` after `ids[b, : t + 1]`, differentiable in the weights: fp32 [k], in nats.
+        """Log-probabilities of each token's target after its sequence up to it, differentiable in the weights: fp32 [k], in nats.
 
         Args:
-            ids: int64 [b, s], padded on the right with any token of the vocabulary.
-            targets: int64 [b, s]; positions with IGNORE are skipped. The k others are in row-major order.
+            ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary.
+            targets: int64, of the shape of `ids`; positions with IGNORE are skipped. The k others are in their order.
             temperature: the divisor of the logits, as in sampling.
             with_entropy: also return the entropy of each target's distribution, fp32 [k], differentiable.
         """

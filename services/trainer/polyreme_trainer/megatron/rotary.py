@@ -1,4 +1,4 @@
-"""The angles of a rotary embedding, computed in fp32 with the same operations as in transformers.
+"""Rotary embedding: its angles, computed in fp32 with the same operations as in transformers, and the rotation by them.
 
 Invariant: frequencies and angles equal those of transformers bit for bit. A frequency with a wrong last bit causes an error of 1e-3 in
 log-probabilities at positions of several thousand.
@@ -6,9 +6,11 @@ log-probabilities at positions of several thousand.
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
 from polyreme_trainer.megatron.families.rope import Rope
 
@@ -59,3 +61,34 @@ def _yarn(rope: Rope, wavelengths: Tensor, head_dim: int) -> Tensor:
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     keep = 1 - ramp
     return 1.0 / (rope.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+
+
+class _Rotary(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, -1), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates feature i with feature i + dim / 2 by the position's i-th angle (Su et al. 2021, in Hugging Face's feature order).
+
+    Args:
+        x: [tokens, heads, dim].
+        cos, sin: [tokens, 1, dim / 2], of each token's position.
+    """
+    return _Rotary.apply(x, cos, sin)

@@ -97,23 +97,13 @@ class Routing:
         finally:
             self._batch = self._rows = None
 
-    def place(self, width: int, order: Callable[[Tensor], Tensor]) -> None:
-        """Begins a forward pass.
-
-        Args:
-            width: the positions of a sequence, at least those of the micro-batch.
-            order: per position [b, width, ...] -> as the layers see them, [rows of all tensor ranks, ...].
-        """
+    def place(self) -> None:
+        """Begins a forward pass."""
         self._rows, batch = None, self._batch
         if batch is None or (self._phase == "infer" and not self._replays):
             return
-        more = width - batch.real.shape[1]
-        real = self._mine(order(torch.nn.functional.pad(batch.real, (0, more))))
-        routes = None
-        if self._replays and batch.routes is not None:
-            padded = torch.nn.functional.pad(batch.routes, (0, 0, 0, 0, 0, more), value=-1)
-            routes = self._mine(order(padded))
-        self._rows = Rows(real, routes)
+        routes = self._mine(batch.routes) if self._replays and batch.routes is not None else None
+        self._rows = Rows(self._mine(batch.real), routes)
 
     def _mine(self, rows: Tensor) -> Tensor:
         """This tensor rank's part: with sequence parallelism, each has an equal run of the positions."""

@@ -1,10 +1,10 @@
-"""This rank's share of every batch: its sequences, in padded micro-batches.
+"""This rank's share of every batch: its sequences, in micro-batches.
 
 Invariant: the data ranks' shares of a step are disjoint and together cover it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from polyreme_trainer.megatron.batch import (
     IntArray,
     MicroBatch,
     Sequences,
-    pad,
+    pack,
     plan_ranks,
 )
 from polyreme_trainer.megatron.device import Device
@@ -29,7 +29,7 @@ class DataShard:
 
     Args:
         device: the device of the tensors.
-        micro_batch_tokens: the largest number of padded tokens of a micro-batch.
+        micro_batch_tokens: the largest number of tokens of a micro-batch.
         rank, ranks: this rank's number among the data-parallel ranks, and their count.
         group: the process group of the data-parallel ranks; None when there is one rank.
         stages: the process group of the stages that share this rank's micro-batches; None when the model is one stage.
@@ -42,19 +42,20 @@ class DataShard:
     group: dist.ProcessGroup | None = None
     stages: dist.ProcessGroup | None = None
 
-    def micro_batches(self, sequences: Sequences, indices: IntArray, cost: Cost) -> Iterator[MicroBatch]:
-        """This rank's share of `indices`, padded: as many micro-batches as on every other rank, of which some may have no sequence.
+    def micro_batches(self, sequences: Sequences, indices: IntArray, cost: Cost, multiple: int = 1) -> Iterator[MicroBatch]:
+        """This rank's share of `indices`: as many micro-batches as on every other rank, of which some may have no sequence.
 
         Args:
             indices: the sequences; those that belong together are all there, one after the other.
-            cost: what the model's sequences and micro-batches cost.
+            cost: what the model's sequences cost.
+            multiple: of which the number of a micro-batch's positions is a multiple.
         """
         together = sequences.together
-        lengths = sequences.lengths.reshape(-1, together).max(axis=1)  # of each row of sequences that stay together
         rows = indices[::together] // together
-        budget, row_cost = self.micro_batch_tokens // together, replace(cost, overhead=cost.overhead / together)
-        for part in plan_ranks(lengths, rows, self.ranks, budget, row_cost)[self.rank]:
-            yield pad(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device)
+        # Of each row of sequences that stay together.
+        tokens, costs = (each.reshape(-1, together).sum(axis=1) for each in (sequences.lengths, cost.of(sequences.lengths)))
+        for part in plan_ranks(tokens, costs, rows, self.ranks, self.micro_batch_tokens)[self.rank]:
+            yield pack(sequences, (part[:, None] * together + np.arange(together)).ravel(), self.device, multiple)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over the data-parallel ranks and the stages in place, and returns it. Collective.

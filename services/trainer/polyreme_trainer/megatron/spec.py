@@ -11,19 +11,9 @@ from torch import Tensor
 
 from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.mcore import (
-    GPTModel,
     TransformerBlockSubmodules,
     TransformerConfig,
-    gather_from_sequence_parallel_region,
 )
-
-
-@dataclass(frozen=True)
-class Angles:
-    """Rotary angles of the positions, fp32 [s, head_dim / 2]: of the layers with full attention, and of those with a sliding window."""
-
-    full: Tensor
-    sliding: Tensor
 
 
 class Linear(Protocol):
@@ -46,22 +36,10 @@ class ModelSpec:
 
     Attributes:
         block: (config, family, number of layers of this stage) -> the modules of megatron-core's transformer block.
-        forward: (module, token ids [b, s], rotary angles) -> final hidden states [b * s, hidden]; of a stage before the last, its output
-            in megatron-core's shape. A stage after the first takes the input that the schedule has set instead of the ids.
-        rows: entries per position [b, s, ...] -> the same in the order in which the layers see the positions, [b * s, ...].
         linear: the matrix product of the output layer.
         options: fields of megatron-core's TransformerConfig that `block` requires.
     """
 
     block: Callable[[TransformerConfig, ModelFamily, int], TransformerBlockSubmodules]
-    forward: Callable[[GPTModel, Tensor, Angles], Tensor]
-    rows: Callable[[Tensor], Tensor]
     linear: Linear
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def whole_sequence(module: GPTModel, hidden: Tensor) -> Tensor:
-    """The hidden states of all positions. With sequence parallelism, each tensor rank has computed an equal run of them."""
-    if not module.config.sequence_parallel:
-        return hidden
-    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)  # all ranks have the whole gradient

@@ -72,7 +72,7 @@ ACTOR = (
     Metric(
         "padding_fraction",
         "1",
-        "Positions of the actor's micro-batches that are padding; the only metric that depends on the layout.",
+        "Positions of the actor's micro-batches that are padding: 0, or what sequence parallelism adds. The only metric that depends on the layout.",
     ),
     Metric("grad_norm", "1", "Norm of the actor's whole gradient before it is clipped; the mean over the optimizer steps."),
     Metric("entropy", "nats", "Mean of -log p of the sampled tokens: an unbiased estimate of the sampling policy's entropy."),

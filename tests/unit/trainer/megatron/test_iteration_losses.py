@@ -24,6 +24,7 @@ class Table(torch.nn.Module):
     """Every token id has a log-probability of its own, in float64. It is its own optimizer, which keeps the weights."""
 
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
+    alignment = 1
     routing = None
 
     def __init__(self) -> None:

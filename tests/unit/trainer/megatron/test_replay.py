@@ -9,7 +9,7 @@ import pytest
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
 from polyreme.experience.records import GroupRecord, SampleRecord, decode_group, encode_group
-from polyreme_trainer.megatron.batch import Sequences, collect, pad
+from polyreme_trainer.megatron.batch import Sequences, collect, pack
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
@@ -55,10 +55,10 @@ def test_routes_pass_through_the_log_and_into_micro_batches(experts: int, dtype:
     read = decode_group(encode_group(group))
     np.testing.assert_array_equal(decode_routes(read.samples[0], arch(experts)), routes)
     sequences, _ = collect([read], routes=lambda each: decode_routes(each, arch(experts)))
-    batch = pad(sequences.take(np.array([0])), np.array([0]), Device("cpu").torch)
-    assert batch.routes is not None and batch.routes.shape == (1, 4, 2, 2)
-    assert (batch.routes[0, 0] == -1).all()
-    np.testing.assert_array_equal(batch.routes[0, 1:].numpy(), routes)
+    batch = pack(sequences.take(np.array([0])), np.array([0]), Device("cpu").torch)
+    assert batch.routes is not None and batch.routes.shape == (4, 2, 2)
+    assert (batch.routes[0] == -1).all()
+    np.testing.assert_array_equal(batch.routes[1:].numpy(), routes)
     assert batch.real.all()
 
 

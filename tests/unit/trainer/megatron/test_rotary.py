@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import gradcheck
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
-from polyreme_trainer.megatron.rotary import angles
+from polyreme_trainer.megatron.rotary import angles, rotate
 
 LONG = 32768
 
@@ -47,3 +48,12 @@ def test_cos_and_sin_are_those_of_transformers_at_long_positions(theta: float, s
     factor = arch.rope.attention_factor
     assert torch.equal(torch.cat((ours, ours), dim=-1).cos() * factor, cos[0])
     assert torch.equal(torch.cat((ours, ours), dim=-1).sin() * factor, sin[0])
+
+
+def test_each_pair_turns_by_its_tokens_angle() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 2, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    turns = torch.randn(6, 1, 4, generator=generator, dtype=torch.float64)
+    turned = torch.view_as_complex(torch.stack(x.detach().chunk(2, dim=-1), dim=-1).contiguous()) * torch.exp(1j * turns)
+    torch.testing.assert_close(rotate(x, turns.cos(), turns.sin()), torch.cat((turned.real, turned.imag), dim=-1))
+    assert gradcheck(lambda x: rotate(x, turns.cos(), turns.sin()), (x,))

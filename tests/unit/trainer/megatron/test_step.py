@@ -29,6 +29,7 @@ class Drifting:
     rows: list[int] = field(default_factory=list)
     """Of each forward pass with a gradient."""
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
+    alignment = 1
     routing = None
 
     def zero_grad(self) -> None: ...
@@ -49,8 +50,8 @@ class PositionValues(Drifting):
     """A critic whose value of a prefix is its number of tokens."""
 
     def forward(self, batch: Any) -> torch.Tensor:
-        columns = (batch.targets != IGNORE).nonzero()[:, 1]
-        return columns.float() + 1
+        positions = torch.cat([torch.arange(length) for length in batch.ids.lengths])
+        return positions[batch.targets != IGNORE].float() + 1
 
 
 def test_a_truncated_response_goes_on_with_the_value_after_its_last_token() -> None:

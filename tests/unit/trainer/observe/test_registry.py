@@ -80,6 +80,7 @@ class Lookup(torch.nn.Module):
     """A number for each token id: the smallest model that a role can train."""
 
     arch = SimpleNamespace(active_parameters=8, layers=1, queries=2, sliding=())
+    alignment = 1
     routing = None
     dtype = "float32"
 

@@ -76,34 +76,3 @@ def geglu(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, by GELU's tanh approximation. `gate_up` is [..., 2 * ffn], gate first; the result is [..., ffn]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
-
-
-class _Rotary(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1), None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (x1, x2), (out1, out2) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
-    torch.mul(x1, cos, out=out1).addcmul_(x2, sin, value=-sign)
-    torch.mul(x2, cos, out=out2).addcmul_(x1, sin, value=sign)
-    return out
-
-
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates feature i with feature i + dim / 2 by the position's i-th angle (Su et al. 2021, in Hugging Face's feature order).
-
-    Args:
-        x: [batch, length, heads, dim].
-        cos, sin: [length, 1, dim / 2].
-    """
-    return _Rotary.apply(x, cos, sin)

@@ -1,6 +1,6 @@
-"""The model on CPU: megatron-core's layers with the norms, activation, matrix products and attention of this package.
+"""The model on CPU: megatron-core's layers with the norms, activation and matrix products of this package.
 
-Invariant: a micro-batch runs as packed rows, one token each, in (sequence, position) order, for which matrix products are fastest on CPU.
+Invariant: parameters and results are those of megatron-core's own layers; only the time differs.
 """
 
 from typing import Any
@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme_trainer.megatron.cpu.attention import Attention, Batch
+from polyreme_trainer.megatron.attention import Attention
 from polyreme_trainer.megatron.cpu.functional import geglu, rms_norm, swiglu
 from polyreme_trainer.megatron.cpu.linear import ColumnParallel, RowParallel, linear
 from polyreme_trainer.megatron.families.base import ModelFamily
 from polyreme_trainer.megatron.mcore import (
     MLP,
     AttnMaskType,
-    GPTModel,
     IdentityOp,
     MLPSubmodules,
     ModuleSpec,
@@ -28,7 +27,7 @@ from polyreme_trainer.megatron.mcore import (
 )
 from polyreme_trainer.megatron.moe import experts
 from polyreme_trainer.megatron.norm import ends_in_norm, projection_norms
-from polyreme_trainer.megatron.spec import Angles, ModelSpec, whole_sequence
+from polyreme_trainer.megatron.spec import ModelSpec
 
 
 class RmsNorm(torch.nn.Module):
@@ -96,25 +95,8 @@ def _add_residual(x_with_bias: tuple[Tensor, None], residual: Tensor, dropout: f
     return x_with_bias[0] + residual
 
 
-def _forward(module: GPTModel, ids: Tensor, angles: Angles) -> Tensor:
-    size, width = ids.shape
-    rows = module.embedding(input_ids=ids.reshape(1, -1), position_ids=None) if module.pre_process else None
-    dtype = module.config.params_dtype
-    full = tuple(part.to(dtype).unsqueeze(1) for part in (angles.full.cos(), angles.full.sin()))
-    sliding = tuple(part.to(dtype).unsqueeze(1) for part in (angles.sliding.cos(), angles.sliding.sin()))
-    batch = Batch(size=size, width=width, full=full, sliding=sliding)
-    hidden = module.decoder(hidden_states=rows, attention_mask=None, packed_seq_params=batch)
-    return whole_sequence(module, hidden).squeeze(1) if module.post_process else hidden
-
-
-def _rows(positions: Tensor) -> Tensor:
-    return positions.flatten(0, 1)
-
-
 CPU = ModelSpec(
     block=_block,
-    forward=_forward,
-    rows=_rows,
     linear=linear,
     options={
         "use_te_activation_func": True,  # makes megatron-core take the activation from the spec; Transformer Engine itself is not used

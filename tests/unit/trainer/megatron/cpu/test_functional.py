@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from polyreme.config.trainer import OptimizerConfig
-from polyreme_trainer.megatron.cpu.functional import rms_norm, rotary, swiglu
+from polyreme_trainer.megatron.cpu.functional import rms_norm, swiglu
 from polyreme_trainer.megatron.cpu.linear import linear
 from polyreme_trainer.megatron.optimizer import learning_rate
 
@@ -51,14 +51,6 @@ def test_swiglu() -> None:
     x = leaf(4, 6)
     torch.testing.assert_close(swiglu(x), torch.nn.functional.silu(x[:, :3]) * x[:, 3:])
     assert gradcheck(swiglu, (x,))
-
-
-def test_rotary_turns_each_pair_by_its_angle() -> None:
-    x, angles = leaf(2, 3, 2, 8), leaf(3, 1, 4, seed=1).detach()
-    turned = torch.view_as_complex(torch.stack(x.detach().chunk(2, dim=-1), dim=-1).contiguous()) * torch.exp(1j * angles)
-    got = rotary(x, angles.cos(), angles.sin())
-    torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), dim=-1))
-    assert gradcheck(lambda x: rotary(x, angles.cos(), angles.sin()), (x,))
 
 
 @pytest.mark.parametrize("with_bias", [True, False])

@@ -1,0 +1,170 @@
+"""Sequences in one row of tokens, one after the other, and what attention must know about them.
+
+Invariant: a token's position is counted from the start of its own sequence. Between sequences there is no padding; an alignment adds tokens
+at the end only, as a sequence of their own.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyreme_trainer.megatron.mcore import PackedSeqParams
+
+IntArray = NDArray[np.int64]
+
+CALL_FLOPS = 1e7
+"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU."""
+
+
+@dataclass(frozen=True)
+class PackedIds:
+    """The tokens of several sequences.
+
+    Attributes:
+        ids: int64 [t], all tokens.
+        lengths: the number of tokens of each sequence, 1 or more.
+    """
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of_rows(cls, ids: Tensor) -> Self:
+        """The rows of int64 ids [b, s], each a sequence of s tokens. Its results have the rows' padding, if there is any, at the same places."""
+        return cls(ids.reshape(-1), (ids.shape[1],) * ids.shape[0])
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of one number per token."""
+        return self.ids.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tokens."""
+        return self.ids.device
+
+    def aligned(self, multiple: int) -> "PackedIds":
+        """The same with a number of tokens that `multiple` divides; id 0 is added at the end."""
+        if not (missing := -len(self.ids) % multiple):
+            return self
+        return PackedIds(torch.nn.functional.pad(self.ids, (0, missing)), (*self.lengths, missing))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Padded blocks in which attention runs where no kernel takes packed sequences.
+
+    Attributes:
+        shapes: rows and width of each block.
+        gather: int64 [p], the token at each of the p positions of all blocks; padding repeats a sequence's last token. None: p = t, and the
+            positions are the tokens in their order.
+        scatter: int64 [t], each token's position.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    gather: Tensor | None
+    scatter: Tensor
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """megatron-core's parameters of packed sequences, with the rotary angles of all tokens.
+
+    Attributes:
+        lengths: as in PackedIds.
+        features: the width of all queries of this rank.
+        full, sliding: cos and sin of the layers with full attention, and of those with a window: each [t, 1, head_dim / 2] in the compute
+            dtype.
+    """
+
+    lengths: tuple[int, ...] = ()
+    features: int = 1
+    full: tuple[Tensor, ...] = field(default=(), repr=False)
+    sliding: tuple[Tensor, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The blocks of these sequences."""
+        return cut_blocks(np.array(self.lengths, dtype=np.int64), self.features, self.cu_seqlens_q.device)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The number of tokens up to the end of each sequence."""
+        return np.cumsum(self.lengths).tolist()
+
+
+def packing(packed: PackedIds, features: int, full: Tensor, sliding: Tensor | None, dtype: torch.dtype) -> Packing:
+    """What attention must know of `packed`.
+
+    Args:
+        features: the width of all queries of this rank.
+        full, sliding: the rotary angles of the first positions, fp32 [positions, head_dim / 2]; `sliding` None: as `full`.
+        dtype: the compute dtype.
+    """
+    lengths, device, longest = packed.lengths, packed.device, max(packed.lengths)
+    positions = torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])).to(device)
+
+    def rotation(angles: Tensor) -> tuple[Tensor, ...]:
+        return tuple(
+            part.to(dtype).index_select(0, positions).unsqueeze(1) for part in (angles[:longest].cos(), angles[:longest].sin())
+        )
+
+    starts = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+    rotated = rotation(full)
+    return Packing(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+        features=features,
+        full=rotated,
+        sliding=rotated if sliding is None else rotation(sliding),
+    )
+
+
+def plan_blocks(lengths: IntArray, features: int) -> list[IntArray]:
+    """Splits sequences into blocks of least cost, longest first: the indices of each block's sequences.
+
+    A block of n sequences, padded to the width w, costs 7 n w^2 floating-point operations for each feature of the queries, forwards and
+    backwards, because a causal mask leaves half of the scores; and CALL_FLOPS. An exact dynamic programme over the cuts between different
+    lengths.
+    """
+    different, counts = np.unique(lengths, return_counts=True)
+    widths, before = different[::-1].astype(np.float64), np.concatenate([[0], np.cumsum(counts[::-1])])
+    best, cut = np.zeros(len(widths) + 1), np.zeros(len(widths) + 1, dtype=np.int64)
+    for end in range(1, len(widths) + 1):
+        cost = best[:end] + (before[end] - before[:end]) * widths[:end] ** 2 * 7 * features + CALL_FLOPS
+        cut[end] = cost.argmin()
+        best[end] = cost[cut[end]]
+    order = np.argsort(-lengths, kind="stable")
+    blocks, end = [], len(widths)
+    while end > 0:
+        blocks.append(order[before[cut[end]] : before[end]])
+        end = int(cut[end])
+    return blocks[::-1]
+
+
+def cut_blocks(lengths: IntArray, features: int, device: torch.device) -> Blocks:
+    """The planned blocks of sequences that stand one after the other."""
+    starts = np.cumsum(lengths) - lengths
+    shapes: list[tuple[int, int]] = []
+    gathered: list[IntArray] = []
+    scatter, base = np.empty(int(lengths.sum()), dtype=np.int64), 0
+    for part in plan_blocks(lengths, features):
+        width, columns = int(lengths[part].max()), np.arange(lengths[part].max())
+        tokens = starts[part][:, None] + np.minimum(columns, lengths[part][:, None] - 1)
+        real = columns < lengths[part][:, None]
+        scatter[tokens[real]] = base + np.flatnonzero(real)
+        shapes.append((len(part), width))
+        gathered.append(tokens.ravel())
+        base += tokens.size
+    gather = np.concatenate(gathered)
+    moved = base != len(scatter) or bool((gather != np.arange(base)).any())
+    return Blocks(tuple(shapes), torch.from_numpy(gather).to(device) if moved else None, torch.from_numpy(scatter).to(device))

@@ -1,0 +1,106 @@
+"""Attention over packed sequences is that over each sequence alone, however they are cut into blocks."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polyreme_trainer.megatron.accelerator import flash
+from polyreme_trainer.megatron.attention import causal_attention, in_blocks
+from polyreme_trainer.megatron.packing import CALL_FLOPS, PackedIds, Packing, cut_blocks, packing, plan_blocks
+
+lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+CPU = torch.device("cpu")
+
+
+def packed(lengths: list[int], features: int = 4, device: torch.device = CPU, dtype: torch.dtype = torch.float64) -> Packing:
+    ids = PackedIds(torch.zeros(sum(lengths), dtype=torch.int64, device=device), tuple(lengths))
+    return packing(ids, features, torch.zeros(max(lengths), 2, device=device), None, dtype)
+
+
+@given(lengths_of, st.sampled_from([1, 10**3, 10**5, 10**9]))
+def test_blocks_have_every_token_once(lengths: list[int], features: int) -> None:
+    counts = np.array(lengths)
+    plan = plan_blocks(counts, features)
+    assert sorted(itertools.chain.from_iterable(part.tolist() for part in plan)) == list(range(len(lengths)))
+    blocks = cut_blocks(counts, features, CPU)
+    assert [rows * width for rows, width in blocks.shapes] == [len(part) * counts[part].max() for part in plan]
+    tokens = torch.arange(sum(lengths))
+    positions = tokens if blocks.gather is None else blocks.gather
+    assert torch.equal(positions[blocks.scatter], tokens)
+    assert len(positions) == sum(rows * width for rows, width in blocks.shapes)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from([1, 10**4, 10**5, 10**6]))
+def test_no_other_cut_of_the_sorted_sequences_costs_less(values: list[int], features: int) -> None:
+    lengths = np.array(sorted(values, reverse=True))
+
+    def cost(parts: list[np.ndarray]) -> float:
+        return sum(7 * features * len(part) * float(lengths[part].max()) ** 2 + CALL_FLOPS for part in parts)
+
+    every = []
+    for cuts in itertools.product([False, True], repeat=len(lengths) - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(lengths)]
+        every.append(cost([np.arange(a, b) for a, b in itertools.pairwise(edges)]))
+    assert cost(plan_blocks(lengths, features)) == pytest.approx(min(every))
+
+
+def test_sequences_of_one_length_are_one_block_that_is_not_copied() -> None:
+    blocks = cut_blocks(np.full(5, 7), 64, CPU)
+    assert (blocks.shapes, blocks.gather) == (((5, 7),), None)
+
+
+@pytest.mark.parametrize("features", [4, 10**9], ids=["one block", "many blocks"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [[5, 9, 1, 5, 2], [6, 6, 6], [8], [9, 8, 3]])
+def test_attention_and_gradients_are_those_of_each_sequence_alone(lengths: list[int], window: int | None, features: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(sum(lengths), heads, 4) for heads in (4, 2, 2)]
+    inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    weight = torch.randn(*shapes[0], generator=generator, dtype=torch.float64)
+    found = in_blocks(*inputs, packed(lengths, features), 0.7, window)
+    expected = alone(inputs, lengths, window)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    gradients = (torch.autograd.grad((each * weight).sum(), inputs) for each in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def alone(inputs: list[Tensor], lengths: list[int], window: int | None) -> Tensor:
+    outputs = []
+    for query, key, value in zip(*(each.split(lengths) for each in inputs), strict=True):
+        each = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        outputs.append(causal_attention(*each, 0.7, window).squeeze(0).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def test_positions_start_again_with_each_sequence() -> None:
+    ids = PackedIds(torch.zeros(6, dtype=torch.int64), (3, 1, 2))
+    angles = torch.tensor([[0.0], [0.1], [0.2], [0.3]])
+    made = packing(ids, 4, angles, 2 * angles, torch.float32)
+    torch.testing.assert_close(made.full[1].flatten(), torch.tensor([0, 0.1, 0.2, 0, 0, 0.1]).sin())
+    torch.testing.assert_close(made.sliding[0].flatten(), torch.tensor([0, 0.2, 0.4, 0, 0, 0.2]).cos())
+    assert (made.cu_seqlens_q.tolist(), made.max_seqlen_q, made.ends) == ([0, 3, 4, 6], 3, [3, 4, 6])
+
+
+def test_alignment_adds_a_sequence_at_the_end() -> None:
+    ids = PackedIds(torch.arange(1, 6), (2, 3))
+    assert ids.aligned(5) is ids
+    assert (ids.aligned(4).ids.tolist(), ids.aligned(4).lengths) == ([1, 2, 3, 4, 5, 0, 0, 0], (2, 3, 3))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_torch_takes_the_call_of_its_flash_attention(window: int | None) -> None:
+    """Its kernel needs CUDA; its shapes do not. Float32 runs in blocks."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(9, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
+        assert flash(query, key, value, packed([4, 5], dtype=torch.bfloat16), 0.7, window).shape == query.shape
+    inputs = [torch.randn(9, heads, 4) for heads in (4, 2, 2)]
+    made = packed([4, 5], dtype=torch.float32)
+    torch.testing.assert_close(flash(*inputs, made, 0.7, window), in_blocks(*inputs, made, 0.7, window))
