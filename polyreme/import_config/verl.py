@@ -93,7 +93,7 @@ RULES = (
     Rule("data.*", "", "rows are read by their columns alone"),
     Rule(f"{MODEL}.path", "model.path", "CHECK: a directory on this machine, not the name of a repository", path),
     Rule(f"{MODEL}.enable_gradient_checkpointing", "", "activations are bounded by trainer.micro_batch_tokens"),
-    Rule(f"{MODEL}.use_remove_padding", "", "micro-batches hold samples of like lengths"),
+    Rule(f"{MODEL}.use_remove_padding", "", "sequences are always packed without padding"),
     Rule(f"{MODEL}.lora_rank", "trainer.lora", "0: all weights are trained", adapters(f"{MODEL}.lora_alpha", 16)),
     *part_of("trainer.lora", f"{MODEL}.lora_alpha"),
     Rule(f"{MODEL}.*", "", "an option of verl's model wrapper"),

@@ -25,13 +25,15 @@ from polyreme_trainer.megatron.norm import TorchRmsNorm, ends_in_norm, projectio
 from polyreme_trainer.megatron.packing import Packing
 from polyreme_trainer.megatron.spec import ModelSpec
 
+FLASH_WIDTH = 256
+"""The largest head that torch's kernel takes; its width must be a multiple of 8."""
 NPU_SEQUENCES = 1024
 """The largest number of packed sequences that torch_npu's kernel takes."""
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None, window: int | None) -> Tensor:
-    """As `in_blocks`, by torch's flash attention over packed sequences, which has no float32."""
-    if query.dtype == torch.float32:
+    """As `in_blocks`, by torch's flash attention over packed sequences, where it has a kernel."""
+    if query.dtype == torch.float32 or query.shape[2] % 8 or query.shape[2] > FLASH_WIDTH:
         return in_blocks(query, key, value, packing, scale, window)
     from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch has it with other parameters
 

@@ -4,7 +4,6 @@ Invariant: a token attends to tokens of its own sequence only, up to its own and
 sequence is longer than the window.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -37,15 +36,19 @@ def in_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale
     outputs = []
     for shape, *block in zip(blocks.shapes, *parts, strict=True):
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in block)
-        outputs.append(causal_attention(q, k, v, scale, window).transpose(1, 2).flatten(0, 1))
+        width = shape[1]
+        mask = None if window is None or width <= window else packing.band(window, query.dtype)[:width, :width]
+        outputs.append(causal_attention(q, k, v, scale, mask).transpose(1, 2).flatten(0, 1))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output if blocks.gather is None else _Unpad.apply(output, blocks.scatter)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
-    """query [b, heads, s, dim], key and value [b, groups, s, dim] -> [b, heads, s, dim]; heads of a group are adjacent."""
-    width = query.shape[2]
-    mask = None if window is None or width <= window else _sliding(width, window, query.device)
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """query [b, heads, s, dim], key and value [b, groups, s, dim] -> [b, heads, s, dim]; heads of a group are adjacent.
+
+    Args:
+        mask: [s, s], added to the scores; None: causal. It has the dtype of the query, because torch saves a converted copy in every layer.
+    """
     return torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
@@ -55,12 +58,6 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-
-
-@functools.lru_cache(maxsize=1)  # all layers of a forward pass share it
-def _sliding(width: int, window: int, device: torch.device) -> Tensor:
-    """bool [width, width]: whether the row's position attends to the column's."""
-    return torch.ones(width, width, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 class _Pad(Function):

@@ -18,7 +18,8 @@ from polyreme_trainer.megatron.mcore import PackedSeqParams
 IntArray = NDArray[np.int64]
 
 CALL_FLOPS = 1e7
-"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU."""
+"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU. It is a
+choice of speed only: on a faster device more calls are made than would be best."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,19 @@ class Packing(PackedSeqParams):
     features: int = 1
     full: tuple[Tensor, ...] = field(default=(), repr=False)
     sliding: tuple[Tensor, ...] = field(default=(), repr=False)
+    _bands: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
+
+    def band(self, window: int, dtype: torch.dtype) -> Tensor:
+        """[s, s] for the longest sequence: 0 where the row's position attends to the column's, else minus infinity.
+
+        All layers share it, and its first rows and columns are that of a shorter sequence.
+        """
+        if (window, dtype) not in self._bands:
+            width = max(self.lengths)
+            is_seen = torch.ones(width, width, dtype=torch.bool, device=self.cu_seqlens_q.device).tril_().triu_(1 - window)
+            scores = torch.zeros(width, width, dtype=dtype, device=is_seen.device)
+            self._bands[window, dtype] = scores.masked_fill_(~is_seen, float("-inf"))
+        return self._bands[window, dtype]
 
     @cached_property
     def blocks(self) -> Blocks:

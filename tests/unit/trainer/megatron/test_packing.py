@@ -76,8 +76,21 @@ def alone(inputs: list[Tensor], lengths: list[int], window: int | None) -> Tenso
     outputs = []
     for query, key, value in zip(*(each.split(lengths) for each in inputs), strict=True):
         each = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        outputs.append(causal_attention(*each, 0.7, window).squeeze(0).transpose(0, 1))
+        places = torch.arange(len(query))
+        distance = places[:, None] - places
+        is_seen = (distance >= 0) & (distance < (window or len(query)))
+        mask = torch.zeros(distance.shape, dtype=query.dtype).masked_fill(~is_seen, -torch.inf)
+        outputs.append(causal_attention(*each, 0.7, mask).squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
+
+
+def test_blocks_of_all_layers_share_one_mask() -> None:
+    """Torch saves the mask for the backward pass: a copy in every block of every layer would take more than all other activations."""
+    mask = packed([9, 5], dtype=torch.float32).band(3, torch.float32)
+    for width in (9, 5):
+        inputs = [torch.randn(1, heads, width, 8, requires_grad=True) for heads in (4, 2, 2)]
+        saved = causal_attention(*inputs, 0.7, mask[:width, :width]).grad_fn._saved_attn_mask  # type: ignore[union-attr]
+        assert saved.data_ptr() == mask.data_ptr()
 
 
 def test_positions_start_again_with_each_sequence() -> None:
@@ -97,10 +110,11 @@ def test_alignment_adds_a_sequence_at_the_end() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_takes_the_call_of_its_flash_attention(window: int | None) -> None:
-    """Its kernel needs CUDA; its shapes do not. Float32 runs in blocks."""
+    """Its kernel needs CUDA; its shapes do not. Float32 and heads that it does not take run in blocks."""
     with FakeTensorMode():
         query, key, value = (torch.empty(9, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
         assert flash(query, key, value, packed([4, 5], dtype=torch.bfloat16), 0.7, window).shape == query.shape
-    inputs = [torch.randn(9, heads, 4) for heads in (4, 2, 2)]
-    made = packed([4, 5], dtype=torch.float32)
-    torch.testing.assert_close(flash(*inputs, made, 0.7, window), in_blocks(*inputs, made, 0.7, window))
+    for width, dtype in ((4, torch.float32), (12, torch.bfloat16), (264, torch.bfloat16)):
+        inputs = [torch.randn(9, heads, width, dtype=dtype) for heads in (4, 2, 2)]
+        made = packed([4, 5], dtype=dtype)
+        torch.testing.assert_close(flash(*inputs, made, 0.7, window), in_blocks(*inputs, made, 0.7, window))

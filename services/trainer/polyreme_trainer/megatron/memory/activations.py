@@ -3,9 +3,10 @@
 A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with hidden
 size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of attention and MLP,
 sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022, section 4, without the score
-matrix).
+matrix). What attention adds where no kernel takes packed sequences is not counted: the padding of sequences of similar length, and the mask of
+a sliding window, [s, s] once for all layers.
 
-Invariant: the estimate is that of a full micro-batch, so a step never needs more.
+Invariant: the estimate is that of a full micro-batch.
 """
 
 from dataclasses import dataclass

@@ -72,8 +72,10 @@ def test_linear_of_a_frozen_weight_passes_the_gradient_on() -> None:
     torch.testing.assert_close(x.grad, weight.sum(0).expand(3, 4))
 
 
-def test_weight_gradients_join_the_gradient_buffer() -> None:
-    """Over two micro-batches; the buffer and what autograd returns hold each part once."""
+@pytest.mark.parametrize("mkl", [True, False])
+def test_weight_gradients_join_the_gradient_buffer(mkl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two micro-batches; the buffer and what autograd returns hold each part once, by the product of each maker's processors."""
+    monkeypatch.setattr("polyreme_trainer.megatron.cpu.linear._MKL", mkl)
     weight = leaf(4, 6, dtype=torch.float32)
     buffer = torch.zeros(4, 6)
     weight.main_grad = buffer  # type: ignore[attr-defined]
