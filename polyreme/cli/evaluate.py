@@ -27,6 +27,7 @@ from polyreme.net.redis_url import redis_option
 _ONLY_EVALUATE = (
     "iterations=0",
     "max_staleness=0",
+    "rollout.tokens_per_iteration=null",
     "group_size=2",
     "algorithm={preset: dapo}",
     "trainer.critic={}",

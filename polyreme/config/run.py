@@ -135,6 +135,10 @@ class RunConfig(BaseConfig):
             raise ValueError(
                 f"max_staleness = {self.max_staleness} needs placement: separate, or rollout.tokens_per_iteration; on shared devices generation never overlaps training, so older samples without partial rollouts gain nothing: use 0"
             )
+        if self.placement == "colocated" and self.holds_versions:
+            raise ValueError(
+                f"max_staleness = {self.max_staleness} with placement: colocated leaves no time for evaluations, since the learner may take the devices during one; remove data.eval and eval_sets and evaluate the checkpoints with `polyreme eval`, or use max_staleness: 0"
+            )
         if budget is not None and budget >= longest:
             raise ValueError(
                 f"rollout.tokens_per_iteration = {budget} must be below rollout.max_new_tokens = {longest}, or null: no response would ever pause"

@@ -20,11 +20,12 @@ def advice(config: RunConfig, devices: int) -> Iterator[str]:
     if config.device == "cpu" or not devices:
         return
     apart, together = (devices_needed(config, placement) for placement in ("separate", "colocated"))
+    needs = "max_staleness: 0" if config.max_staleness and config.rollout.tokens_per_iteration is None else ""
     has = f"this machine has {devices} {config.device} device{'s' if devices > 1 else ''}"
     if config.placement == "separate" and together <= devices < apart:
         yield (
             f"{has}; learner and replicas need {apart} of their own, and {together} with placement: colocated, which shares them in turn"
-            + (" (and needs max_staleness: 0)" if config.max_staleness else "")
+            + (f" (and needs {needs})" if needs else "")
         )
     elif devices < devices_needed(config, config.placement):
         yield f"{has}; placement: {config.placement} needs {devices_needed(config, config.placement)}"

@@ -30,6 +30,7 @@ def file(tmp_path: Path) -> Path:
         ["algorithm={preset: ppo}", "trainer.critic.warmup_iterations=3"],
         ["algorithm={preset: distillation}", "teacher={url: 'http://127.0.0.1:1/v1', model: t}", "group_size=1"],
         ["max_staleness=2", "trainer.save_interval=50", "trainer.optimizer.warmup=5"],
+        ["max_staleness=1", "rollout.max_new_tokens=32", "rollout.tokens_per_iteration=16"],
     ],
 )
 def test_it_trains_nothing_and_needs_no_other_model(file: Path, tmp_path: Path, overrides: list[str]) -> None:

@@ -62,6 +62,15 @@ def test_a_token_budget_must_let_the_longest_response_end_within_its_bound(
             config(budget, staleness)
 
 
+def test_carried_samples_on_shared_devices_leave_no_time_for_evaluations(tree: dict[str, Any], tmp_path: Path) -> None:
+    rollout = {**tree["rollout"], "tokens_per_iteration": -(-tree["rollout"]["max_new_tokens"] // 2)}
+    tree["data"]["eval"] = tree["data"]["train"]
+    carried = {**tree, "max_staleness": 1, "rollout": rollout}
+    assert load_config(written(tmp_path, carried)).holds_versions
+    with pytest.raises(ConfigError, match="evaluations"):
+        load_config(written(tmp_path, {**carried, "placement": "colocated"}))
+
+
 def test_a_distillation_needs_no_reward(tree: dict[str, Any], tmp_path: Path) -> None:
     tree["data"]["eval"] = None
     config = load_config(written(tmp_path, {**tree, **DISTILLATION, "reward": None}))

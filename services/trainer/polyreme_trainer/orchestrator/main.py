@@ -86,7 +86,7 @@ async def _orchestrate(run: Run) -> None:
         return
     partial_log, tokens = PartialRolloutLog(experience), config.rollout.tokens_per_iteration
     bounds = config.groups_per_iteration, config.max_staleness
-    budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log)
+    budget = None if tokens is None else TokenBudget(tokens, *bounds, experience, partial_log, lambda: pool.held)
     maker = GroupMaker(run.run_id, config, template, train, pool, scoring, partial_log, budget)
     sets = [HeldOutSet(each, data.prompts[: each.samples]) for each, data in held_out]
     evaluator = Evaluator(run, config, template, sets, pool, rewards) if sets and rewards else None

@@ -265,6 +265,8 @@ def join_parts(parts: Iterable[bytes], prompt_ids: np.ndarray, blank: PartialRol
             )
     blank.samples = samples
     blank.drop_older()
+    for sample in samples:
+        sample.call_start = sample.length
     return blank
 
 

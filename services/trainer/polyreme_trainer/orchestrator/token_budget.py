@@ -5,7 +5,7 @@ come. A paused sample keeps its tokens, log-probabilities and versions; the repl
 """
 
 import asyncio
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from polyreme.experience.ledger import ExperienceLog, Unplanned
@@ -78,12 +78,20 @@ class TokenBudget:
         staleness: the run's bound.
         experience: says which version the learner has, and which groups its next plan can take.
         partial_log: saves what pauses.
+        held: the version at which an evaluation holds the replicas, if any. What has spent the budget of it stays paused.
     """
 
     def __init__(
-        self, tokens: int, groups: int, staleness: int, experience: ExperienceLog, partial_log: PartialRolloutLog
+        self,
+        tokens: int,
+        groups: int,
+        staleness: int,
+        experience: ExperienceLog,
+        partial_log: PartialRolloutLog,
+        held: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.tokens, self._groups, self._staleness = tokens, groups, staleness
+        self._held = held
         self._experience, self._partial_log = experience, partial_log
         self._paused: dict[int, _Paused] = {}
         self._granted: set[int] = set()  # groups that get a part beyond the budget
@@ -107,8 +115,9 @@ class TokenBudget:
         """Resumes the groups that have a budget again, and those that the learner's next plan needs."""
         async with self._updating:
             unplanned = await self._experience.unplanned()
-        is_new = unplanned.version != self._version
-        self._version = unplanned.version
+        held = self._held()
+        served = unplanned.version if held is None else min(unplanned.version, held)
+        is_new, self._version = served != self._version, served
         granted = needed(unplanned, self._paused.keys() - self._granted, self._groups, self._staleness)
         self._granted |= granted
         for index, paused in self._paused.items():

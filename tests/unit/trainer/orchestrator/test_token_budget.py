@@ -1,12 +1,15 @@
 """Token budgets: no version samples more than the budget, and the learner's next plan never waits for a paused group in vain."""
 
+import asyncio
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polyreme.experience.ledger import Unplanned
-from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout
-from polyreme_trainer.orchestrator.token_budget import needed, next_part
+from polyreme_trainer.orchestrator.partial_rollouts import PartialRollout, PartialRollouts
+from polyreme_trainer.orchestrator.token_budget import TokenBudget, needed, next_part
 
 Spans = list[tuple[int, int, int]]
 
@@ -98,3 +101,29 @@ def can_plan(flying: dict[int, int], ready: tuple[int, ...], paused: set[int], g
         if left > max(0, newest + staleness - version) * groups:
             return False
     return True
+
+
+async def test_what_has_spent_the_budget_of_a_held_version_stays_paused_until_the_hold_ends() -> None:
+    """During an evaluation no replica may serve the learner's newer version."""
+    held: list[int | None] = [3]
+
+    class Log:
+        async def unplanned(self) -> Unplanned:
+            return state({0: 3, 1: 3}, version=4, planned=5)  # the learner trains
+
+    class Parts:
+        async def save(self, indices: Iterable[int]) -> None: ...
+
+    budget = TokenBudget(32, 2, 1, Log(), Parts(), lambda: held[0])  # type: ignore[arg-type]
+    rollouts = PartialRollouts(1, 64, (), 0)
+    rollouts.samples = samples([(3, 0, 32)])
+    await budget.update()
+    waiting = asyncio.ensure_future(budget.next_part(0, rollouts))
+    await asyncio.sleep(0)
+    await budget.update()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    held[0] = None
+    await budget.update()
+    part = await asyncio.wait_for(waiting, 60)
+    assert (part.tokens, part.min_version) == ({0: 32}, 4)
