@@ -66,6 +66,7 @@ class Progress:
         evaluations: result by version. `metric` is its name, `evaluation` the record of the newest version. A result that is not
             `comparable`, since a resume may have other held-out data or another `eval_best`, replaces all of them.
         evaluating: the newest `eval_progress` record of an evaluation that is not over.
+        loading: the newest `loading` record while the learner loads a model.
         failed_evaluations: reason by version, for the newest failures.
         versions: served version by replica.
         replicas: URL of /v1 by replica, for the registered replicas.
@@ -84,6 +85,7 @@ class Progress:
     metric: str = "accuracy"
     evaluation: Record | None = None
     evaluating: Record | None = None
+    loading: Record | None = None
     failed_evaluations: dict[int, str] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
@@ -126,6 +128,8 @@ class Progress:
                 self._evaluate(record)
             case "eval_progress":
                 self.evaluating = record
+            case "loading":
+                self.loading = record if record["fraction"] < 1 else None
             case "eval_failed":
                 self.evaluating = None
                 self.failed_evaluations[record["version"]] = record["text"]
@@ -137,6 +141,7 @@ class Progress:
                 self.versions = {name: version for name, version in self.versions.items() if name in self.replicas}
             case "restart":
                 self.restarts[record["process"]] = self.restarts.get(record["process"], 0) + 1
+                self.loading = None
             case "sft":
                 same = self._sft_first is not None and self._sft_first["phase"] == record["phase"]
                 self._sft_first, self.sft = self._sft_first if same else record, record
@@ -243,7 +248,7 @@ class Progress:
         """Resets the state of the processes, since those of the previous start have ended."""
         self.starts, self.started = record["start"], record["time"]
         self.forked_from = record.get("forked_from") or self.forked_from
-        self.sft, self._sft_first, self.evaluating = None, None, None
+        self.sft, self._sft_first, self.evaluating, self.loading = None, None, None, None
         self.versions, self.replicas, self.restarts, self.tracker_failures = {}, {}, {}, {}
 
     def _iterate(self, record: Record) -> None:

@@ -31,6 +31,8 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
             return f"evaluation of version {record['version']}: {name} {value:.3f} on {record['samples']} prompts in {record['seconds']:.1f} s"
         case "eval_progress":
             return f"evaluation of version {record['version']}: {evaluation_progress(record)}"
+        case "loading":
+            return f"the learner loads the model: {loading_progress(record)}"
         case "eval_failed":
             return f"EVALUATION FAILED: {record['text']}"
         case "sft":
@@ -56,6 +58,12 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
         case "notice":
             return f"{record['service']}: {record['text']}"
     return None
+
+
+def loading_progress(record: Record) -> str:
+    """How far the learner has loaded its model, from its `loading` record."""
+    left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
+    return f"{record['fraction']:.0%}{left}"
 
 
 def evaluation_progress(record: Record) -> str:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.cli.progress import NOTICE_SECONDS, RECENT, Progress, Record
-from polyreme.cli.report import duration, evaluation_progress, plain_line, shares_of, shortened, staleness_of
+from polyreme.cli.report import duration, evaluation_progress, loading_progress, plain_line, shares_of, shortened, staleness_of
 from polyreme.config.run import RunConfig
 
 _TALL = 30
@@ -158,6 +158,8 @@ def render(
         head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
         if (left := progress.sft_remaining_seconds()) is not None:
             head.append(f"  remaining about {duration(left)}")
+    if progress.loading:
+        head.append(f"  loads the model: {loading_progress(progress.loading)}")
     if progress.evaluating:
         head.append(f"  evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}")
     bar = Table.grid()  # a bare ProgressBar does not end its line
@@ -202,6 +204,8 @@ def _footer(progress: Progress, now: float, redis_url: str) -> list[RenderableTy
             for name, version in sorted(there.items())
         )
         lines.append(_line(f"replicas {shown}", "dim"))
+    elif progress.started is not None:
+        lines.append(_line(f"replicas {'none' if progress.newest else 'starting'}", "dim"))
     lines += [_line(text, "dim") for at, text in progress.notices if now - at < NOTICE_SECONDS][-2:]
     holding = (progress.last or {}).get("alarms", ())
     alarms = [text for at, text in progress.alarms if text in holding or now - at < NOTICE_SECONDS]

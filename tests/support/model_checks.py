@@ -337,7 +337,9 @@ def sharded_files_load_like_one(model: str, device: Device, folder: str) -> None
     sharded = Path(folder) / "sharded"
     hf_model(model).save_pretrained(sharded, max_shard_size="10KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
-    parts = policy_of(str(sharded), device, trainable=False)
+    parts, fractions = policy_of(str(sharded), device, trainable=False), list[float]()
+    parts.load_hf(sharded, fractions.append)
+    assert len(fractions) > 1 and fractions[0] > 0 and fractions == sorted(set(fractions)) and fractions[-1] == 1
     assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values(), strict=True))
 
 

@@ -52,11 +52,15 @@ _TURN_SECONDS, _PAUSE_SECONDS = 5.0, 0.15
 
 
 class Index:
-    """The index of the run directory `run_dir`, in the file `path`."""
+    """The index of the run directory `run_dir`, in the file `path`.
+
+    Attributes:
+        updated: what `update` last saw of the files. It changes whenever an update adds something; None before the first update.
+    """
 
     def __init__(self, run_dir: Path, path: Path) -> None:
         self._run_dir, self._path = run_dir, path
-        self._updated: tuple[str, int, int, int] | None = None
+        self.updated: tuple[str, int, int, int] | None = None
 
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
@@ -77,7 +81,7 @@ class Index:
             ConfigError: the index, metrics.jsonl or a sample file is damaged.
         """
         files = self._files(run_id)
-        if files == self._updated and files[2]:  # an index that was deleted is built again
+        if files == self.updated and files[2]:  # an index that was deleted is built again
             return False
         added, turn = False, time.monotonic()
         while self.unread(run_id) > 0:
@@ -93,7 +97,7 @@ class Index:
                 break
             added = True
             advance(size)
-        self._updated = files
+        self.updated = files
         return added
 
     def _files(self, run_id: str) -> tuple[str, int, int, int]:

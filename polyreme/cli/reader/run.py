@@ -73,6 +73,7 @@ class RunReader:
             None  # with the file's time; parsing takes longer than anything else here
         )
         self._index = Index(run_dir, _index_path(run_dir))
+        self._contents: tuple[object, Contents] | None = None  # with `Index.updated`: a page of many runs asks every two seconds
 
     def _read_run_id(self) -> str:
         found = read_run_file(self.run_dir)
@@ -113,11 +114,15 @@ class RunReader:
         return fields
 
     def contents(self) -> Contents:
-        """What the index holds."""
-        with self._index.read() as connection:
-            meta = read_meta(connection)
-            names = connection.execute("SELECT name FROM metric ORDER BY name").fetchall() if meta else []
-        return Contents(int(meta.get("iteration", 0)), int(meta.get("samples", 0)), tuple(row["name"] for row in names))
+        """What the index holds, as of the last `refresh`."""
+        updated = self._index.updated
+        if self._contents is None or updated is None or self._contents[0] != updated:
+            with self._index.read() as connection:
+                meta = read_meta(connection)
+                names = connection.execute("SELECT name FROM metric ORDER BY name").fetchall() if meta else []
+            found = Contents(int(meta.get("iteration", 0)), int(meta.get("samples", 0)), tuple(row["name"] for row in names))
+            self._contents = updated, found
+        return self._contents[1]
 
     # -- metrics
 

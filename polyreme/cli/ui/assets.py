@@ -6,6 +6,7 @@ nothing at the address of another release.
 
 import gzip
 import mimetypes
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from polyreme.cli.ui import PATH
 
 STATIC = Path(__file__).parent / "static"
 _FOR_GOOD = "public, max-age=31536000, immutable"
+_IMPORT = re.compile(rb'from "\./([^"]+)"')
 
 
 @cache
@@ -38,11 +40,17 @@ def _digest() -> str:
 
 @cache
 def index_page() -> str:
-    """The HTML of the page. It names every module, so that a browser loads all of them at once and not one import after the other."""
-    modules = [name for name in _assets() if name.endswith(".js") and not name.startswith("vendor/")]
-    hints = "".join(f'<link rel="modulepreload" href="static/{name}">\n' for name in [*modules, "vendor/preact.js"])
+    """The HTML of the page. It names every module that the first view needs, so that a browser loads all of them at once and not one import
+    after the other."""
+    hints = "".join(f'<link rel="modulepreload" href="static/{name}">\n' for name in sorted(_imported("app.js")))
     text = (STATIC / "index.html").read_text().replace("</head>", f"{hints}</head>")
     return text.replace('"static/', f'"static/{_digest()}/')
+
+
+def _imported(name: str) -> set[str]:
+    """The modules that a module imports before it runs, also through others."""
+    names = {found.decode() for found in _IMPORT.findall(_assets()[name])}
+    return names.union(*map(_imported, names))
 
 
 def asset_route(headers: dict[str, str]) -> Route:

@@ -28,7 +28,7 @@ CLASSIC = ("vendor/uplot.js", "vendor/diff.js")
 """The scripts that are no modules."""
 _SCRIPT = re.compile(r'<script src="static/([^"]+)"[^>]*></script>\n')
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/([^"]+)">')
-_IMPORT = re.compile(r'from "\./([^"]+)"')
+_IMPORT = re.compile(r'(from |import\()"\./([^"]+)"')
 
 
 def report(
@@ -109,7 +109,7 @@ def module_urls(names: Sequence[str]) -> dict[str, str]:
     """The modules as data: URLs under the names by which they import each other; a file has no address for relative imports."""
     urls = {}
     for name in names:
-        source = _IMPORT.sub(r'from "page/\1"', (STATIC / name).read_text())
+        source = _IMPORT.sub(r'\1"page/\2"', (STATIC / name).read_text())
         urls[f"page/{name}"] = "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
     return urls
 

@@ -140,6 +140,19 @@ def test_a_long_evaluation_says_how_far_it_is_until_it_is_over() -> None:
     assert progress.evaluating is None
 
 
+def test_a_model_that_loads_is_shown_until_it_is_loaded() -> None:
+    loading = {"kind": "loading", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
+    progress = progress_of(loading)
+    assert progress.loading == loading
+    assert plain_line(loading, progress, 24) == "the learner loads the model: 25%, remaining about 1:15"
+    done = {"kind": "loading", "fraction": 1.0, "seconds_left": 0.0, "time": 2.0}
+    progress.add(done)
+    assert progress.loading is None and plain_line(done, progress, 24) == "the learner loads the model: 100%"
+    progress.add(loading)
+    progress.add({"kind": "restart", "process": "learner-0", "text": "why", "time": 3.0})
+    assert progress.loading is None
+
+
 def test_a_mean_score_is_not_an_accuracy() -> None:
     scored = {**evaluation(0, 1.0, 0.0), "score": 1.3}
     del scored["accuracy"]

@@ -29,6 +29,17 @@ def test_the_view_says_how_far_an_evaluation_is(config: RunConfig) -> None:
     assert "evaluates version 8: 1 of 5 answers" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_the_view_says_what_starts_and_for_how_long(config: RunConfig) -> None:
+    progress = progress_of(
+        {"kind": "start", "start": 1, "time": 1.0}, {"kind": "loading", "fraction": 0.25, "seconds_left": 75.0, "time": 26.0}
+    )
+    console = Console(file=io.StringIO(), width=160, height=40)
+    console.print(view.render(config, progress, "starting", (160, 40), now=27.0))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "loads the model: 25%, remaining about 1:15" in shown
+    assert "elapsed 0:26" in shown and "replicas starting" in shown
+
+
 def iteration(number: int) -> dict[str, Any]:
     rates = {"reward/mean": number / 40, "response_length/mean": 90.5, "tokens_per_second": 15000.0, "mismatch_kl": 1e-6}
     return {"kind": "iteration", "time": 2.0 * number, "iteration": number, "time/iteration": 2.0, **rates}

@@ -2,16 +2,28 @@
 
 import {html, render, useEffect, useState} from "./vendor/preact.js";
 import {Curves} from "./curves.js";
-import {Samples} from "./samples.js";
-import {Life} from "./life.js";
-import {Compare} from "./compare.js";
-import {Timeline} from "./timeline.js";
-import {Servers} from "./servers.js";
-import {Events} from "./events.js";
-import {Setup} from "./setup.js";
-import {COLOURS, Empty, State, number} from "./parts.js";
+import {COLOURS, Empty, Failure, State, number, useAnswer} from "./parts.js";
 import {Unauthorized, offline, setToken, source} from "./source.js";
 
+// A view whose module is loaded when it is first shown, so that the curves appear sooner.
+function later(name, load) {
+  let View = null;
+  return function Later(props) {
+    const {error} = useAnswer(async () => { View ??= (await load())[name]; }, []);
+    return View ? html`<${View} ...${props} />` : html`<${Failure} error=${error} />`;
+  };
+}
+
+const PAGES = {
+  curves: Curves,
+  samples: later("Samples", () => import("./samples.js")),
+  life: later("Life", () => import("./life.js")),
+  compare: later("Compare", () => import("./compare.js")),
+  timeline: later("Timeline", () => import("./timeline.js")),
+  servers: later("Servers", () => import("./servers.js")),
+  events: later("Events", () => import("./events.js")),
+  setup: later("Setup", () => import("./setup.js")),
+};
 const POLL_SECONDS = 2;
 const VIEWS = [["curves", "Curves"], ["samples", "Samples"], ["timeline", "Timeline"], ["servers", "Servers"], ["events", "Events"], ["setup", "Configuration"]];
 const KEYS = [["1 – 6", "change the view"], ["/", "search"], ["j, k", "next, previous sample"], ["Enter", "open a sample"], ["x", "choose a sample to compare"],
@@ -119,8 +131,7 @@ function App() {
   const select = (name) => { setFocus(name); if (!names.includes(name)) setChosen([...names, name]); if (at.query.run || ["life", "compare"].includes(at.view)) go(at.view === "life" || at.view === "compare" ? "samples" : at.view); };
   const stamp = runs.map((run) => `${run.iteration}:${run.samples}:${run.metrics.length}:${run.state}`).join();
   const props = {run: focus, runs: shown, stamp, theme, at, go};
-  const views = {curves: Curves, samples: Samples, life: Life, compare: Compare, timeline: Timeline, servers: Servers, events: Events, setup: Setup};
-  const View = views[at.view] ?? Curves;
+  const View = PAGES[at.view] ?? Curves;
   const current = {life: "samples", compare: "samples"}[at.view] ?? at.view;
   return html`
     <header class="top">

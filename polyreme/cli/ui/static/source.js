@@ -26,9 +26,14 @@ const run = encodeURIComponent;
 const store = curveStore((wanted) => get("curves", [], {method: "POST", body: JSON.stringify(wanted)}));
 const ids = new Map();
 
+let first = offline ? null : get("runs"); // asked for while the rest of the page is loading
+first?.catch(() => {}); // `listed` awaits it and its caller shows the failure; until then it must not count as unhandled
+
 // The list of runs. A directory may hold another run than before: its curves begin anew.
 async function listed() {
-  const runs = await get("runs");
+  const asked = first ?? get("runs");
+  first = null;
+  const runs = await asked;
   for (const each of runs) {
     if (ids.has(each.name) && ids.get(each.name) !== each.run) store.forget(each.name);
     ids.set(each.name, each.run);

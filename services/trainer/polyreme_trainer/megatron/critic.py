@@ -4,6 +4,7 @@ Invariant: a critic that starts from a language model has a zero head, so its fi
 """
 
 from collections import ChainMap
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,13 +41,13 @@ class Critic(ShardedModel):
             else:
                 param.copy_(theirs[name])
 
-    def load_hf(self, path: Path) -> None:
+    def load_hf(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
         """Loads a sequence classifier with one label, or a language model, with which the values start at 0. Raises ConfigError."""
         shapes = hf_mapping.hf_shapes(self.arch)
         with open_tensors(path) as tensors:
             fresh = {} if VALUE_HEAD in tensors else {VALUE_HEAD: torch.zeros(shapes[VALUE_HEAD])}
             tensors.check({name: shape for name, shape in shapes.items() if name not in fresh}, {})
-            self.load_slices(ChainMap(fresh, tensors))  # type: ignore[arg-type]  # it is only read
+            self.load_slices(ChainMap(fresh, tensors), loaded)  # type: ignore[arg-type]  # it is only read
 
     def load_base(self, path: Path) -> None:
         """Loads the frozen weights beside the adapters from a language model. Adapters and head keep their values. Raises ConfigError."""

@@ -53,13 +53,22 @@ class MegatronEngine:
         config, files: the run's configuration and the model's small files.
         run_id: names the arena.
         ranks, device: the learner's ranks and this rank's device. Requires `init_parallel`.
+        loaded: called with the fraction of the policy's weights that this rank has loaded.
     """
 
-    def __init__(self, config: RunConfig, files: Mapping[str, bytes], run_id: str, ranks: Ranks, device: Device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        files: Mapping[str, bytes],
+        run_id: str,
+        ranks: Ranks,
+        device: Device,
+        loaded: Callable[[float], None] | None = None,
+    ) -> None:
         self.config, self.files, self.ranks, self.device = config, files, ranks, device
         self.algorithm = load_algorithm(config)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
-        self.policy = policy = build_policy(config.model.path, config, device)
+        self.policy = policy = build_policy(config.model.path, config, device, loaded=loaded)
         """The actor's model."""
         if config.trainer.parallel.nodes > 1:
             check_same_weights(policy)

@@ -4,7 +4,7 @@ Invariant: weights enter and leave only through `hf_mapping`, so loading, export
 leaves has the adapters added to it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,23 +99,29 @@ class ShardedModel:
         """This rank's parameters by name, without adapters because these are added to them. Only what an adapter changes is a copy."""
         return self.state_dict() if self.adapters is None else self.adapters.merge(self._params)
 
-    def load_hf(self, path: Path) -> None:
-        """Loads this rank's slices from the safetensors of a Hugging Face directory. Raises ConfigError when they do not fit."""
+    def load_hf(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
+        """Loads this rank's slices from the safetensors of a Hugging Face directory. Raises ConfigError when they do not fit.
+
+        Args:
+            loaded: called after each slice with the fraction of this rank's slices that are loaded, up to 1.
+        """
         with open_tensors(path) as tensors:
             tensors.check(hf_mapping.hf_shapes(self.arch), hf_mapping.hf_aliases(self.arch))
-            self.load_slices(tensors)
+            self.load_slices(tensors, loaded)
 
     @torch.no_grad()
-    def load_slices(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies this rank's slices from whole Hugging Face tensors. Padding becomes zero."""
+    def load_slices(self, tensors: Mapping[str, Tensor], loaded: Callable[[float], None] | None = None) -> None:
+        """Copies this rank's slices from whole Hugging Face tensors. Padding becomes zero. `loaded`: see `load_hf`."""
         for param in self._params.values():
             param.zero_()
         name, tensor = "", None
-        for piece in self.slices:
+        for number, piece in enumerate(self.slices, 1):
             if piece.hf_name != name:
                 name, tensor = piece.hf_name, tensors[piece.hf_name]
             assert tensor is not None
             self._params[piece.param][piece.param_index].copy_(tensor[piece.hf_index])
+            if loaded is not None:
+                loaded(number / len(self.slices))
 
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ Invariant: the logits of a micro-batch never exist together while log-probabilit
 (`logprobs.BLOCK_LOGITS`).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, overload
 
@@ -91,11 +92,19 @@ class Policy(ShardedModel):
         return self.spec.linear(x, weight, None, parallel_state.get_tensor_model_parallel_group(), False)
 
 
-def build_policy(path: Path, config: RunConfig | StageConfig, device: Device, *, trainable: bool = True) -> Policy:
+def build_policy(
+    path: Path,
+    config: RunConfig | StageConfig,
+    device: Device,
+    *,
+    trainable: bool = True,
+    loaded: Callable[[float], None] | None = None,
+) -> Policy:
     """A language model with the weights of a Hugging Face directory. Requires `init_parallel`. Raises ConfigError.
 
     Args:
         config: `model.dtype`, `seed`, and of `trainer` `recompute`, `moe` and `lora` are used; adapters only where it is trainable.
+        loaded: see `load_hf`.
     """
     settings = config.trainer
     policy = Policy(
@@ -108,5 +117,5 @@ def build_policy(path: Path, config: RunConfig | StageConfig, device: Device, *,
         moe=settings.moe,
         seed=config.seed,
     )
-    policy.load_hf(path)
+    policy.load_hf(path, loaded)
     return policy

@@ -171,7 +171,7 @@ def test_an_unchanged_index_is_not_opened(reader: RunReader, monkeypatch: pytest
         raise AssertionError("opened")
 
     monkeypatch.setattr(sqlite3, "connect", refuse)
-    assert not reader.refresh()
+    assert not reader.refresh() and reader.contents().iterations == 3
 
 
 @pytest.mark.parametrize("line", [b"{garbage", b"\xff\x00", b"3"])

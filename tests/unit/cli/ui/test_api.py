@@ -93,7 +93,9 @@ def test_the_page_loads_nothing_from_another_host(client: TestClient) -> None:
     assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
     assert "http:" not in page.text.replace("http://www.w3.org/2000/svg", "") and "https:" not in page.text
     names = re.findall(r'(?:src|href)="(static/[^"]+)"', page.text)
-    assert {"app.js", "style.css", "uplot.js", "preact.js"} <= {name.rpartition("/")[2] for name in names}
+    loaded = {name.rpartition("/")[2] for name in names}
+    assert {"app.js", "style.css", "uplot.js", "preact.js", "curve_store.js"} <= loaded
+    assert not loaded & {"samples.js", "tokens.js", "timeline.js"}, "the modules of other views are loaded when they are shown"
     for name in names:
         asset = client.get(f"/ui/{name}")
         assert (

@@ -1,0 +1,17 @@
+"""The record of a load reaches the run, from a thread that has no client of it."""
+
+import asyncio
+
+import pytest
+
+from polyreme.experience.run import Run
+from polyreme_trainer.learner import loading
+
+
+async def test_a_load_is_recorded_in_the_run(redis_url: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "REPORT_SECONDS", 0.0)
+    loaded = loading.reporter(redis_url, run.run_id)
+    for fraction in (0.5, 1.0):
+        await asyncio.to_thread(loaded, fraction)
+    records = [record for _, record in await run.records("0", 0)]
+    assert [(record["kind"], record["fraction"]) for record in records] == [("loading", 0.5), ("loading", 1.0)]
