@@ -64,7 +64,8 @@ def test_attention_and_gradients_are_those_of_each_sequence_alone(lengths: list[
     shapes = [(sum(lengths), heads, 4) for heads in (4, 2, 2)]
     inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     weight = torch.randn(*shapes[0], generator=generator, dtype=torch.float64)
-    found = in_blocks(*inputs, packed(lengths, features), 0.7, window)
+    query, key, value = inputs
+    found = in_blocks(query, key, value, packed(lengths, features), 0.7, window)
     expected = alone(inputs, lengths, window)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     gradients = (torch.autograd.grad((each * weight).sum(), inputs) for each in (found, expected))
@@ -75,12 +76,12 @@ def test_attention_and_gradients_are_those_of_each_sequence_alone(lengths: list[
 def alone(inputs: list[Tensor], lengths: list[int], window: int | None) -> Tensor:
     outputs = []
     for query, key, value in zip(*(each.split(lengths) for each in inputs), strict=True):
-        each = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))
         places = torch.arange(len(query))
         distance = places[:, None] - places
         is_seen = (distance >= 0) & (distance < (window or len(query)))
         mask = torch.zeros(distance.shape, dtype=query.dtype).masked_fill(~is_seen, -torch.inf)
-        outputs.append(causal_attention(*each, 0.7, mask).squeeze(0).transpose(0, 1))
+        outputs.append(causal_attention(q, k, v, 0.7, mask).squeeze(0).transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -88,8 +89,8 @@ def test_blocks_of_all_layers_share_one_mask() -> None:
     """Torch saves the mask for the backward pass: a copy in every block of every layer would take more than all other activations."""
     mask = packed([9, 5], dtype=torch.float32).band(3, torch.float32)
     for width in (9, 5):
-        inputs = [torch.randn(1, heads, width, 8, requires_grad=True) for heads in (4, 2, 2)]
-        saved = causal_attention(*inputs, 0.7, mask[:width, :width]).grad_fn._saved_attn_mask  # type: ignore[union-attr]
+        query, key, value = (torch.randn(1, heads, width, 8, requires_grad=True) for heads in (4, 2, 2))
+        saved = causal_attention(query, key, value, 0.7, mask[:width, :width]).grad_fn._saved_attn_mask  # type: ignore[union-attr]
         assert saved.data_ptr() == mask.data_ptr()
 
 
@@ -115,6 +116,6 @@ def test_torch_takes_the_call_of_its_flash_attention(window: int | None) -> None
         query, key, value = (torch.empty(9, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
         assert flash(query, key, value, packed([4, 5], dtype=torch.bfloat16), 0.7, window).shape == query.shape
     for width, dtype in ((4, torch.float32), (12, torch.bfloat16), (264, torch.bfloat16)):
-        inputs = [torch.randn(9, heads, width, dtype=dtype) for heads in (4, 2, 2)]
+        query, key, value = (torch.randn(9, heads, width, dtype=dtype) for heads in (4, 2, 2))
         made = packed([4, 5], dtype=dtype)
-        torch.testing.assert_close(flash(*inputs, made, 0.7, window), in_blocks(*inputs, made, 0.7, window))
+        torch.testing.assert_close(flash(query, key, value, made, 0.7, window), in_blocks(query, key, value, made, 0.7, window))
