@@ -126,7 +126,10 @@ def train_iteration(batch: Iteration, algorithm: Algorithm, models: Models) -> T
         measured |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": batch.critic_lr}
     measured["trained_samples"] = int((moving & has_advantage(tokens, advantages)).sum())
     named = {RECORDED_AS.get(name, name): value for name, value in measured.items()}
-    return Trained(named, advantages.state, losses.trained_samples(), clock.seconds)
+    state = advantages.state
+    if not batch.trains_actor:  # a KL of 0 says nothing about the coefficient while the policy stays the reference
+        state = replace(state, kl_coef=batch.state.kl_coef)
+    return Trained(named, state, losses.trained_samples(), clock.seconds)
 
 
 def before_advantages(batch: Iteration, algorithm: Algorithm, models: Models, clock: Stopwatch) -> TokenBatch:

@@ -71,6 +71,8 @@ def trained(
     spans: list[tuple[int, int, int]] = WHOLE,
     steps: int = 1,
     algorithm: Algorithm = ALGORITHM,
+    reference: Role[Any] | None = None,
+    trains_actor: bool = True,
 ) -> Trained:
     """One iteration on groups of made-up samples with these scores."""
     ids, mask = np.arange(4, dtype=np.int32), np.ones(4, np.uint8)
@@ -81,10 +83,11 @@ def trained(
     stand_in: Any = model
     actor = Role("actor", stand_in, model.forward, DataShard(torch.device("cpu"), 64))
     actor.optimizer = stand_in
-    models: Models = SimpleNamespace(actor=actor, reference=None, critic=None, shard=actor.shard)
+    models: Models = SimpleNamespace(actor=actor, reference=reference, critic=None, shard=actor.shard)
     sequences, tokens = collect(groups)
     parts = np.array_split(np.arange(len(sequences)), steps)
-    return train_iteration(Iteration(2, sequences, tokens, parts, AlgorithmState(), 1e-3), algorithm, models)
+    iteration = Iteration(2, sequences, tokens, parts, AlgorithmState(kl_coef=0.5), 1e-3, trains_actor=trains_actor)
+    return train_iteration(iteration, algorithm, models)
 
 
 def test_an_iteration_without_advantages_measures_the_policy_that_sampled() -> None:
@@ -128,3 +131,15 @@ def test_the_policy_loss_is_the_mean_of_the_losses_of_the_steps() -> None:
     result = trained(Drifting(), [[1.0, 0.0]], steps=2, algorithm=Algorithm(resolve("dr_grpo", {}), longest=8))
     first, second = -0.5 * 4 / 8, 0.5 * 0.8 * 4 / 8  # the ratio is 1, then 1 / e, clipped at 0.8
     assert result.metrics["actor/pg_loss"] == pytest.approx((first + second) / 2)
+
+
+@pytest.mark.parametrize("trains_actor", [True, False])
+def test_the_kl_controller_rests_while_only_the_critic_warms_up(trains_actor: bool) -> None:
+    """The policy is the reference until then: a controller that saw a KL of 0 would lower the coefficient."""
+    adaptive = {"kl": {"adaptive": {"target": 6.0, "horizon": 100}}}
+    stand_in: Any = Drifting()
+    reference = Role("reference", stand_in, stand_in.forward, DataShard(torch.device("cpu"), 64))
+    algorithm = Algorithm(resolve("reinforce_pp", adaptive), longest=8)
+    result = trained(Drifting(), [[1.0, 0.0]], algorithm=algorithm, reference=reference, trains_actor=trains_actor)
+    assert result.state.kl_coef is not None
+    assert (result.state.kl_coef < 0.5) == trains_actor
