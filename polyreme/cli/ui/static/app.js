@@ -1,6 +1,6 @@
 // The page: the list of runs, the views, keyboard, theme and address. The address (after #) says what is shown.
 
-import {html, render, useEffect, useState} from "./vendor/preact.js";
+import {html, render, useEffect, useLayoutEffect, useState} from "./vendor/preact.js";
 import {Curves} from "./curves.js";
 import {COLOURS, Empty, Failure, State, number, useAnswer} from "./parts.js";
 import {Unauthorized, offline, setToken, source} from "./source.js";
@@ -55,7 +55,7 @@ function useTheme() {
 
 function useRuns() {
   const [state, setState] = useState({runs: null, error: null});
-  useEffect(() => {
+  useLayoutEffect(() => { // does not wait for the first, empty frame
     let timer = null;
     async function poll() {
       if (document.visibilityState === "visible") {

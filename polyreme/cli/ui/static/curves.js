@@ -9,6 +9,8 @@ const WATCHED = ["reward/mean", "accuracy", "score", "response_length/mean", "en
   "time/iteration", "tokens_per_second", "staleness/mean", "stop/length_fraction", "train/loss", "eval/loss", "train/accuracy", "eval/accuracy",
   "train/grad_norm", "train/lr", "train/tokens_per_second"];
 
+const EARLY = 6; // cards at the top of the page, which ask for their curves before the browser says that they are visible
+
 // Metrics in groups: [title, names]. The watched ones are in their own group and in that of their prefix.
 export function grouped(metrics, text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
@@ -33,10 +35,10 @@ function useVisible() {
   return [place, visible];
 }
 
-function Card({metric, runs, options, stamp, large, setLarge}) {
+function Card({metric, early, runs, options, stamp, large, setLarge}) {
   const [place, visible] = useVisible();
   const names = runs.map(({name}) => name);
-  const shown = useRef(false);
+  const shown = useRef(early);
   shown.current ||= visible;
   const {value, error} = useAnswer(() => (shown.current ? source.curves(names, [metric]) : Promise.resolve(undefined)), [metric, names.join(), stamp, shown.current]);
   const curves = value?.[metric] ?? {};
@@ -76,7 +78,7 @@ export function Curves({runs, stamp, theme}) {
     </div>
     ${grouped(metrics, text).map(([title, names], place) => html`<details class="group" open=${place === 0 || Boolean(text)} key=${title}>
       <summary><h2>${title}</h2><span class="count">${names.length}</span></summary>
-      <div class="cards">${names.map((metric) => html`<${Card} key=${metric} metric=${metric} runs=${runs} options=${options} stamp=${stamp}
+      <div class="cards">${names.map((metric, order) => html`<${Card} key=${metric} metric=${metric} early=${place === 0 && order < EARLY} runs=${runs} options=${options} stamp=${stamp}
         large=${large === metric} setLarge=${setLarge} />`)}</div>
     </details>`)}`;
 }
