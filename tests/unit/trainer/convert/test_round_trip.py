@@ -51,6 +51,8 @@ def rank_file(directory: Path, rank: str) -> dict[str, Any]:
 def test_a_model_comes_back_bit_for_bit(family: str, tied: bool, tensor: int, pipeline: int, expert: int, tmp_path: Path) -> None:
     if expert > 1 and not find_family(family).expert:
         expert = 1
+    if find_family(family).projection_norms:
+        tensor = min(tensor, 2)  # a norm over all of the model's two key-value heads divides as they do
     model = model_of(family, tmp_path / "model", tie_word_embeddings=tied)
     convert(model, tmp_path / "megatron", tensor=tensor, pipeline=pipeline, expert=expert, vocab_multiple=tensor)
     assert len(list((tmp_path / "megatron").glob("iter_0000001/mp_rank_*"))) == tensor * pipeline * expert
