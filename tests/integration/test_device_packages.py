@@ -22,7 +22,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyre
 PINNED = ("megatron-core==0.19.0", "torch-npu==2.10.0.post4", "transformer-engine==2.20.2", "vllm-ascend==0.23.0")
 _PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34))
 Get = Callable[[str], PackageSource]
-NEW = ("Attention.attend", "Packing.blocks", "Packing.ends")
+NEW = ("Attention.attend", "Packing.band", "Packing.blocks", "Packing.ends")
 """Methods of our classes that are meant to override nothing."""
 
 

@@ -76,10 +76,14 @@ async def test_no_sample_file_is_missing_however_late_the_disk_takes_them(redis_
         in_the_way.rmdir()
         late = await log.version()
         await until(lambda: trained(started.run, late + 8))
+
+        async def released() -> bool:
+            return (await log.audit()).counts["released"] > 0
+
+        await until(released)
         await started.run.set_state(RunState.DRAINING)
         assert (await started.ended(300))[0] == "stopped", started.logs()
         assert (await log.audit()).clean
-        assert (await log.audit()).counts["released"] > 0
         trained_in_all = await log.version()
     samples = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
     assert samples == [f"iteration_{number:04d}.jsonl" for number in range(1, trained_in_all + 1)]

@@ -77,7 +77,8 @@ async def test_ranks_that_end_without_a_word_have_failed(tmp_path: Path) -> None
 async def test_a_stop_reaches_the_ranks(tmp_path: Path, script: str) -> None:
     stage, run_dir, _ = process(tmp_path, script)
     work = asyncio.create_task(stage.run())
-    await until(lambda: (run_dir / "metrics.jsonl").exists())
+    metrics = run_dir / "metrics.jsonl"
+    await until(lambda: metrics.exists() and metrics.read_text().endswith("\n"))
     os.kill(os.getpid(), signal.SIGTERM)
     assert await work is RunState.STOPPED
     assert summary(run_dir)["state"] == "stopped" and summary(run_dir)["step"] == 1
