@@ -2,7 +2,7 @@
 
     python bench/learner.py [--threads 2] [--rounds 7] [--only 1m|20m]
 
-`vs_torch_1m` (>= 0.7), `vs_torch_20m` (>= 0.9): tokens per second of the learner's optimizer step (megatron-core model, gradient buffers,
+`vs_torch_1m` (>= 0.7), `vs_torch_20m` (>= 0.95): tokens per second of the learner's optimizer step (megatron-core model, gradient buffers,
 clipping, AdamW) over those of transformers' model with forward, backward, clipping and torch's AdamW in its default settings. Every token is
 trained on and no sequence is padded, so neither side saves work by knowing the batch. The two run in processes of their own, in turns; each
 figure is the median over rounds of the ratio within a round.
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TARGET = {"vs_torch_1m": 0.7, "vs_torch_20m": 0.9}
+TARGET = {"vs_torch_1m": 0.7, "vs_torch_20m": 0.95}
 SIZES: dict[str, dict[str, Any]] = {
     "1m": {
         "vocab_size": 45,
