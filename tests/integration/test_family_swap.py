@@ -23,6 +23,7 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size":
 WIDE_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 96},  # 48: the kernel pads it
     "qwen3_moe": {"moe_intermediate_size": 64},
+    "olmoe": {"tie_word_embeddings": False},  # vLLM's OLMoE has a head of its own; the published models are untied
 }
 
 

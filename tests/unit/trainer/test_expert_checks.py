@@ -27,6 +27,14 @@ DENSE = {
 }
 EXPERTS = DENSE | {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 
+OLMOE = DENSE | {
+    "model_type": "olmoe",
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": True,
+}
+
 
 def config(folder: Path, fields: dict[str, Any], engine: str = "vllm", **moe: Any) -> RunConfig:
     (folder / "config.json").write_text(json.dumps(fields))
@@ -46,6 +54,9 @@ def config(folder: Path, fields: dict[str, Any], engine: str = "vllm", **moe: An
         (EXPERTS, "vllm", {"aux_loss_coef": 0.1, "z_loss_coef": 0.1}, None),
         (EXPERTS, "mine", {"replay_routes": True}, None),
         (EXPERTS, "vllm", {"replay_routes": True}, "rollout.engine: vllm"),
+        (OLMOE, "vllm", {}, "output layer"),
+        (OLMOE, "mine", {}, None),
+        (OLMOE | {"tie_word_embeddings": False}, "vllm", {}, None),
     ],
 )
 def test_what_the_model_or_the_engine_lacks_is_an_error(
