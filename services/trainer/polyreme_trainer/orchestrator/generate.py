@@ -70,7 +70,7 @@ async def generate(
 
     Args:
         chunk_timeout: seconds that a running call may stay silent.
-        progress_timeout: seconds without a new token, over all calls and without the waits between them, after which the attempt fails.
+        progress_timeout: seconds without a new token, over all calls, after which the attempt fails.
         partial: the samples' existing tokens, updated in place. None: none.
         next_part: what the next call may add; it may wait. None: all that is missing.
 
@@ -90,9 +90,7 @@ async def generate(
             last_progress += time.monotonic() - began
             min_version = max(wanted.min_version, part.min_version)
         asked = rollouts.start_call(None if part is None else part.tokens)
-        began = time.monotonic()
         async with pool.claim(rollouts.missing_tokens(), len(asked), min_version, avoid) as claim:
-            last_progress += time.monotonic() - began  # the pool bounds the wait for a replica
             try:
                 await _call(claim, rollouts, _request(wanted, asked, min_version), chunk_timeout)
                 last_progress, tokens = time.monotonic(), rollouts.tokens()

@@ -53,3 +53,15 @@ def test_what_does_not_fit_is_refused() -> None:
             join_parts([part], prompt, blank)
     with pytest.raises(PartialRolloutError):
         join_parts([part, part], PROMPT, rollouts())  # its spans begin at nought again
+
+
+def test_a_takeover_credits_a_finished_sample_to_no_further_replica() -> None:
+    there = rollouts()
+    there.add(chunk(0, [9] * 20))
+    there.add(end(0, 20))
+    there.credit("before")
+    again = join_parts([part_since(rollouts().marks(), there, PROMPT)], PROMPT, rollouts())
+    again.start_call()
+    again.add(chunk(1, [9] * 3))
+    again.credit("after")
+    assert [sample.replicas for sample in again.samples] == [["before"], ["after"]]
