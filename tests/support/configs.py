@@ -9,6 +9,21 @@ from polyreme.config.run import RunConfig
 ALGORITHM: dict[str, Any] = {"preset": "grpo", "kl": None, "aggregation": "token-mean", "advantage": {"std_floor": 1e-4}}
 """Group-relative advantages and the token mean, without a reference model."""
 
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8,
+    "vocab_size": 33,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 16,
+}
+"""The config.json of a small dense model."""
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+"""The config.json of a small model with experts."""
+
 
 def run_config(folder: Path, **changes: Any) -> RunConfig:
     """A valid configuration whose paths lie in `folder` (nothing is read from them); `changes` replace top-level fields, unchecked."""

@@ -26,6 +26,7 @@ from polyreme_trainer.data.prompts import encode_examples, encode_prompts, none_
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.expert_checks import check_experts
 from polyreme_trainer.megatron.families import load_architecture
+from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.memory_estimate import refuse
 from polyreme_trainer.placement import advice
 
@@ -46,10 +47,11 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
             )
     yield from _check_notices(config.notices)
     try:
-        load_architecture(config.model.path)
+        arch = load_architecture(config.model.path)
     except ConfigError as error:
         yield error
     else:
+        yield from _check_engine(arch, config)
         yield from check_experts(config)
         yield from refuse(config, memory_limit() if config.device == "cpu" else None)
     if config.device != "cpu":
@@ -72,6 +74,16 @@ def check(config: RunConfig) -> Iterator[str | PolyremeError]:
         yield from _check_functions(config.algorithm.source)
     if config.algorithm.has_critic and config.trainer.critic.path is not None:
         yield from _check_critic(config.trainer.critic.path, config)
+
+
+def _check_engine(arch: Architecture, config: RunConfig) -> Iterator[PolyremeError]:
+    """Yields an error when a pushed version would leave an output layer of the engine as it was."""
+    if arch.head == "tied" and config.rollout.engine == "vllm" and not arch.family.vllm_ties:
+        yield ConfigError(
+            f"an engine that ties the output layer of {config.model.path} to its embeddings",
+            f"rollout.engine: vllm, whose {arch.family.name} has an output layer of its own",
+            "Save the model with tie_word_embeddings: false and an lm_head.weight.",
+        )
 
 
 def _check_notices(receivers: Sequence[ReceiverConfig]) -> Iterator[PolyremeError]:

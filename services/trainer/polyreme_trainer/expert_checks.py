@@ -20,12 +20,6 @@ def check_experts(config: RunConfig | StageConfig) -> Iterator[PolyremeError]:
     replays = isinstance(config, RunConfig) and config.trainer.moe.replay_routes
     if (config.trainer.moe.is_set or replays) and not arch.experts:
         yield ConfigError("a model with experts, for trainer.moe", f"{arch.family.name}, which is dense", "Remove trainer.moe.")
-    if isinstance(config, RunConfig) and config.rollout.engine == "vllm" and arch.family.name == "olmoe" and arch.head == "tied":
-        yield ConfigError(
-            f"an engine that ties the output layer of {config.model.path} to its embeddings",
-            "rollout.engine: vllm, whose OLMoE has an output layer of its own",
-            "Save the model with tie_word_embeddings: false and an lm_head.weight.",
-        )
     if isinstance(config, RunConfig) and replays and config.rollout.engine in SILENT_ENGINES:
         yield ConfigError(
             "an engine that reports which experts it has chosen, for trainer.moe.replay_routes",

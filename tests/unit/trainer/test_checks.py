@@ -1,4 +1,4 @@
-"""What the trainer's check of a run says of its critic."""
+"""What the trainer's check of a run says of its models, trackers and notices."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from polyreme.config.rollout import RolloutConfig
 from polyreme.config.trackers import WandbConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer import checks
-from polyreme_trainer.checks import _check_critic, _check_notices, check
-from support.configs import run_config
+from polyreme_trainer.checks import _check_critic, _check_engine, _check_notices, check
+from polyreme_trainer.megatron.families import read_architecture
+from polyreme_trainer.megatron.families.hf_config import HfConfig
+from support.configs import MIXTRAL, run_config
 from support.models import tiny_family_model, tiny_model
 
 
@@ -49,3 +51,16 @@ def test_a_receiver_of_notices_that_cannot_be_reached_is_an_error() -> None:
     errors = list(_check_notices([missing, unset, *fine]))
     assert ["no-such-program" in errors[0].expected, "POLYREME_TEST_NO_TOKEN" in errors[1].expected] == [True, True]
     assert len(errors) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "engine", "errors"),
+    [("olmoe", True, "vllm", 1), ("olmoe", True, "mine", 0), ("olmoe", False, "vllm", 0), ("mixtral", True, "vllm", 0)],
+)
+def test_an_engine_with_an_output_layer_of_its_own_needs_an_untied_model(
+    family: str, tied: bool, engine: str, errors: int, tmp_path: Path
+) -> None:
+    fields = MIXTRAL | {"model_type": family, "num_experts": 4, "tie_word_embeddings": tied}
+    base = run_config(tmp_path)
+    config = base.model_copy(update={"rollout": base.rollout.model_copy(update={"engine": engine})})
+    assert len(list(_check_engine(read_architecture(HfConfig(fields)), config))) == errors

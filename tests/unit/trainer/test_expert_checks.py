@@ -13,27 +13,7 @@ from polyreme.errors import ConfigError
 from polyreme_rollout.replica import check_routes
 from polyreme_rollout.testing.simulated_engine import SimulatedInferenceEngine
 from polyreme_trainer.expert_checks import check_experts
-from support.configs import run_config
-
-DENSE = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "intermediate_size": 8,
-    "vocab_size": 33,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16,
-}
-EXPERTS = DENSE | {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-
-OLMOE = DENSE | {
-    "model_type": "olmoe",
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "tie_word_embeddings": True,
-}
+from support.configs import LLAMA, MIXTRAL, run_config
 
 
 def config(folder: Path, fields: dict[str, Any], engine: str = "vllm", **moe: Any) -> RunConfig:
@@ -46,17 +26,14 @@ def config(folder: Path, fields: dict[str, Any], engine: str = "vllm", **moe: An
 @pytest.mark.parametrize(
     ("fields", "engine", "moe", "found"),
     [
-        (DENSE, "vllm", {}, None),
-        (DENSE, "vllm", {"aux_loss_coef": 0.0}, None),
-        (DENSE, "vllm", {"aux_loss_coef": 0.1}, "dense"),
-        (DENSE, "vllm", {"z_loss_coef": 0.1}, "dense"),
-        (DENSE, "mine", {"replay_routes": True}, "dense"),
-        (EXPERTS, "vllm", {"aux_loss_coef": 0.1, "z_loss_coef": 0.1}, None),
-        (EXPERTS, "mine", {"replay_routes": True}, None),
-        (EXPERTS, "vllm", {"replay_routes": True}, "rollout.engine: vllm"),
-        (OLMOE, "vllm", {}, "output layer"),
-        (OLMOE, "mine", {}, None),
-        (OLMOE | {"tie_word_embeddings": False}, "vllm", {}, None),
+        (LLAMA, "vllm", {}, None),
+        (LLAMA, "vllm", {"aux_loss_coef": 0.0}, None),
+        (LLAMA, "vllm", {"aux_loss_coef": 0.1}, "dense"),
+        (LLAMA, "vllm", {"z_loss_coef": 0.1}, "dense"),
+        (LLAMA, "mine", {"replay_routes": True}, "dense"),
+        (MIXTRAL, "vllm", {"aux_loss_coef": 0.1, "z_loss_coef": 0.1}, None),
+        (MIXTRAL, "mine", {"replay_routes": True}, None),
+        (MIXTRAL, "vllm", {"replay_routes": True}, "rollout.engine: vllm"),
     ],
 )
 def test_what_the_model_or_the_engine_lacks_is_an_error(
@@ -69,8 +46,8 @@ def test_what_the_model_or_the_engine_lacks_is_an_error(
 
 def test_a_replica_whose_engine_reports_no_routes_does_not_start_in_a_run_that_replays_them(tmp_path: Path) -> None:
     silent, reporting = (SimulatedInferenceEngine(frozenset("w"), 8, 8, route_bytes=each) for each in (0, 4))
-    replaying = config(tmp_path, EXPERTS, "mine", replay_routes=True)
-    check_routes(silent, config(tmp_path, EXPERTS, "mine"))
+    replaying = config(tmp_path, MIXTRAL, "mine", replay_routes=True)
+    check_routes(silent, config(tmp_path, MIXTRAL, "mine"))
     check_routes(reporting, replaying)
     with pytest.raises(ConfigError) as caught:
         check_routes(silent, replaying)

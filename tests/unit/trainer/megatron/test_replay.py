@@ -16,23 +16,11 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.replay import decode_routes, mismatch
 from polyreme_trainer.observe.registry import REPLAY
-
-FIELDS = {
-    "model_type": "mixtral",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8,
-    "vocab_size": 33,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16,
-    "num_experts_per_tok": 2,
-}
+from support.configs import MIXTRAL
 
 
 def arch(experts: int) -> Architecture:
-    return read_architecture(HfConfig(FIELDS | {"num_local_experts": experts}))
+    return read_architecture(HfConfig(MIXTRAL | {"num_local_experts": experts}))
 
 
 def sample(routes: Any, tokens: int = 3) -> SampleRecord:

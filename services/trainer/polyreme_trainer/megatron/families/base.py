@@ -209,6 +209,7 @@ class ModelFamily:
         post_norms: whether attention and MLP each end in a norm, before the residual is added.
         projection_norms: whether queries and keys each pass a norm over all their heads together.
         classifier: whether transformers has a sequence classifier of the family.
+        vllm_ties: whether vLLM's model has no output layer of its own when the embeddings are tied.
     """
 
     name: str
@@ -221,6 +222,7 @@ class ModelFamily:
     post_norms: bool = False
     projection_norms: bool = False
     classifier: bool = True
+    vllm_ties: bool = True
 
     def architecture(self, config: HfConfig) -> Architecture:
         """Reads the sizes. Raises ConfigError for a missing or invalid field, and for a feature that this package does not support."""

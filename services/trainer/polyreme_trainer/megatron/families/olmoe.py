@@ -20,4 +20,5 @@ FAMILY = MoeFamily(
     expert_ffn="intermediate_size",
     projection_norms=True,
     classifier=False,
+    vllm_ties=False,
 )

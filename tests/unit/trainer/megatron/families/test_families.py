@@ -10,18 +10,8 @@ from polyreme.errors import ConfigError
 from polyreme_trainer.megatron.families import known_families, load_architecture, read_architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.families.rope import Rope
+from support.configs import LLAMA
 
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8,
-    "vocab_size": 33,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 16,
-}
 EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
