@@ -1,15 +1,16 @@
-"""Polyreme against TRL's GRPOTrainer on this machine: same task, warm policy, batch, reward, learning rate and evaluation prompts.
+"""Polyreme compared with TRL's GRPOTrainer on this machine: same task, warm policy, batch, reward, learning rate and evaluation prompts.
 
     python bench/peer.py [--work runs/bench-peer]
 
-TRL (Hugging Face generate, two threads) runs in a venv of its own, made from requirements/peer.txt. Polyreme runs whole: Redis, reward,
-rollout, orchestrator, learner, in its fastest layout on two cores. Both clocks leave out start-up and evaluations. The sides run in turns,
-the short task more than once, since a machine's speed drifts by more than what is measured there.
+TRL (Hugging Face generate, two threads) runs in a separate venv, created from requirements/peer.txt. Polyreme runs completely: Redis,
+reward,
+rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run in turns,
+the short task more than once, since the machine's speed drifts by more than the difference measured there.
 
 demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 1.5)
-demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are right (<= 0.8)
-short_throughput_vs_trl  samples/s on answers of five tokens, where services can only cost (>= 0.7)
-service_tax              an iteration's seconds over those of its parts run in one process, minus 1 (<= 0.2)
+demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are solved (<= 0.8)
+short_throughput_vs_trl  samples/s on answers of five tokens, where separate services have only costs (>= 0.7)
+service_tax              seconds of an iteration over those of its parts in one process, minus 1 (<= 0.2)
 """
 
 import argparse
@@ -37,7 +38,7 @@ SIDE = ROOT / "bench" / "peer_side"
 
 
 def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Path:
-    """The interpreter of TRL's environment `name`, made from a lock in requirements/ when it is not there."""
+    """Returns the interpreter of TRL's environment `name`. Creates the environment from a lock in requirements/ if it does not exist."""
     home = work / name
     python = home / "bin" / "python"
     if not (home / "made").exists():
@@ -51,7 +52,7 @@ def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Pa
 
 
 def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Step seconds and evaluations of TRL."""
+    """Runs TRL. Returns its step seconds and evaluations."""
     command = [python, SIDE / "trl_grpo.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
     settings = [
         "--steps",
@@ -73,7 +74,7 @@ def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> 
 
 
 def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Step seconds and evaluations of Polyreme, evaluations off the clock."""
+    """Runs Polyreme. Returns its step seconds, without evaluations, and its evaluations."""
     settings = [
         f"iterations={steps}",
         f"eval_interval={eval_interval}",
@@ -104,7 +105,7 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
 
 
 def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
-    """Median seconds of an iteration's parts in one process."""
+    """Returns the median seconds of an iteration's parts in one process."""
     command = [
         sys.executable,
         SIDE / "parts.py",
@@ -123,7 +124,7 @@ def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
 
 
 def throughput(turns: Sequence[dict[str, Any]]) -> float:
-    """Samples per second over a side's turns, after the warm-up of each."""
+    """Returns samples per second over a side's turns, after the warm-up of each."""
     counted = [seconds for turn in turns for seconds in turn["step_seconds"][WARM_UP:]]
     return SAMPLES * len(counted) / sum(counted)
 
@@ -145,7 +146,7 @@ def main() -> int:
     for _ in range(SHORT_TURNS):
         short_trl.append(trl(python, short, 60, 1e-5, 0))
         short_ours.append(polyreme(work, "short", short, 60, 1e-5, 0))
-    still = polyreme(work, "still", demo, 20, 1e-12, 0)  # the policy stands still: equal work in every iteration
+    still = polyreme(work, "still", demo, 20, 1e-12, 0)  # the policy does not change, so every iteration has the same work
     single = parts(demo, 16, 1e-12)
 
     iteration = statistics.median(still["step_seconds"][WARM_UP:])
