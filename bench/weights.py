@@ -170,7 +170,7 @@ def main() -> int:
         measured |= asyncio.run(swaps.bench_swap())
     for name, value in measured.items():
         print(f"{name:28} {value:10.3f}")
-    met = all(measured.get(name, 0.0) >= least for name, least in LEAST.items())  # a figure that could not be measured misses its target
+    met = all(measured.get(name, 0.0) >= least for name, least in LEAST.items())  # unmeasured: missed
     met &= all(measured.get(name, most + 1) <= most for name, most in MOST.items())
     print(json.dumps({"bench": "weights", "measured": measured, "target": LEAST | MOST, "met": met}))
     return 0 if met else 1

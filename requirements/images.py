@@ -3,8 +3,8 @@
     python requirements/images.py
 
 Invariant: these files have no line that cpu.txt lacks, so that all images and the development environment run the same versions. A service
-needs the packages that its pyproject.toml and the roots below require, recursively. The lock must be installed, since the
-packages' metadata is read.
+needs the packages that its pyproject.toml and the roots below require, recursively. The lock must be installed, since the script reads
+the packages' metadata.
 """
 
 import tomllib

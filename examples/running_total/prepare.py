@@ -222,7 +222,7 @@ def _labels(count: int, first: int = 0) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the running-total demo's tokenizer, model and data.")
+    parser = argparse.ArgumentParser(description="Create the tokenizer, model and data of the running-total demo.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
