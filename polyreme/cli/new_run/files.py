@@ -27,7 +27,7 @@ REWARDS = {
 }
 Device = Literal["cpu", "cuda", "npu"]
 _TOKENS = 512
-"""Of a prompt and of a response, unless the model's context is shorter."""
+"""Maximum tokens of a prompt and of a response, unless the model's context is shorter."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Answers:
     """The answers to the questions.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         model: a Hugging Face directory, or TINY.
         data: a data file, or SAMPLE.
         reward: a key of REWARDS.
@@ -53,7 +53,7 @@ class Answers:
 
 
 def write_new_run(folder: Path, answers: Answers) -> list[Path]:
-    """Writes the files into the folder, which is created if needed. Returns them in the order in which a reader wants them.
+    """Writes the files into the folder, which is created if needed. Returns them in reading order.
 
     Raises:
         ConfigError: a file exists, or the named model or data does not.
@@ -79,7 +79,7 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
 
 
 def run_yaml(answers: Answers, folder: Path) -> str:
-    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data is not there."""
+    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data does not exist."""
     tiny, sample = answers.model == TINY, answers.data == SAMPLE
     prompt, response = (48, 16) if tiny and sample else _lengths(answers)
     warm_start = (
@@ -135,7 +135,7 @@ def _lengths(answers: Answers) -> tuple[int, int]:
 
 
 def _absolute(what: str, path: str) -> str:
-    """A path as run.yaml names it. JSON's quotes are YAML's too."""
+    """A path in the form of run.yaml. YAML accepts JSON's quotes."""
     if not Path(path).exists():
         raise ConfigError(f"{what} at {path}", "no such file or directory", "Fix the path.")
     return json.dumps(str(Path(path).resolve()))
