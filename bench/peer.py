@@ -3,9 +3,8 @@
     python bench/peer.py [--work runs/bench-peer]
 
 TRL (Hugging Face generate, two threads) runs in a separate venv, created from requirements/peer.txt. Polyreme runs completely: Redis,
-reward,
-rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run in turns,
-the short task more than once, since the machine's speed drifts by more than the difference measured there.
+reward, rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run
+in turns, the short task more than once, since the machine's speed drifts by more than the difference measured there.
 
 demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 1.5)
 demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are solved (<= 0.8)
