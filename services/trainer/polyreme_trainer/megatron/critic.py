@@ -29,7 +29,8 @@ class Critic(ShardedModel):
         Args:
             ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
         """
-        return self.module.output_layer(self.hidden(ids)).float().view(ids.shape)
+        values = self.module.output_layer(self.hidden(ids)).float()
+        return self.context.join(PackedIds.of(ids), values).view(ids.shape)
 
     @torch.no_grad()
     def copy_backbone(self, model: ShardedModel) -> None:

@@ -85,7 +85,7 @@ class MegatronEngine:
         """The algorithm's state between iterations."""
         self.trained_samples: TrainedSamples | None = None
         """What the last iteration trained on."""
-        self.writer = VersionWriter(policy, ranks, run_id, writes=self.shard.rank < policy.rank.ep)
+        self.writer = VersionWriter(policy, ranks, run_id, writes=policy.writes)
         self.saves = Saves(config, files, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
