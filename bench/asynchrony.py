@@ -40,6 +40,7 @@ async def one(server: EmbeddedServer, folder: Path, train: float, max_staleness:
         server.url,
         folder.name,
         folder,
+        executable=sys.executable,  # the processes themselves are measured
         replicas=(
             *("--replicas", str(REPLICAS), "--step-seconds", str(options.generate / options.tokens)),
             *("--mean-length", "1e15", "--count", str(folder / COUNT)),  # never the end token

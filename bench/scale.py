@@ -96,6 +96,7 @@ async def one(
         server.url,
         folder.name,
         folder,
+        executable=sys.executable,  # the processes themselves are measured
         replicas=(
             *("--replicas", str(replicas), "--step-seconds", str(options.step)),
             *("--mean-length", str(LENGTHS.mean), "--length-spread", str(LENGTHS.spread)),
