@@ -1,10 +1,10 @@
-"""Polyreme against TRL's GRPOTrainer on this machine: same task, warm policy, batch, reward, learning rate and evaluation prompts.
+"""Polyreme compared with TRL's GRPOTrainer on this machine: same task, warm policy, batch, reward, learning rate and evaluation prompts.
 
     python bench/peer.py [--work runs/bench-peer]
 
-TRL (Hugging Face generate, two threads) runs in a venv of its own, made from requirements/peer.txt. Polyreme runs whole: Redis, reward,
-rollout, orchestrator, learner, in its fastest layout on two cores. Both clocks leave out start-up and evaluations. The sides run in turns,
-the short task more than once, since a machine's speed drifts by more than what is measured there.
+TRL (Hugging Face generate, two threads) runs in a separate venv, created from requirements/peer.txt. Polyreme runs completely: Redis,
+reward, rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run in
+turns, the short task more than once, since the machine's speed drifts by more than the difference measured there.
 
 demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 3.0)
 demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are right (<= 0.25)
@@ -42,7 +42,7 @@ SIDE = ROOT / "bench" / "peer_side"
 
 
 def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Path:
-    """The interpreter of TRL's environment `name`, made from a lock in requirements/ when it is not there."""
+    """Returns the interpreter of TRL's environment `name`. Creates the environment from a lock in requirements/ if it does not exist."""
     home = work / name
     python = home / "bin" / "python"
     if not (home / "made").exists():
@@ -56,7 +56,7 @@ def trl_python(work: Path, name: str = "trl-venv", lock: str = "peer.txt") -> Pa
 
 
 def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Step seconds and evaluations of TRL."""
+    """Runs TRL. Returns its step seconds and evaluations."""
     command = [python, SIDE / "trl_grpo.py", "--model", task.model, "--train", task.templated(task.train), "--eval", task.templated(task.eval)]  # fmt: skip
     settings = [
         "--steps",
@@ -78,7 +78,7 @@ def trl(python: Path, task: Task, steps: int, lr: float, eval_interval: int) -> 
 
 
 def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_interval: int) -> dict[str, Any]:
-    """Step seconds and evaluations of Polyreme, evaluations off the clock."""
+    """Runs Polyreme. Returns its step seconds, without evaluations, and its evaluations."""
     settings = [
         f"iterations={steps}",
         f"eval_interval={eval_interval}",
@@ -109,7 +109,7 @@ def polyreme(work: Path, name: str, task: Task, steps: int, lr: float, eval_inte
 
 
 def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
-    """Median seconds of an iteration's parts in one process."""
+    """Returns the median seconds of an iteration's parts in one process."""
     command = [
         sys.executable,
         SIDE / "parts.py",
@@ -128,7 +128,7 @@ def parts(task: Task, iterations: int, lr: float) -> dict[str, float]:
 
 
 def throughput(turns: Sequence[dict[str, Any]]) -> float:
-    """Samples per second over a side's turns, after the warm-up of each."""
+    """Returns samples per second over a side's turns, after the warm-up of each."""
     counted = [seconds for turn in turns for seconds in turn["step_seconds"][WARM_UP:]]
     return SAMPLES * len(counted) / sum(counted)
 
