@@ -1,10 +1,10 @@
-"""What data ranks save in optimizer state, and how well a run resumes in another layout. CPU, tiny model (tied, grouped-query, odd vocabulary).
+"""Optimizer state saved by data ranks, and the error of a resume in another layout. CPU, tiny model (tied, grouped-query, odd vocabulary).
 
     python bench/layouts.py
 
-`dist_optimizer_bytes_ratio` (<= 0.6): bytes of the optimizer's state of a rank with two data ranks over those of a rank that has all of it.
-`resume_other_layout_loss_diff` (<= 1e-5): one rank trains two steps and saves; two data ranks resume, train one step and save,
-then two tensor ranks, two stages, and one rank; the largest difference of their losses to those of one rank that trained straight on.
+`dist_optimizer_bytes_ratio` (<= 0.6): bytes of a rank's optimizer state with two data ranks over those of a single rank.
+`resume_other_layout_loss_diff` (<= 1e-5): one rank trains two steps and saves. Two data ranks resume, train one step and save, then two
+tensor ranks, two pipeline stages, and one rank. The figure is the largest difference of their losses from those of one uninterrupted rank.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def save_model(path: Path) -> None:
 
 
 def child(order: dict[str, Any]) -> None:
-    """A rank: loads, resumes, trains, saves. Rank 0 prints {losses, state_bytes}."""
+    """Runs a rank, which loads, resumes, trains and saves. Rank 0 prints {losses, state_bytes}."""
     import numpy as np
     import torch
 
@@ -88,7 +88,7 @@ def child(order: dict[str, Any]) -> None:
 
 
 def train(model: Path, layout: dict[str, int], steps: int, **order: Any) -> dict[str, Any]:
-    """Runs `child` on a layout's ranks. Returns what rank 0 prints."""
+    """Runs `child` on a layout's ranks. Returns the object that rank 0 prints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -131,7 +131,7 @@ def measure(folder: Path) -> dict[str, float]:
     for number, (layout, expected) in enumerate(zip(CHAIN, straight["losses"][2:], strict=True), start=3):
         after = folder / f"at-{number:06d}"
         found = train(model, layout, 1, resume=str(before), save_at=1, save=str(after))
-        print(f"resumed as {layout or 'one rank'}: loss {found['losses'][0]:.7f}, straight {expected:.7f}", flush=True)
+        print(f"resumed as {layout or 'one rank'}: loss {found['losses'][0]:.7f}, uninterrupted {expected:.7f}", flush=True)
         differences.append(abs(found["losses"][0] - expected))
         state_bytes.append(found["state_bytes"])
         before = after
