@@ -1,7 +1,6 @@
 """Attention over packed sequences is that over each sequence alone, however they are cut into blocks."""
 
 import itertools
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -89,12 +88,12 @@ def test_context_ranks_together_compute_each_sequence_alone(
     weight = torch.randn(*shapes[0], generator=generator, dtype=torch.float64)
     ids, query = PackedIds(torch.zeros(sum(lengths), dtype=torch.int64), tuple(lengths)), inputs[0]
     cuts = [cut_sequences(ids.lengths, rank, ranks, CPU) for rank in range(ranks)]
-    gathered = [torch.cat([each.index_select(0, cut.tokens) for cut in cuts]) for each in inputs[1:]]
+    key, value = (torch.cat([each.index_select(0, cut.tokens) for cut in cuts]) for each in inputs[1:])
     found = torch.zeros_like(query)
     for cut in cuts:
         made = packing(ids, features, torch.zeros(max(lengths), 2), None, torch.float64, cut)
         attend = partial(in_blocks, scale=0.7, window=window)
-        found = found.index_copy(0, cut.tokens, in_halves(attend, query.index_select(0, cut.tokens), *gathered, made))
+        found = found.index_copy(0, cut.tokens, in_halves(attend, query.index_select(0, cut.tokens), key, value, made))
     expected = alone(inputs, lengths, window)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     gradients = (torch.autograd.grad((each * weight).sum(), inputs) for each in (found, expected))
@@ -148,8 +147,8 @@ def test_torch_takes_the_call_of_its_flash_attention(window: int | None) -> None
     with FakeTensorMode():
         query, key, value = (torch.empty(9, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
         assert flash(query, key, value, packed([4, 5], dtype=torch.bfloat16), 0.7, window).shape == query.shape
-        more = packed([4, 5], dtype=torch.bfloat16)
-        few = replace(more, cu_seqlens_q=more.cu_seqlens_q // 2, max_seqlen_q=2)  # 2 queries of each
+        few = packed([4, 5], dtype=torch.bfloat16)
+        few.cu_seqlens_q, few.max_seqlen_q = few.cu_seqlens_q // 2, 2  # 2 queries of each
         assert flash(query[:4], key, value, few, 0.7, window).shape == (4, 4, 16)
     for width, dtype in ((4, torch.float32), (12, torch.bfloat16), (264, torch.bfloat16)):
         query, key, value = (torch.randn(9, heads, width, dtype=dtype) for heads in (4, 2, 2))
