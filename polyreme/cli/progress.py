@@ -36,12 +36,13 @@ def evaluation_of(record: Record) -> tuple[str, float]:
 
 def comparable(one: Record, other: Record) -> bool:
     """Whether the results of two `eval` records have the same meaning: the same metric, on the same held-out prompts, answered alike. The
-    mean of a set is `score` once an answer is partly right."""
-    return _measured(one) == _measured(other)
+    mean of a set is `score` once an answer is partly right. A record that does not name its prompts has those of the others."""
+    prompts = {record["held_out"] for record in (one, other) if "held_out" in record}
+    return len(prompts) <= 1 and _metric(one) == _metric(other)
 
 
-def _measured(record: Record) -> tuple[str, str | None]:
-    return _mean_as_score(evaluation_of(record)[0]), record.get("held_out")
+def _metric(record: Record) -> str:
+    return _mean_as_score(evaluation_of(record)[0])
 
 
 def _mean_as_score(metric: str) -> str:

@@ -227,6 +227,12 @@ def test_results_on_other_held_out_data_are_not_compared() -> None:
     assert (progress.summary()["accuracy_before"], progress.summary()["accuracy_after"]) == (None, 0.4)
 
 
+def test_a_record_that_does_not_name_its_prompts_is_comparable() -> None:
+    older, newer = evaluation(0, 1.0, 0.3), evaluation(1, 3.0, 0.5) | {"held_out": "a1"}
+    assert comparable(older, newer) and comparable(newer, older)
+    assert progress_of(older, iteration(1, time=2.0), newer).evaluations == {0: 0.3, 1: 0.5}
+
+
 def test_the_summary_has_the_metrics_of_every_set() -> None:
     progress = progress_of(evaluation(0, 1.0, 0.3), {**evaluation(8, 2.0, 0.5), "hard/accuracy": 0.2, "hard/reward/exact": 0.1})
     newest = {"version": 8, "accuracy": 0.5, "hard/accuracy": 0.2, "hard/reward/exact": 0.1}

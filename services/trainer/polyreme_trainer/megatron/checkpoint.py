@@ -190,9 +190,11 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory; None when its manifest is unusable, with the reason in the log."""
+    """The checkpoint in a directory; None when its manifest is damaged, with the reason in the log. Raises ConfigError for another format."""
     try:
         fields = read_manifest(path)
+    except ConfigError:  # of another format; it is a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         logger.warning("checkpoint %s is damaged: %s: %s: %s", path, MANIFEST, type(error).__name__, error)
         return None
