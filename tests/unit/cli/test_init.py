@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
+from polyreme.cli import init
 from polyreme.cli.checks import findings
 from polyreme.cli.main import build_app
 from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, find_columns, write_new_run
@@ -179,3 +180,17 @@ def test_on_a_terminal_five_questions_are_asked(tmp_path: Path, monkeypatch: pyt
     assert config.name == "sums"
     assert config.reward is not None and config.reward.rewards[0].name == "numeric"
     assert json.loads((tmp_path / "new" / "train.jsonl").read_text().splitlines()[0])["answer"].isdigit()
+
+
+def test_an_answer_that_does_not_fit_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_files(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    answers = iter(["My Run", "mine", "/nowhere", "~/own-model", "nowhere.csv", "~/own.jsonl", "best", "exact", "tpu", "cpu"])
+    monkeypatch.setattr("polyreme.cli.init._is_terminal", lambda: True)
+    monkeypatch.setattr("typer.prompt", lambda question, default: next(answers))
+    init.init(tmp_path / "new")
+    config = load_config(tmp_path / "new" / "run.yaml")
+    assert (config.name, config.model.path, config.data.train) == ("mine", tmp_path / "own-model", tmp_path / "own.jsonl")
+    assert not list(answers) and capsys.readouterr().out.count("expected") == 5
