@@ -37,19 +37,20 @@ demo: env
 ## test: the whole suite except slow tests
 test: test-light test-real
 
-# Every test process imports all the files of its run. So the unit tests, which compute, have one process, and the others, which mostly
-# wait, have five beside it. With ARGS, which may select few tests, everything is one run.
+# Every process that runs tests imports all the files of its run. So the tests that compute, with torch, have one process, and the others,
+# which mostly wait, have four beside it without torch. With ARGS, which may select few tests, everything is one run.
 LIGHT = $(PYTEST) -m "not slow and not real"
-## test-light: tests without vLLM, learner ranks and browser (about four minutes on two cores)
+WITH_TORCH := tests/integration/test_reward_model.py
+## test-light: tests without vLLM, learner ranks and browser (about three minutes on two cores)
 test-light: $(VENV)/.dev
 	$(if $(ARGS),$(LIGHT) -n 2 --dist worksteal $(ARGS),\
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync .test-light-unit .test-light-rest)
 
 .test-light-unit:
-	$(LIGHT) tests/unit
+	$(LIGHT) tests/unit $(WITH_TORCH)
 
 .test-light-rest:
-	$(LIGHT) -n 5 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
+	$(LIGHT) -n 4 --dist worksteal $(addprefix --ignore=,$(WITH_TORCH)) tests/contract tests/integration tests/faults tests/e2e
 
 # Two stacks at a time: one computes while the other waits for its engine or ranks to start. The tests of a file share a stack.
 ## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package
@@ -61,7 +62,7 @@ test-real: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --hypothesis-profile=fuzz $(ARGS)
 	$(BIN)/pytest -m "hypothesis and not slow and not real" --hypothesis-profile=fuzz -n 4 --dist worksteal $(ARGS)
-	PYTEST=$(BIN)/pytest tests/any_machine.sh
+	tests/any_machine.sh
 
 ## bench: every benchmark; the last line of each is one JSON object
 bench: $(VENV)/.dev
