@@ -1,6 +1,6 @@
 """`polyreme init`: writes the files of a first run.
 
-Invariant: what a flag answers is not asked, and without a terminal nothing is asked: the defaults apply. No file is overwritten.
+Invariant: it asks no question that a flag answers. Without a terminal it asks nothing and uses the defaults. No file is overwritten.
 """
 
 import os
@@ -27,7 +27,7 @@ def init(
         str | None, typer.Option(help=f"Hugging Face directory, or `{TINY}`: a small model with random weights, to try a run.")
     ] = None,
     data: Annotated[str | None, typer.Option(help=f"Data file with one row per prompt, or `{SAMPLE}`: sample data.")] = None,
-    reward: Annotated[str | None, typer.Option(help=f"What a response is worth: {', '.join(REWARDS)}.")] = None,
+    reward: Annotated[str | None, typer.Option(help=f"Reward of a response: {', '.join(REWARDS)}.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
     prompt_key: Annotated[
         str | None, typer.Option(help="Column of the data with the prompt. Default: the first usual name that the file has.")

@@ -76,7 +76,7 @@ def engine_progress(record: Record) -> str:
 
 
 def evaluation_progress(record: Record) -> str:
-    """How far an evaluation is, from its `eval_progress` record."""
+    """The progress of an evaluation, from its `eval_progress` record."""
     return f"{record['answered']} of {record['asked']} answers, remaining about {duration(record['seconds_left'])}"
 
 
@@ -106,10 +106,10 @@ def next_lines(run_dir: Path, state: RunState) -> list[str]:
         case RunState.STOPPED:
             steps = [
                 ("samples", "what it was trained on"),
-                ("status", "where it stands; `polyreme up ... --resume` continues it"),
+                ("status", "its progress; `polyreme up ... --resume` continues it"),
             ]
         case _:
-            steps = [("logs", "what its processes said; `polyreme up ... --resume` continues it")]
+            steps = [("logs", "what its processes logged; `polyreme up ... --resume` continues it")]
     paths = {"compare": f"{run_dir} OTHER"}
     commands = [(f"polyreme {name} {paths.get(name, run_dir)}", about) for name, about in steps]
     width = max(len(command) for command, _ in commands)

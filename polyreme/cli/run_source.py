@@ -1,4 +1,4 @@
-"""Where a run's records come from: its directory or its Redis.
+"""The source of a run's records: its directory or its Redis.
 
 Invariant: a source only reads, except `ask_to_stop`. A call may come from a thread with a running event loop, as in a notebook.
 """
@@ -129,7 +129,7 @@ def open_source(place: str | Path, run_id: str | None = None) -> RunSource:
             "run.json and the first lines of `polyreme up` have the URL.",
         )
     if run_id is not None:
-        raise ConfigError("a Redis URL with a run id", f"the path {place}", "Leave run_id out: a directory has one run.")
+        raise ConfigError("a Redis URL with a run id", f"the path {place}", "Omit run_id: a directory has one run.")
     return DirectorySource(Path(place))
 
 
@@ -147,7 +147,7 @@ def in_redis(url: str, run_id: str | None, look: Callable[[Run], Coroutine[Any, 
         finally:
             await redis.aclose()
 
-    with ThreadPoolExecutor(1) as thread:  # the calling thread may have an event loop that runs
+    with ThreadPoolExecutor(1) as thread:  # the calling thread may have a running event loop
         return thread.submit(lambda: asyncio.run(call())).result()
 
 

@@ -1,6 +1,6 @@
 """The output of `polyreme up`: a live view on a terminal, one line per event elsewhere.
 
-Invariant: both views read the same Progress and change nothing. Replicas and alarms that no longer hold disappear from the live view.
+Invariant: both views read the same Progress and change nothing. Departed replicas and resolved alarms disappear from the live view.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The fields that the configurations of a run and of a stage share.
 
-Invariant: the fingerprint depends on every field that decides the trained weights, and on no other field. What changes them by rounding
-alone, such as the layout of the ranks, does not decide them.
+Invariant: the fingerprint depends on every field that decides the trained weights, and on no other field. Fields that change them only by
+rounding, such as the layout of the ranks, do not decide them.
 """
 
 import hashlib

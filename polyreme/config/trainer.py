@@ -125,7 +125,7 @@ class MoeConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether the section asks for a loss."""
+        """Whether the section configures a loss."""
         return bool(self.aux_loss_coef or self.z_loss_coef)
 
 

@@ -18,10 +18,10 @@ class Format:
     """The rows of one system.
 
     Attributes:
-        name: as on the command line.
-        columns: columns, by name or dotted path, that a row of this format has.
-        to_ours: a row in our columns; the columns named by `columns` and `also` are replaced.
-        also: columns that a row may have.
+        name: name on the command line.
+        columns: required columns of a row, by name or dotted path.
+        to_ours: converts a row to our columns, which replace those in `columns` and `also`.
+        also: optional columns of a row.
     """
 
     name: str
@@ -105,11 +105,11 @@ FORMATS = (
     ),
     Format("ours", (), dict),
 )
-"""Every known format. A row has the first one whose columns it has."""
+"""Every known format. The format of a row is the first one whose columns it has."""
 
 
 def format_of(row: Fields) -> Format:
-    """The format of a row, by its columns."""
+    """The format of a row, recognised by its columns."""
     missing = object()
     return next(each for each in FORMATS if all(value_at(row, key, missing) is not missing for key in each.columns))
 

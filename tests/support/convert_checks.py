@@ -1,4 +1,4 @@
-"""What test_convert_megatron runs inside the ranks: megatron-core itself writes and reads the checkpoints that are converted."""
+"""Runs in the ranks of test_convert_megatron: megatron-core itself reads the converted checkpoints and writes others."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from support import model_checks
 
 
 def save_and_load(models: str, converted: str, written: str, tensor: str) -> None:
-    """Each model of a JSON list: `converted` holds its files of ranks, and `written` gets it as torch_dist."""
+    """Loads each model of a JSON list from its rank files in `converted`, and saves it as torch_dist in `written`."""
     device = model_checks.start(tensor)
     rank = torch.distributed.get_rank()
     for model in map(Path, json.loads(models)):

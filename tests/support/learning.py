@@ -1,4 +1,4 @@
-"""Programs for the ranks of test_learner: iterations of the learner's own step on made-up groups. Same lines on every rank."""
+"""Programs for the ranks of test_learner: iterations of the learner's step on synthetic groups. All ranks run the same program."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from polyreme_trainer.stages import sft
 
 LR = 1e-3
 EPS = 1e-6
-"""Of Adam. A key bias has no gradient but rounding; with Adam's usual epsilon that noise alone would move it by the learning rate."""
+"""Epsilon of Adam. The gradient of a key bias is only rounding; with the usual epsilon, this noise would move it by the learning rate."""
 
 
 def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4) -> list[GroupRecord]:
@@ -59,7 +59,7 @@ def made_up_groups(iteration: int, vocab: int, groups: int = 6, samples: int = 4
 
 
 def with_greedy(group: GroupRecord) -> GroupRecord:
-    """The group with its first sample once more, as the greedy one: nothing of it is trained on."""
+    """The group with a copy of its first sample as the greedy one, which is not trained on."""
     first = group.samples[0]
     return replace(group, samples=[*group.samples, replace(first, loss_mask=np.zeros(len(first), dtype=np.uint8))])
 
@@ -95,13 +95,13 @@ class Rank:
             self.engine.reference.model.load_state_dict(self.engine.policy.weights())
 
     def iterate(self, iteration: int) -> dict[str, Any]:
-        """Trains an iteration. Returns its metrics but for times."""
+        """Trains an iteration. Returns its metrics without times."""
         greedy = self.engine.algorithm.needs.greedy
         measured = self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy))
         return {name: value for name, value in measured.items() if not name.startswith("timing/")}
 
     def write(self, path: Path, results: Mapping[str, object]) -> None:
-        """The whole weights, those of every role but the actor with its name as prefix, and some results, by the first rank."""
+        """Writes, on the first rank, all weights and some results. Weights of roles other than the actor have the role's name as prefix."""
         others = self.engine.saved[1:]
         whole = {"": self.engine.policy.full_tensors(), **{f"{role.name}.": role.model.full_tensors() for role in others}}
         if self.ranks.leads:
@@ -118,7 +118,7 @@ def start(config_json: str) -> tuple[RunConfig, Device]:
 
 
 def train_every_way(config_json: str, algorithms: str, out: str) -> None:
-    """Two iterations by each of the algorithms (JSON: name to section), and a warm start, each from the model's own weights.
+    """Runs two iterations of each algorithm (JSON: name to section), and a warm start, each from the model's weights.
 
     PPO's critic is that of the configuration; the critic of an algorithm whose name ends in "from the actor" starts as the actor.
     """
@@ -151,7 +151,7 @@ def warm_start(rank: Rank) -> list[float]:
 
 
 def save_and_continue(config_json: str, out: str) -> None:
-    """Saves after iteration 3 of 5, and compares what was saved with transformers; the weights of every version are written too."""
+    """Saves after iteration 3 of 5, and compares the saved weights with transformers. Also writes the weights of every version."""
     rank = Rank(*start(config_json))
     assert rank.engine.load() is None
     rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
@@ -183,7 +183,7 @@ def resume_and_continue(config_json: str, out: str) -> None:
 
 
 def leave_and_return(engine: MegatronEngine) -> None:
-    """As an accelerator's learner between two turns; on CPU it would stay where it is."""
+    """Leaves and returns to the device like an accelerator's learner between two turns. On CPU it would stay."""
     engine.offload_roles(pin=False)
     assert engine.offload is not None
     assert engine.offload.nbytes > 4 * engine.policy.arch.parameters // engine.config.trainer.parallel.world_size
@@ -193,7 +193,7 @@ def leave_and_return(engine: MegatronEngine) -> None:
 
 
 def rank_0_waits_then_fails(seconds: str) -> None:
-    """Collectives have a short deadline; rank 0's wait is longer, and ends in an error that all ranks learn of."""
+    """Rank 0 waits for longer than the deadline of collectives, then fails with an error that all ranks receive."""
     import asyncio
     from datetime import timedelta
 
@@ -203,7 +203,7 @@ def rank_0_waits_then_fails(seconds: str) -> None:
 
     module.HEARTBEAT_SECONDS = 0.2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # The store waits for all ranks: their starts are apart by more than the deadline on a slow machine.
+    # The store waits for all ranks, whose starts differ by more than the deadline on a slow machine.
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(*place, size, rank == 0, timeout=timedelta(seconds=300))  # type: ignore[attr-defined]
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=4))

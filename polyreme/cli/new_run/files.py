@@ -39,7 +39,7 @@ _LABELS = (
     "reward_model.ground_truth",  # verl's
 )
 _TOKENS = 512
-"""Of a prompt and of a response, unless the model's context is shorter."""
+"""Maximum tokens of a prompt and of a response, unless the model's context is shorter."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Answers:
     """The answers to the questions.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         model: a Hugging Face directory, or TINY.
         data: a data file, or SAMPLE.
         reward: a key of REWARDS.
@@ -65,7 +65,7 @@ class Answers:
 
 
 def write_new_run(folder: Path, answers: Answers) -> list[Path]:
-    """Writes the files into the folder, which is created if needed. Returns them in the order in which a reader wants them.
+    """Writes the files into the folder, which is created if needed. Returns them in reading order.
 
     Raises:
         ConfigError: the name cannot be a run's, a file exists, or the named model or data does not.
@@ -95,7 +95,7 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
 
 
 def run_yaml(answers: Answers, folder: Path) -> str:
-    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data is not there."""
+    """The text of run.yaml. `folder`: where it will be. Raises ConfigError when the model or the data does not exist."""
     tiny, sample = answers.model == TINY, answers.data == SAMPLE
     prompt, response = (48, 16) if tiny and sample else _lengths(answers)
     warm_start = (
@@ -178,7 +178,7 @@ def _as_yaml(text: str) -> str:
 
 
 def _absolute(what: str, path: str) -> str:
-    """A path as run.yaml names it. JSON's quotes are YAML's too."""
+    """A path in the form of run.yaml. YAML accepts JSON's quotes."""
     if not Path(path).exists():
         raise ConfigError(f"{what} at {path}", "no such file or directory", "Fix the path.")
     return json.dumps(str(Path(path).resolve()))

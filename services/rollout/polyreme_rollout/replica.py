@@ -1,4 +1,5 @@
-"""The life of a replica process: run record, model files, engine, servers, and the same in reverse.
+"""The life of a replica process: it reads the run record and model files, starts the engine and the servers, and stops them in reverse
+order.
 
 Invariant: the engine starts before any thread or event loop, because it may fork; modules that start threads are imported after it.
 However the process ends, its engine's processes and its files end with it.
@@ -56,7 +57,7 @@ def serve_model(model_dir: Path, endpoint: Endpoint) -> None:
     """Serves /v1 from the weights in a directory, without a run, until SIGTERM or SIGINT.
 
     Raises:
-        ConfigError: this is no model directory, or the port is taken.
+        ConfigError: it is not a model directory, or the port is in use.
     """
     logging_setup.setup("rollout")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -99,14 +100,14 @@ def check_routes(engine: InferenceEngine, config: RunConfig) -> None:
     """Raises ConfigError when the run replays routes that the engine does not report."""
     if config.trainer.moe.replay_routes and not engine.reports_routes:
         raise ConfigError(
-            "an engine that reports which experts it has chosen, for trainer.moe.replay_routes",
+            "an engine that reports its chosen experts, for trainer.moe.replay_routes",
             f"{engine.name}, which does not",
             "Remove trainer.moe.replay_routes, or use an engine that reports its routes.",
         )
 
 
 def _check_ports(endpoint: Endpoint) -> None:
-    """Finds a taken port before the engine starts. Raises ConfigError."""
+    """Raises ConfigError for a port in use, before the engine starts."""
     from polyreme.net.http_server import bind
 
     for port in (endpoint.port, endpoint.http_port):

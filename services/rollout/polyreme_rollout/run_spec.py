@@ -1,6 +1,6 @@
 """The parts of a run's record that a replica needs.
 
-Invariant: a replica knows a run only through Redis; it needs no copy of the model or of the configuration file.
+Invariant: a replica reads the run only from Redis. It needs no copy of the model or of the configuration file.
 """
 
 import os
@@ -16,7 +16,7 @@ FIND_RUN_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run as a replica serves it.
+    """A run, as far as a replica needs it.
 
     Attributes:
         model_files: config and tokenizer files by name.
