@@ -178,7 +178,7 @@ def save_and_continue(config_json: str, out: str) -> None:
     assert rank.engine.load() is None
     rank.save(0)
     gates = rank.engine.compare_hf(rank.engine.hf_path(0))
-    saves.BackgroundWork = HeldWork  # type: ignore[misc]
+    vars(saves)["BackgroundWork"] = HeldWork
     cut_short = checkpoint.iteration_path(rank.config.run_dir / "checkpoints", 2).with_name(".iteration-000002.new")
     if rank.ranks.leads:
         cut_short.mkdir()

@@ -111,7 +111,7 @@ def arm(moment: str, occurrence: int) -> None:
     real, count = getattr(owner, name), 0
 
     if moment == BESIDE:
-        saves.BackgroundWork = HeldWork  # type: ignore[misc]
+        vars(saves)["BackgroundWork"] = HeldWork
 
     def reached(*args: Any) -> None:
         nonlocal count
