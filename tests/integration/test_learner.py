@@ -272,7 +272,8 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=["tensor", "data", "pipeline"])
 def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: Path) -> None:
-    """PPO's with its critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration is the critic's alone."""
+    """PPO's with its critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration is the critic's alone.
+    The checkpoint is written while training goes on."""
     model = tiny_model("tied", tmp_path / "model")
     own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
     base = config_of(tmp_path, model, parallel, CriticConfig(warmup_iterations=1, optimizer=own))
@@ -287,6 +288,7 @@ def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: P
     assert (after["state"], after["metrics"]) == (results["state"], results["metrics"][3:])
     assert results["state"]["kl_coef"] != 0.02 and results["state"]["scores"]["count"] == 5 * 24
     assert [gate["value"] <= gate["limit"] for gate in results["gates"]] == [True, True]
+    exported = config.run_dir / "hf" / "iteration-000003"
     versions = [load_file(model / "model.safetensors"), *(load_file(tmp_path / f"version-{i}.safetensors") for i in range(1, 6))]
     check_warm_up(versions[1], versions[0])
     left = [1 - done / (base.iterations - 2) for done in range(3)]
@@ -295,8 +297,9 @@ def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: P
     assert ["ptx_loss" in each for each in results["metrics"]] == [False, True, True, True, True]
     assert [each["reference/version"] for each in results["metrics"]] == [0, 0, 2, 2, 4]
     check_reference(whole, versions)
-    check_average(config.run_dir / "hf" / "iteration-000003", versions)
-    check_exported_critic(config.run_dir / "hf" / "iteration-000003")
+    assert all(torch.equal(tensor, versions[3][name]) for name, tensor in load_file(exported / "model.safetensors").items())
+    check_average(exported, versions)
+    check_exported_critic(exported)
 
 
 def check_warm_up(first: dict[str, torch.Tensor], untrained: dict[str, torch.Tensor]) -> None:

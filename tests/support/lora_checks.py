@@ -108,9 +108,9 @@ def warm_start_and_train(config: str, out: str) -> None:
         rank.engine.begin_phase(phase)
         rank.engine.supervised_step(*learning.supervised_rows(rank.engine.policy.arch.vocab), phase.lr)
     rank.engine.begin_iterations()
-    rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
+    rank.save(0)
     first = rank.iterate(1)
-    rank.engine.save(rank.engine.write(1, 1, term=1), 1, {})
+    rank.save(1)
     gates = [gate.record() for gate in rank.engine.compare_hf(rank.engine.hf_path(1))]
     rank.write(Path(out, "whole"), {"gates": gates, "first": first, "second": rank.iterate(2)})
     rank.engine.close()

@@ -87,7 +87,7 @@ class MegatronEngine:
         self.trained_samples: TrainedSamples | None = None
         """What the last iteration trained on."""
         self.writer = VersionWriter(policy, ranks, run_id, writes=policy.writes)
-        self.saves = Saves(config, files, ranks)
+        self.saves = Saves(config, ranks)
         self.facts: Mapping[str, Any] = {}
         self.rows: Sequences | None = None
         """The supervised rows that iterations mix into their steps."""
@@ -256,14 +256,19 @@ class MegatronEngine:
     def write(self, slot: int, version: int, term: int) -> Written:
         return replace(self.writer.write(slot, version, term), canary=self.probes.canary())
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
-        tensors = self.writer.tensors(written.slot) if self.ranks.leads else {}
-        facts = {**facts, "algorithm": self.state.to_json()}
+    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+        adapter = self.policy.adapter(self.config.model.path)
         others = {CRITIC: self.critic_export(), EMA: self.followers.export(self.files)}
-        further = {name: model for name, model in others.items() if model}
-        saved = self.saves.save(version, self.saved, facts, tensors, further, self.policy.adapter(self.config.model.path))
-        if version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
-            self.make_reference(self.saves.hf_path(0))
+        exports = {name: model for name, model in others.items() if model}
+        if self.ranks.leads:  # copies, because later versions overwrite the slot
+            tensors = {name: tensor.clone() for name, tensor in self.writer.tensors(written.slot).items()}
+            exports[""] = Export(tensors, self.files, adapter)
+        self.saves.save(version, self.saved, {**facts, "algorithm": self.state.to_json()}, exports)
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        saved = self.saves.finish(wait)
+        if saved and saved.version == 0 and self.algorithm.needs.reference and self.followers.reference is None:
+            self.make_reference(saved.hf_path)
         return saved
 
     def critic_export(self) -> Export | None:
@@ -301,4 +306,5 @@ class MegatronEngine:
             self.offload = None
 
     def close(self) -> None:
+        self.saves.close()
         self.writer.close()
