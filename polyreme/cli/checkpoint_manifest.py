@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 MANIFEST = "checkpoint.json"
-_FORMAT = 5
+_FORMAT = 6
 _BLOCK = 1 << 24
 
 

@@ -188,7 +188,7 @@ def _state_file(rank: int) -> str:
 
 def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
     rank = roles[0].model.rank
-    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(), rank.ep)
+    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(), rank.ep, rank.vpp)
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:

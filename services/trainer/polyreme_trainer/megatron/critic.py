@@ -29,7 +29,7 @@ class Critic(ShardedModel):
         Args:
             ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
         """
-        return self.module.output_layer(self.hidden(ids)).float().view(ids.shape)
+        return self.chunks[-1].output_layer(self.hidden(ids)).float().view(ids.shape)
 
     @torch.no_grad()
     def copy_backbone(self, model: ShardedModel) -> None:
