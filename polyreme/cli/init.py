@@ -10,11 +10,9 @@ from typing import Annotated, get_args
 
 import typer
 
-from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, columns_of, write_new_run
+from polyreme.cli.new_run.files import REWARDS, SAMPLE, TINY, Answers, Device, find_columns, write_new_run
 from polyreme.errors import ConfigError
 
-_PROMPTS = ("prompt", "question", "problem", "instruction", "input", "query", "messages", "src")
-_LABELS = ("answer", "label", "solution", "ground_truth", "final_answer", "target", "output", "tgt")
 _NOT_IN_NAME = re.compile(r"[^a-z0-9-]+")
 
 
@@ -42,15 +40,16 @@ def init(
     answers_data = data or _ask(f"Data: a file with one row per prompt, or `{SAMPLE}`", SAMPLE)
     answers_reward = _one_of("--reward", reward or _ask(f"Reward: {', '.join(REWARDS)}", "python"), tuple(REWARDS))
     answers_device = _one_of("--device", device or _ask("Device: cpu, cuda or npu", "cpu"), get_args(Device))
-    columns = columns_of(Path(answers_data))
+    sample = answers_data == SAMPLE
+    columns = ("prompt", "answer") if sample else find_columns(Path(answers_data), prompt_key, label_key, answers_reward)
     answers = Answers(
         name=answers_name,
         model=answers_model,
         data=answers_data,
         reward=answers_reward,
         device=answers_device,  # type: ignore[arg-type]  # _one_of has checked it
-        prompt_key=prompt_key or next((key for key in _PROMPTS if key in columns), "prompt"),
-        label_key=label_key or next((key for key in _LABELS if key in columns), "answer"),
+        prompt_key=columns[0],
+        label_key=columns[1],
     )
     for path in write_new_run(folder, answers):
         print(f"wrote    {path}")

@@ -114,6 +114,7 @@ RULES = (
     *_optimizer(ACTOR, "trainer.optimizer"),
     Rule(f"{ACTOR}.tensor_model_parallel_size", "trainer.parallel.tensor"),
     Rule(f"{ACTOR}.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),
+    Rule(f"{ACTOR}.context_parallel_size", "trainer.parallel.context"),
     Rule(f"{ACTOR}.micro_batch_size", "trainer.micro_batch_tokens", "x (max_prompt_length + max_tokens)",
          lambda value, values: value * (values[f"{RL}.max_prompt_length"] + values[f"{SAMPLING}.max_tokens"])),
     Rule(f"{ACTOR}.load", "", "a Megatron checkpoint: `polyreme convert` makes a Hugging Face directory for model.path"),

@@ -107,14 +107,16 @@ def test_mindspeed_multiplies_its_mini_batches_by_the_samples_of_a_prompt() -> N
     assert (run.trainer.parallel.tensor, run.trainer.parallel.pipeline, run.trainer.parallel.data) == (4, 4, 1)
 
 
-def test_mindspeed_partial_rollouts(tmp_path: Path) -> None:
+def test_mindspeed_partial_rollouts_and_context_ranks(tmp_path: Path) -> None:
     source = next(path for path in FILES if path.stem == "mindspeed_grpo")
     tree = yaml.safe_load(source.read_text())
     tree["rl_config"]["partial_rollout_max_split"] = 3
+    tree["actor_config"] |= {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(tree))
     system, found = import_file(tmp_path / "grpo.yaml")
     run = parse_config(yaml.safe_load(text_of(found, system.title, "grpo.yaml")), "grpo.yaml")
     assert (run.max_staleness, run.rollout.tokens_per_iteration) == (2, -(-run.rollout.max_new_tokens // 3))
+    assert run.trainer.parallel.layout == "tensor 4 x pipeline 2 x context 2 x data 1"
 
 
 def test_trl() -> None:
