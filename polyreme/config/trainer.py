@@ -22,6 +22,11 @@ class ParallelConfig(Section):
     pipeline: Operational[int] = Field(
         1, ge=1, description="Pipeline-parallel size: stages that share the layers evenly, one after the other."
     )
+    virtual_pipeline: Operational[int] = Field(
+        1,
+        ge=1,
+        description="Virtual pipeline size: virtual stages of each stage, which take turns. Above 1, megatron-core's interleaved schedule is used.",
+    )
     context: Operational[int] = Field(
         1, ge=1, description="Context-parallel size: ranks that share the tokens of each micro-batch, cut within every sequence."
     )
@@ -47,6 +52,10 @@ class ParallelConfig(Section):
             )
         if self.pipeline > 1 and self.nodes > 1:
             raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"`virtual_pipeline` = {self.virtual_pipeline} requires `pipeline` of at least 2: it divides the layers of each stage"
+            )
         return self
 
     @property
@@ -61,7 +70,8 @@ class ParallelConfig(Section):
     @property
     def layout(self) -> str:
         """The ranks in words."""
-        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        virtual = f" (virtual {self.virtual_pipeline})" if self.virtual_pipeline > 1 else ""
+        stages = f"pipeline {self.pipeline}{virtual} x " if self.pipeline > 1 else ""
         context = f"context {self.context} x " if self.context > 1 else ""
         experts = f" (expert {self.expert})" if self.expert > 1 else ""
         return f"tensor {self.tensor} x {stages}{context}data {self.data}{experts}"

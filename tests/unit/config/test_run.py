@@ -143,6 +143,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.parallel={tensor: 4, nodes: 2}", "`nodes` = 2"),
         ("trainer.parallel={data: 2, context: 2, nodes: 2, expert: 4}", "`expert` = 4"),
         ("trainer.parallel={pipeline: 2, data: 2, nodes: 2}", "`pipeline` = 2"),
+        ("trainer.parallel={virtual_pipeline: 2}", "`virtual_pipeline` = 2"),
         ("trainer.parallel={data: 3, expert: 2}", "`expert` = 2"),
         ("trainer.parallel={data: 4, expert: 4, nodes: 2}", "`expert` = 4"),
         ("name=No Spaces", "name"),

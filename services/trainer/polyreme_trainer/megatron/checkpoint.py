@@ -301,7 +301,8 @@ def _state_file(rank: int) -> str:
 
 def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
     rank = roles[0].model.rank
-    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(with_context_parallel=True), rank.ep)
+    copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return RankMesh(rank.tp, rank.pp, copies, rank.ep, rank.vpp)
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class MicroBatchSize:
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """What the trained model adds while it trains one micro-batch: saved activations, then what its peak needs beside them."""
     arch, width = model.arch, model.width
-    layers = arch.layers // sharding.rank.pp
+    layers = sharding.layers(arch)
     each = saved_bytes(arch, sharding, width, batch)
     if model.adapter is not None and batch.recompute != "full":
         each += width * stacked_ranks(model.adapter)
@@ -117,7 +117,7 @@ def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> l
     numbers = 0 if model.adapter is None else wide_numbers(model.adapter) // sharding.rank.tp
     if not numbers or batch.recompute == "full":
         return []
-    layers = model.arch.layers // sharding.rank.pp
+    layers = sharding.layers(model.arch)
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
     arithmetic = f"{numbers:,} numbers x {layers} layers x {model.width} bytes{in_flight}"
     return [Addend(f"{model.role} B of fused layers", numbers * layers * model.width * sharding.micro_batches, arithmetic)]
