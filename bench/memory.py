@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "tensor": {**WIDE, "algorithm": {"preset": "ppo"}, "parallel": {"tensor": 2}},
     "data": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"data": 2}},
+    "context": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"context": 2}},
     "pipeline": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"pipeline": 2}},
 }  # fmt: skip
 

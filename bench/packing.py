@@ -92,10 +92,11 @@ def attention_padding(policy: "Policy", batches: "list[tuple[Tensor | PackedIds,
     """Returns the share of positions in attention's blocks that are padding."""
     import numpy as np
 
-    from polyreme_trainer.megatron.packing import PackedIds, cut_blocks
+    from polyreme_trainer.megatron.packing import PackedIds, cut_blocks, plan_blocks
 
     counts = [np.array(ids.lengths) for ids, _ in batches if isinstance(ids, PackedIds)]
-    shapes = [shape for each in counts for shape in cut_blocks(each, policy.arch.queries, policy.device.torch).shapes]
+    plans = [plan_blocks(each, policy.arch.queries) for each in counts]
+    shapes = [shape for each in zip(counts, plans, strict=True) for shape in cut_blocks(*each, policy.device.torch).shapes]
     return 1 - float(sum(each.sum() for each in counts)) / sum(rows * width for rows, width in shapes)
 
 

@@ -1,7 +1,8 @@
 """Runs `uv pip ...` with pip's settings: python requirements/uv.py install -r requirements/cpu.txt
 
 uv installs several times faster than pip, but reads none of pip's configuration. A machine whose pip.conf or PIP_ variables name an
-index, a folder of wheels or a certificate would install from elsewhere, or not at all.
+index, a folder of wheels or a certificate would install from elsewhere, or not at all. Without -q, `install` shows how far it is and about how
+long it will still take, which uv itself does on a terminal only, and without an estimate.
 
 Invariant: uv's variables that the caller has set are kept; the others are set from pip's configuration.
 """
@@ -12,6 +13,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from progress import follow
 
 # pip's option, uv's variable, and the separator of its values
 VARIABLES = (
@@ -52,6 +55,8 @@ def main() -> None:
     options = parse(listing)
     no_index = ["--no-index"] if options.get("no-index", "") in ("1", "true", "yes", "on") else []
     words = [str(folder / "uv"), "pip", sys.argv[1], "--python", sys.executable, *no_index, *sys.argv[2:]]
+    if sys.argv[1] == "install" and not {"-q", "--quiet"} & {*sys.argv}:
+        sys.exit(follow(words, environment(options, os.environ)))
     os.execve(words[0], words, environment(options, os.environ))
 
 

@@ -143,7 +143,7 @@ def redis_bytes(config: RunConfig) -> int:
     response = config.rollout.max_new_tokens * token
     group = _GROUP_OVERHEAD_BYTES + config.data.max_prompt_tokens * 8 + config.group_size * response
     save_interval = config.trainer.save_interval or config.iterations
-    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest checkpoint always stays
+    since_oldest = save_interval * (config.trainer.keep_checkpoints + 1)  # a checkpoint may be written until the next save
     held = min(config.iterations, since_oldest) + 1 + config.max_staleness
     return group * config.groups_per_iteration * held
 

@@ -18,8 +18,14 @@ from support.models import tiny_family_model
 from support.replicas import Learner, hf_weights, is_tied, model_files
 from support.worker_weights import digest, rank_weights
 
+pytestmark = pytest.mark.real
+
 TESTS = Path(__file__).resolve().parents[1]
-WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96}  # vLLM's kernels on CPU require multiples of 32
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 96,
+}  # vLLM's kernels on CPU require multiples of 32
 
 WIDE_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 96},  # 48: the kernel pads it
@@ -28,7 +34,6 @@ WIDE_EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.real
 @pytest.mark.parametrize(
     "model_type",
     [

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
     arch, here = load_architecture(model), Rank()
     if "lora" in found.layout:
         arch = adapter_architecture(arch, LoraConfig.model_validate(found.layout["lora"]))
-    layout = RankMesh(*(found.layout[name] for name in ("tensor", "pipeline", "data", "expert")))
+    layout = RankMesh(**{field.name: found.layout[field.name] for field in fields(RankMesh)})
     shards = [
         SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
         for rank, numbers in layout.files(here)
@@ -151,7 +151,7 @@ def push_and_export(model: str, folder: str, layout: str) -> None:
     role, number = make_role(model, "float32", device), torch.distributed.get_rank()
     step(role)
     ranks = Ranks(number, BroadcastChannel(device.torch))
-    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.shard.rank < role.model.rank.ep)
+    writer = VersionWriter(role.model, ranks, f"layouts-{os.getpid()}", writes=role.model.writes)
     try:
         written = writer.write(0, version=1, term=1)
         full = role.model.full_tensors()

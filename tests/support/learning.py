@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +20,9 @@ from polyreme.config.trainer import CriticConfig, SftPhase
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord, encode_group
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.engine import PlannedBatch
-from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.leader import LeaderError, Ranks
+from polyreme_trainer.megatron import checkpoint, saves
+from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.build import init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -27,6 +30,7 @@ from polyreme_trainer.megatron.engine import MegatronEngine
 from polyreme_trainer.stages import sft
 
 LR = 1e-3
+HELD_SECONDS = 300.0
 EPS = 1e-6
 """Epsilon of Adam. The gradient of a key bias is only rounding; with the usual epsilon, this noise would move it by the learning rate."""
 
@@ -100,6 +104,11 @@ class Rank:
         measured = self.engine.train(planned(iteration, self.engine.policy.arch.vocab, greedy))
         return {name: value for name, value in measured.items() if not name.startswith("timing/")}
 
+    def save(self, version: int) -> None:
+        """Writes the version to the arena and saves it."""
+        self.engine.save(self.engine.write(0, version, term=1), version, {})
+        assert self.engine.finish_save(wait=True) is not None
+
     def write(self, path: Path, results: Mapping[str, object]) -> None:
         """Writes, on the first rank, all weights and some results. Weights of roles other than the actor have the role's name as prefix."""
         others = self.engine.saved[1:]
@@ -150,18 +159,43 @@ def warm_start(rank: Rank) -> list[float]:
     return [report["loss"] for report in reports]
 
 
+class HeldWork(BackgroundWork[Any]):
+    """A save that is written only once `may_write` is set."""
+
+    may_write = threading.Event()
+
+    def _run(self) -> None:
+        assert self.may_write.wait(HELD_SECONDS)
+        super()._run()
+
+
 def save_and_continue(config_json: str, out: str) -> None:
-    """Saves after iteration 3 of 5, and compares the saved weights with transformers. Also writes the weights of every version."""
+    """Saves versions 0 and 3 of 5, and compares version 0 with transformers; the weights of every version are written too.
+
+    Version 3 is written to disk only after another iteration, whose version has overwritten the arena slot.
+    """
     rank = Rank(*start(config_json))
     assert rank.engine.load() is None
-    rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
+    rank.save(0)
+    gates = rank.engine.compare_hf(rank.engine.hf_path(0))
+    vars(saves)["BackgroundWork"] = HeldWork
+    cut_short = checkpoint.iteration_path(rank.config.run_dir / "checkpoints", 2).with_name(".iteration-000002.new")
+    if rank.ranks.leads:
+        cut_short.mkdir()
     metrics = []
     for iteration in range(1, 6):
         metrics.append(rank.iterate(iteration))
         rank.write(Path(out, f"version-{iteration}"), {})
+        written = rank.engine.write(0, iteration, term=1)
         if iteration == 3:
-            rank.engine.save(rank.engine.write(0, iteration, term=1), iteration, {})
-            gates = rank.engine.compare_hf(rank.engine.hf_path(3))
+            rank.engine.save(written, iteration, {})
+        assert rank.engine.finish_save(wait=False) is None
+    assert rank.engine.newest_save == 0
+    HeldWork.may_write.set()
+    saved = rank.engine.finish_save(wait=True)
+    assert saved is not None and (saved.version, rank.engine.newest_save) == (3, 3)
+    assert rank.engine.finish_save(wait=True) is None
+    assert not cut_short.exists()
     results: dict[str, object] = {
         "gates": [gate.record() for gate in gates],
         "state": rank.engine.state.to_json(),
@@ -179,7 +213,26 @@ def resume_and_continue(config_json: str, out: str) -> None:
         metrics.append(rank.iterate(iteration))
         leave_and_return(rank.engine)
     rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json(), "metrics": metrics})
+    fail_to_write(rank)
     rank.engine.close()
+
+
+def fail_to_write(rank: Rank) -> None:
+    """A save whose export cannot be written by rank 0 ends every rank, and is no checkpoint."""
+    in_the_way = rank.engine.hf_path(5).with_name(".iteration-000005.new")
+    if rank.ranks.leads:
+        in_the_way.touch()
+    rank.engine.save(rank.engine.write(0, 5, term=1), 5, {})
+    try:
+        rank.engine.finish_save(wait=True)
+    except NotADirectoryError as error:
+        assert rank.ranks.leads and Path(error.filename) == in_the_way
+    except LeaderError:
+        assert not rank.ranks.leads
+    else:
+        raise AssertionError("the failure of a save was not reported")
+    assert rank.engine.newest_save == 3
+    assert [each.iteration for each in checkpoint.find(rank.config.run_dir / "checkpoints")] == [0, 3]
 
 
 def leave_and_return(engine: MegatronEngine) -> None:
@@ -199,7 +252,6 @@ def rank_0_waits_then_fails(seconds: str) -> None:
 
     from polyreme.errors import GateError
     from polyreme_trainer.learner import leader as module
-    from polyreme_trainer.learner.leader import LeaderError
 
     module.HEARTBEAT_SECONDS = 0.2
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

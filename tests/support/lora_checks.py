@@ -96,8 +96,9 @@ def compare_gradients(policy: Policy, theirs: dict[str, Any]) -> None:
         assert_close(mine, theirs[name].grad[piece.hf_index], rtol=0, atol=TOLERANCE, msg=name)
     assert not names
     assert all(param.requires_grad == (name in adapters.params) for name, param in policy.module.named_parameters())
-    assert policy.ddp is not None
-    assert sum(buffer.numel for buffer in policy.ddp.buffers) == sum(param.numel() for param in adapters.params.values())
+    assert sum(buffer.numel for chunk in policy.ddp for buffer in chunk.buffers) == sum(
+        param.numel() for param in adapters.params.values()
+    )
 
 
 def warm_start_and_train(config: str, out: str) -> None:
@@ -108,9 +109,9 @@ def warm_start_and_train(config: str, out: str) -> None:
         rank.engine.begin_phase(phase)
         rank.engine.supervised_step(*learning.supervised_rows(rank.engine.policy.arch.vocab), phase.lr)
     rank.engine.begin_iterations()
-    rank.engine.save(rank.engine.write(0, 0, term=1), 0, {})
+    rank.save(0)
     first = rank.iterate(1)
-    rank.engine.save(rank.engine.write(1, 1, term=1), 1, {})
+    rank.save(1)
     gates = [gate.record() for gate in rank.engine.compare_hf(rank.engine.hf_path(1))]
     rank.write(Path(out, "whole"), {"gates": gates, "first": first, "second": rank.iterate(2)})
     rank.engine.close()

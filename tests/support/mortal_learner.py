@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,8 @@ from polyreme.process.lifecycle import die_with_parent
 from polyreme.weights.arena import Arena
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loop import Learner
-from polyreme_trainer.megatron import atomic, saves
+from polyreme_trainer.megatron import atomic, checkpoint, saves
+from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.build import close_parallel, init_parallel
 from polyreme_trainer.megatron.channel import BroadcastChannel
 from polyreme_trainer.megatron.device import Device
@@ -57,6 +58,9 @@ def torn_directory(path: Path) -> None:
         die()
 
 
+BESIDE = "weights stepped beside a write"
+"""A step of the optimizer while a save is being written."""
+
 Moment = tuple[Any, str, str, Callable[..., None] | None]
 MOMENTS: dict[str, Moment] = {
     # name: owner, function, before or after it, and an additional effect
@@ -75,7 +79,30 @@ MOMENTS: dict[str, Moment] = {
     "old checkpoint half removed": (atomic, "discard", "before", torn_directory),
     "release asked": (ExperienceLog, "release", "before", None),
     "released": (ExperienceLog, "release", "after", None),
+    "state copied": (checkpoint.RankContents, "copied", "after", None),
+    "files written": (checkpoint, "write", "after", None),
+    BESIDE: (Optimizer, "step", "after", None),
 }
+
+
+class HeldWork(BackgroundWork[Any]):
+    """A save that is written only when training waits for it."""
+
+    newest: ClassVar["HeldWork | None"] = None
+
+    def __init__(self, *args: Any) -> None:
+        self.waited_for = threading.Event()
+        HeldWork.newest = self
+        super().__init__(*args)
+
+    def _run(self) -> None:
+        self.waited_for.wait()
+        super()._run()
+
+    def finished(self, seconds: float = 0.0) -> bool:
+        if seconds:
+            self.waited_for.set()
+        return super().finished(seconds)
 
 
 def arm(moment: str, occurrence: int) -> None:
@@ -83,8 +110,13 @@ def arm(moment: str, occurrence: int) -> None:
     owner, name, when, also = MOMENTS[moment]
     real, count = getattr(owner, name), 0
 
+    if moment == BESIDE:
+        vars(saves)["BackgroundWork"] = HeldWork
+
     def reached(*args: Any) -> None:
         nonlocal count
+        if moment == BESIDE and (HeldWork.newest is None or HeldWork.newest.waited_for.is_set()):
+            return
         count += 1
         if count >= occurrence:
             if also is not None:

@@ -42,7 +42,8 @@ def scalars(line: Record) -> Iterator[tuple[str, float, int]]:
             for key in sorted(COMMIT_METRICS & line.keys()):
                 yield f"weights/{key}", float(line[key]), line["version"]
         case "saved" if "seconds" in line and "iteration" in line:
-            yield "checkpoint/seconds", float(line["seconds"]), line["iteration"]
+            for key in sorted({"seconds", "stall_seconds"} & line.keys()):
+                yield f"checkpoint/{key}", float(line[key]), line["iteration"]
         case "sft":
             yield f"sft_{line['phase']}/loss", line["loss"], line["step"]
 
