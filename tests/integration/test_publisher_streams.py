@@ -116,7 +116,7 @@ async def test_streams_in_trainings_way_are_broken_off_and_begun_anew_but_for_th
         return await relay(link, version, *rest)
 
     monkeypatch.setattr(replica_client.ReplicaClient, "stream", noted)
-    monkeypatch.setattr(replica_client.ReplicaClient, "relay", noted_relay)  # of the bytes that the other replica has received by then
+    monkeypatch.setattr(replica_client.ReplicaClient, "relay", noted_relay)  # from the other replica
     monkeypatch.setattr(replica_sync, "STREAM_INTERRUPT_TIMEOUT", 0.05)
     world.arena.unlink()
     receivers = [world.receiver() for _ in range(2)]

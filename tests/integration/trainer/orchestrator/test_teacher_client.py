@@ -88,7 +88,7 @@ async def test_what_may_pass_is_repeated(run, bad: bytes) -> None:
 
     teacher_replies = [bad, bad, bad, bad, bad, bad]
     async with raw_server(handler) as server:
-        teacher = client(run, server, tries=1)  # no other request succeeds, so this is an outage and not a failure of the response
+        teacher = client(run, server, tries=1)  # nothing else succeeds, so this is an outage
         assert (await teacher.logprobs([1], [2])).tolist() == pytest.approx([-0.02])
         assert not teacher_replies
         await teacher.close()
