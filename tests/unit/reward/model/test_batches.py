@@ -38,7 +38,7 @@ def test_every_text_is_batched(lengths: list[int], budget: int) -> None:
 
 
 class Recorder:
-    """Stands in for a classifier: a text's score is its length, and `batches` are the lengths it was given together."""
+    """Replaces a classifier: the score of a text is its length, and `batches` has the lengths of each batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -62,7 +62,7 @@ def test_the_process_batches_what_arrived_meanwhile() -> None:
     thread = threading.Thread(target=lambda: status.append(run(theirs, recorder, SETUP)))
     thread.start()
     lengths = [7, 50, 8, 13, 49, 9, 0, 200]
-    for number, length in enumerate(lengths):  # each in a frame of its own, as from as many calls
+    for number, length in enumerate(lengths):  # each in a separate frame, as from separate calls
         ours.sendall(encode([[number, tuple(Item("", "p", "x" * length))]]))
     recorder.may_go.set()
     answers: dict[int, list[Any]] = {}
