@@ -100,7 +100,7 @@ async def scored(scorer: Scorer, texts: list[str]) -> list[Scored]:
     return [answer for part in await asyncio.gather(*parts) for answer in part]
 
 
-@pytest.mark.parametrize(("faults", "bad", "good"), [(QUICK, 240, 730), (WAITS, 20, 100)], ids=["answers", "silence"])
+@pytest.mark.parametrize(("faults", "bad", "good"), [(QUICK, 80, 240), (WAITS, 20, 100)], ids=["answers", "silence"])
 async def test_random_faults_among_good_answers(faults: list[str], bad: int, good: int) -> None:
     """What waits for its deadline is apart, and its deadline is made for the machine: ten times what the good answers take alone."""
     rng = random.Random(0)
