@@ -1,4 +1,4 @@
-"""Layouts of the ranks: training is that of one rank, and a run resumes in another layout where it stopped.
+"""Layouts of the ranks: training equals that of one rank, and a run resumes in another layout.
 
 The model has tied embeddings, grouped queries, biases and 45 tokens, so every rule of the mapping table is used, and padding too.
 """
@@ -26,7 +26,7 @@ TWO = {"pipeline": {"pipeline": 2}, "virtual": VIRTUAL, "tensor": {"tensor": 2},
 CONTEXT = {"context": 2}
 EXPERT = {"data": 2, "expert": 2}
 MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
-"""Everything that routers do beside their choice."""
+"""All settings of routers."""
 
 Train = Callable[..., dict[str, Any]]
 

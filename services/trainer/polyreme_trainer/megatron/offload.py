@@ -1,8 +1,8 @@
-"""Moves tensors between a device and the host's memory, and leaves every view of them as it is.
+"""Moves tensors between a device and the host's memory without changing their views.
 
-Invariant: what is moved is a tensor's storage, whose memory on the device ends and begins again in place. So parameters, their views in
-gradient buffers, moments and full-precision copies, which share storages in many ways, need no knowledge of one another. After `restore`
-every kept byte is what it was, and every dropped one is zero.
+Invariant: it moves a tensor's storage, whose device memory is freed and allocated again in place. So parameters, their views in gradient
+buffers, moments and full-precision copies, which share storages in many ways, stay valid. After `restore`, every kept byte has its old
+value, and every dropped one is zero.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ class Offload:
 
     Args:
         kept: tensors whose bytes are kept in host memory.
-        dropped: tensors whose bytes are not needed any more.
-        pin: page-locked host memory, from which an accelerator copies faster.
+        dropped: tensors whose bytes are no longer needed.
+        pin: whether to use page-locked host memory, from which an accelerator copies faster.
     """
 
     def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], pin: bool) -> None:
@@ -30,12 +30,12 @@ class Offload:
             copy.copy_(_bytes(storage))
             self._kept.append((storage, copy))
         self.nbytes = sum(size for _, size in self._dropped) + sum(copy.numel() for _, copy in self._kept)
-        """Bytes that have left the device."""
+        """Bytes freed on the device."""
         for storage in (*(storage for storage, _ in self._dropped), *keep.values()):
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Brings all of them back."""
+        """Restores all storages on the device."""
         for storage, copy in self._kept:
             storage.resize_(copy.numel())
             _bytes(storage).copy_(copy)

@@ -14,10 +14,10 @@ from polyreme_trainer.megatron.hf_mapping import check, is_expert, param_shapes
 from polyreme_trainer.megatron.memory.sharding import Sharding
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
-"""Bytes of a number, by the name of its type in the configuration."""
+"""Bytes per number, by the name of its type in the configuration."""
 GRADIENT_BYTES = 4  # also of a bfloat16 weight: gradients are summed in float32
 MOMENTS_BYTES = 8
-MASTER_BYTES = 4  # of a weight that is not float32 itself
+MASTER_BYTES = 4  # for a weight that is not float32 itself
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Model:
         role: its name.
         dtype: "float32" or "bfloat16".
         trained: whether it has gradients and an optimizer.
-        adapter: the table of its adapters, which are then all that is trained; None without.
+        adapter: the table of its adapters, which are then the only trained parameters; None without adapters.
     """
 
     role: str
@@ -39,13 +39,13 @@ class Model:
 
     @property
     def width(self) -> int:
-        """Bytes of a weight and of an activation."""
+        """Bytes per weight and per activation."""
         return WIDTHS[self.dtype]
 
 
 @dataclass(frozen=True)
 class Addend:
-    """One addend of the estimate: its bytes, and how they were computed."""
+    """One addend of the estimate: its bytes, and their computation as text."""
 
     name: str
     nbytes: int
@@ -59,7 +59,7 @@ def rank_parameters(arch: Architecture, sharding: Sharding) -> int:
 
 
 def expert_parameters(arch: Architecture, sharding: Sharding) -> int:
-    """The number of parameters of the rank's experts, of which only `expert_optimizer_ranks` ranks have the same."""
+    """The number of parameters of the rank's experts, which only `expert_optimizer_ranks` ranks share."""
     return sum(math.prod(shape) for name, shape in param_shapes(arch, sharding.rank).items() if is_expert(name))
 
 
