@@ -1,5 +1,6 @@
 """Fixtures that every kind of test shares: a real Redis, and a fresh run in it."""
 
+import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,6 +22,16 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", deadline=None, max_examples=500, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+
+
+_ALL_REAL = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.real\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files of real tests where `-m` does: what they import costs every process of the light tests seconds."""
+    if collection_path.suffix != ".py" or "not real" not in config.option.markexpr:
+        return None
+    return True if _ALL_REAL.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(trylast=True)

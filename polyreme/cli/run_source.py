@@ -122,6 +122,12 @@ def open_source(place: str | Path, run_id: str | None = None) -> RunSource:
     """The source of a run directory, or of a Redis URL. `run_id`: with a URL, a run other than the newest."""
     if isinstance(place, str) and place.partition("://")[0] in ("redis", "rediss", "unix"):
         return RedisSource(place, run_id)
+    if isinstance(place, str) and "://" in place:
+        raise ConfigError(
+            "a run directory, or the URL of a run's Redis (redis://..., rediss://..., unix://...)",
+            without_password(place) or place,
+            "run.json and the first lines of `polyreme up` have the URL.",
+        )
     if run_id is not None:
         raise ConfigError("a Redis URL with a run id", f"the path {place}", "Leave run_id out: a directory has one run.")
     return DirectorySource(Path(place))

@@ -29,6 +29,24 @@ def adapters(alpha: str, default: float) -> Callable[[Any, Values], Any]:
     return lambda rank, values: {"rank": rank, "alpha": values.get(alpha, default)} if rank else NOTHING
 
 
+def above(least: float) -> Callable[[Any, Values], Any]:
+    """The number when it is greater than `least`, which stands for not using what it is about."""
+    return lambda value, values: value if isinstance(value, int | float) and value > least else NOTHING
+
+
+def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[Any, Values], Any]:
+    """The penalty near the length limit, whose buffer others count in tokens (`usual`: where the file has no length), from the keys of the
+    buffer, of the limit and of the factor."""
+
+    def convert(value: Any, values: Values) -> Any:
+        tokens = values.get(length, usual)
+        if not value or not tokens:
+            return NOTHING
+        return {"buffer": min(1.0, tokens / values[limit]), "factor": values.get(factor, 1.0)}
+
+    return convert
+
+
 def lookup(table: dict[Any, Any]) -> Callable[[Any, Values], Any]:
     """The table's entry of the value."""
     return lambda value, values: table.get(value, NOTHING)

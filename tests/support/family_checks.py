@@ -147,5 +147,7 @@ def critic_agrees(model: str, device: Device, folder: str) -> None:
         saved = load_file(path / "model.safetensors")
         assert full.keys() == saved.keys()
         assert all(torch.equal(full[name], saved[name]) for name in saved)
-    fresh = build_critic(Path(model), "float32", device, trainable=False)
+    fractions = list[float]()
+    fresh = build_critic(Path(model), "float32", device, trainable=False, loaded=fractions.append)
+    assert fractions[-1] == 1
     assert not fresh.values(ids).any()

@@ -268,7 +268,9 @@ def resumed_training_is_bit_identical(model: str, device: Device, folder: str) -
     assert found is not None and (found.iteration, found.facts) == (2, {"term": 3})
     second = role_of(model, device)
     train_role(second, steps=1)  # leaves moments that loading must replace
-    checkpoint.load(found, [second])
+    fractions = list[float]()
+    checkpoint.load(found, [second], lambda role: fractions.append)
+    assert len(fractions) > 1 and fractions == sorted(set(fractions)) and fractions[-1] == 1
     assert torch.equal(torch.rand(3), drawn)
     train_role(second, steps=2)
     trained = [role.model.state_dict().values() for role in (straight, second)]

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from polyreme.config.run import RunConfig
@@ -19,7 +20,7 @@ from polyreme_rollout.device_start import Held, devices_while_starting
 from polyreme_rollout.engine.load import load_engine
 from polyreme_rollout.engine.protocol import InferenceEngine
 from polyreme_rollout.model_config import config_for_model
-from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec
+from polyreme_rollout.run_spec import FIND_RUN_TIMEOUT, RunSpec, fetch_run_spec, report_engine
 from polyreme_rollout.temp_dir import replica_temp_dir
 
 
@@ -41,10 +42,12 @@ def serve_replica(redis_url: str, run_id: str | None, endpoint: Endpoint, find_t
         for name, data in spec.model_files.items():
             (model_dir / Path(name).name).write_bytes(data)
         with devices_while_starting(spec, redis_url) as held:
+            asyncio.run(report_engine(redis_url, spec.run_id, spec.config.rollout.engine))
+            began = time.monotonic()
             engine = start_engine(spec.config, model_dir)
             try:
                 check_routes(engine, spec.config)
-                asyncio.run(_serve(engine, spec, redis_url, endpoint, held))
+                asyncio.run(_serve(engine, spec, redis_url, endpoint, held, began))
             finally:
                 engine.close()
 
@@ -79,13 +82,16 @@ async def _serve_model(engine: InferenceEngine, config: RunConfig, endpoint: End
     await serve_v1(engine, config, endpoint, stop)
 
 
-async def _serve(engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: Held | None) -> None:
+async def _serve(
+    engine: InferenceEngine, spec: RunSpec, redis_url: str, endpoint: Endpoint, held: Held | None, began: float
+) -> None:
     from polyreme.process import lifecycle
     from polyreme_rollout.serving import serve
 
     stop = lifecycle.stop_event()
     await engine.open()
     lifecycle.settle()
+    await report_engine(redis_url, spec.run_id, engine.name, time.monotonic() - began)
     await serve(engine, spec, redis_url, endpoint, stop, held)
 
 

@@ -104,8 +104,9 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
         rows += [config.algorithm.ptx.batch_size] if config.algorithm.ptx else []
         steps += [(count, config.rollout.max_model_len) for count in rows]
         entropy = config.recipe.entropy_coef > 0
-    budget, data = config.trainer.micro_batch_tokens, config.trainer.parallel.data
-    tokens = max(min(max(budget, longest), -(-count // data) * longest) for count, longest in steps)
+    budget, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
+    whole = max(min(max(budget, longest), -(-count // parallel.data) * longest) for count, longest in steps)
+    tokens = -(-whole // parallel.context)
     return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute)
 
 

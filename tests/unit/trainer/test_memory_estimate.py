@@ -108,11 +108,20 @@ def test_a_stage_holds_its_model_and_a_reference_where_its_loss_has_one(
 
 
 @pytest.mark.parametrize(
-    ("budget", "data", "tokens"),
-    [(8192, 1, 8192), (512, 1, 1024), (10**6, 1, 64 * 1024), (10**6, 4, 16 * 1024)],
+    ("budget", "ranks", "tokens"),
+    [
+        (8192, {}, 8192),
+        (512, {}, 1024),
+        (10**6, {}, 64 * 1024),
+        (10**6, {"data": 4}, 16 * 1024),
+        (8191, {"context": 2}, 4096),
+        (10**6, {"data": 4, "context": 2}, 8 * 1024),
+    ],
 )
-def test_a_micro_batch_is_its_budget_or_one_sequence_or_all_there_is(budget: int, data: int, tokens: int, tmp_path: Path) -> None:
-    trainer = {"optimizer": {"lr": 1e-6}, "micro_batch_tokens": budget, "parallel": {"data": data}}
+def test_a_micro_batch_is_its_budget_or_one_sequence_or_all_there_is(
+    budget: int, ranks: dict[str, int], tokens: int, tmp_path: Path
+) -> None:
+    trainer = {"optimizer": {"lr": 1e-6}, "micro_batch_tokens": budget, "parallel": ranks}
     assert micro_batch_of(run(tmp_path, trainer=trainer)).tokens == tokens
 
 

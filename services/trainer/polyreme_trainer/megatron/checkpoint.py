@@ -15,7 +15,7 @@ the damage, never prevents finding, pruning or saving others; the log has the re
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from polyreme.cli.checkpoint_manifest import MANIFEST, digest_of, is_intact, number_of, read_manifest, write_manifest
 from polyreme.errors import ConfigError, UnavailableError
+from polyreme_trainer.learner.loading import Loaded, LoadReports, unreported
 from polyreme_trainer.megatron import atomic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
@@ -37,6 +38,9 @@ from polyreme_trainer.megatron.reshard import RankMesh, SavedShard, reshard
 from polyreme_trainer.megatron.roles import Role
 
 logger = logging.getLogger(__name__)
+
+Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
+"""Kind of state, names of parameters -> this rank's whole parameters."""
 
 _RECEIPT_POLL = 0.05
 _RECEIPT_SECONDS = 60.0  # after a barrier that follows the writing, so only a shared file system is waited for
@@ -169,10 +173,13 @@ def save(path: Path, roles: Sequence[Role[Any]], facts: Mapping[str, Any]) -> No
     torch.distributed.barrier()
 
 
-def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
+def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> None:
     """Restores weights, moments and random generators. Called on every rank, with an `intact` checkpoint.
 
     On another layout, a rank takes the generators of the rank with its number; a rank that had none keeps its present ones.
+
+    Args:
+        loads: for each role, what takes the fraction of its kinds of state (weights, moments) that this rank has restored.
 
     Raises:
         ConfigError: the checkpoint has another dtype, other roles or other adapters.
@@ -190,8 +197,13 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
     for role in roles:
         arch = role.model.trained_arch
         shards = [SavedShard(arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
-        steps = sources[0][1][0][role.name]["steps"]
-        role.restore(steps, partial(_reshard, arch, here, shards))
+        state, loaded = sources[0][1][0][role.name], loads(role.name)
+        read: Read = partial(_reshard, arch, here, shards)
+        if loaded is not None:
+            read = _reporting(read, sum(bool(values) for kind, values in state.items() if kind != "steps"), loaded)
+        role.restore(state["steps"], read)
+        if loaded is not None:
+            loaded(1.0)
     generators = checkpoint.path / _random_file(torch.distributed.get_rank())
     if generators.name in checkpoint.files:
         device.set_rng_state(_read(generators))
@@ -199,6 +211,21 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]]) -> None:
 
 def _reshard(arch: Architecture, here: Rank, shards: Sequence[SavedShard], kind: str, names: Iterable[str]) -> dict[str, Tensor]:
     return reshard(arch, kind, names, here, shards)
+
+
+def _reporting(read: Read, kinds: int, loaded: Loaded) -> Read:
+    """The same function, which also tells `loaded` after each of so many kinds of state but the last."""
+    done = 0
+
+    def reading(kind: str, names: Iterable[str]) -> dict[str, Tensor]:
+        nonlocal done
+        result = read(kind, names)
+        done += 1
+        if done < kinds:
+            loaded(done / kinds)
+        return result
+
+    return reading
 
 
 def _read(file: Path) -> Any:
@@ -244,9 +271,11 @@ def prune(root: Path, iteration: int, keep: int, prefix: str = "iteration") -> N
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in a directory; None when its manifest is unusable, with the reason in the log."""
+    """The checkpoint in a directory; None when its manifest is damaged, with the reason in the log. Raises ConfigError for another format."""
     try:
         fields = read_manifest(path)
+    except ConfigError:  # of another format; it is a ValueError, too
+        raise
     except (OSError, ValueError) as error:
         logger.warning("checkpoint %s is damaged: %s: %s: %s", path, MANIFEST, type(error).__name__, error)
         return None
@@ -273,7 +302,7 @@ def _state_file(rank: int) -> str:
 
 def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
     rank = roles[0].model.rank
-    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(), rank.ep)
+    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(with_context_parallel=True), rank.ep)
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:

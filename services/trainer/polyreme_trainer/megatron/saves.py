@@ -21,6 +21,7 @@ from polyreme.config.run import RunConfig
 from polyreme.errors import ConfigError
 from polyreme_trainer.learner.engine import Saved
 from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import atomic, checkpoint
 from polyreme_trainer.megatron.background import BackgroundWork
 from polyreme_trainer.megatron.export import Export, export_hf
@@ -98,7 +99,7 @@ class Saves:
         """The path of the Hugging Face directory of `version`."""
         return self._config.run_dir / "hf" / f"iteration-{version:06d}"
 
-    def load(self, roles: Sequence[Role[Any]]) -> tuple[int, Mapping[str, Any]] | None:
+    def load(self, roles: Sequence[Role[Any]], loads: LoadReports = unreported) -> tuple[int, Mapping[str, Any]] | None:
         """Restores the newest intact checkpoint. Collective.
 
         Returns:
@@ -113,7 +114,7 @@ class Saves:
         self.newest = found.iteration
         self._frozen.check(self._bases, found.facts[FROZEN])
         self._check_warm_start(found.facts)
-        checkpoint.load(found, roles)
+        checkpoint.load(found, roles, loads)
         return self.newest, found.facts
 
     def save(

@@ -7,8 +7,9 @@ import pytest
 import torch
 import xxhash
 
+from polyreme.cli import checkpoint_manifest
 from polyreme.cli.checkpoint_manifest import write_manifest
-from polyreme.errors import UnavailableError
+from polyreme.errors import ConfigError, UnavailableError
 from polyreme_trainer.megatron.atomic import staging
 from polyreme_trainer.megatron.checkpoint import (
     Checkpoint,
@@ -91,6 +92,19 @@ def test_a_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, content
     assert count(tmp_path) == 1
     prune(tmp_path, 130, 1)
     assert count(tmp_path) == 0
+
+
+def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no damage: an older checkpoint would silently be used instead, and a save would remove the newer one."""
+    saved(tmp_path, 140)
+    with monkeypatch.context() as other:
+        other.setattr(checkpoint_manifest, "_FORMAT", 4)
+        saved(tmp_path, 150)
+    for use in (lambda: newest(tmp_path), lambda: prune(tmp_path, 160, 1)):
+        with pytest.raises(ConfigError) as refused:
+            use()
+        assert "format 4" in refused.value.found
+    assert count(tmp_path) == 2
 
 
 @pytest.mark.parametrize("unreadable", [False, True])
