@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
 """Kind of state, names of parameters -> this rank's whole parameters."""
+
 _RECEIPT_POLL = 0.05
 _RECEIPT_SECONDS = 60.0  # after a barrier that follows the writing, so only a shared file system is waited for
 
