@@ -172,7 +172,11 @@ class TrainerConfig(Section):
         0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: only that."
     )
     keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
-    straggler_timeout: float = Field(600.0, gt=0, description="Seconds after which an unfinished attempt at a group expires while a plan waits for it. Pauses of a token budget do not count.")
+    straggler_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds after which an unfinished attempt at a group expires while a plan waits for it. Pauses of a token budget do not count.",
+    )
     max_restarts: Operational[int] = Field(
         3,
         ge=0,
