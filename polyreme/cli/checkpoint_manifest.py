@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, checkpoint.json: its format, iteration, layout and facts, the xxh3_64 of every file, and its own digest.
+"""The manifest of a checkpoint, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file, and a digest of itself.
 
 Invariant: `read_manifest` returns only what `write_manifest` wrote. Any other byte or name is damage, which raises ValueError. An undamaged
 manifest of another format is refused by name.
@@ -14,7 +14,7 @@ import xxhash
 from polyreme.errors import ConfigError
 
 MANIFEST = "checkpoint.json"
-_FORMAT = 5
+_FORMAT = 6
 _BLOCK = 1 << 24
 
 

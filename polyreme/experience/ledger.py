@@ -311,12 +311,12 @@ class ExperienceLog:
         return found
 
     async def pass_rate(self, prompt: str) -> PassRate:
-        """What is known of a prompt."""
+        """The pass rate of a prompt."""
         text = await self.run.redis.hget(self._pass_rates, prompt)
         return PassRate() if text is None else PassRate.parse(text.decode())
 
     async def pass_rates(self) -> dict[str, PassRate]:
-        """Of every prompt that was judged."""
+        """The pass rates of all judged prompts."""
         found = self.run.redis.hscan_iter(self._pass_rates, count=1000)
         return {prompt.decode(): PassRate.parse(text.decode()) async for prompt, text in found}
 

@@ -29,7 +29,12 @@ from support.stages import prepared, run_rank, stage_config, write_data, write_m
 pytestmark = pytest.mark.real
 
 LORA = {"rank": 3, "alpha": 6.0}
-LAYOUTS = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}, "one": dict[str, int]()}
+LAYOUTS = {
+    "tensor": {"tensor": 2},
+    "data": {"data": 2},
+    "pipeline": {"pipeline": 2, "virtual_pipeline": 2},
+    "one": dict[str, int](),
+}
 KL = {"place": "loss", "estimator": "k3", "coef": 0.1}
 SECTIONS = {
     "shared": algorithm(kl=KL),
@@ -40,7 +45,7 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("tied", tmp_path_factory.mktemp("model") / "tied")
+    return tiny_model("tied", tmp_path_factory.mktemp("model") / "tied", layers=4)
 
 
 def test_values_gradients_and_merged_weights_are_those_of_peft(model: Path, tmp_path: Path) -> None:
@@ -152,7 +157,7 @@ def test_a_reference_in_the_actors_memory_is_a_frozen_copy_of_the_model(model: P
 @pytest.mark.slow
 def test_a_run_on_two_stages_is_that_on_one_rank(model: Path, tmp_path: Path) -> None:
     one = train_every_way(model, tmp_path / "1", ParallelConfig())
-    two = train_every_way(model, tmp_path / "2", ParallelConfig(pipeline=2))
+    two = train_every_way(model, tmp_path / "2", ParallelConfig(pipeline=2, virtual_pipeline=2))
     for name in SECTIONS:
         agree(load_file(tmp_path / "2" / f"{name}.safetensors"), load_file(tmp_path / "1" / f"{name}.safetensors"), TOLERANCE)
         for expected, found in zip(one[name], two[name], strict=True):

@@ -1,21 +1,21 @@
-"""The experience log as plain Python: what the Lua scripts must do, written for reading. No Redis, no atomicity, no terms."""
+"""A model of the experience log in plain Python: the required behaviour of the Lua scripts, without Redis, atomicity or terms."""
 
 from dataclasses import dataclass, field
 
 
 class Stale(Exception):
-    """StaleAttemptError in the real one."""
+    """StaleAttemptError in the real log."""
 
 
 class Illegal(Exception):
-    """TransitionError in the real one."""
+    """TransitionError in the real log."""
 
 
 @dataclass
 class Group:
     state: str  # admitted, appended, planned, dropped, failed
     attempt: int
-    version: int  # of its admission; once appended, of its oldest token
+    version: int  # version of its admission; once appended, of its oldest token
     iteration: int = 0
 
 
@@ -190,7 +190,7 @@ class LogModel:
 
 
 def streak(groups: list[tuple[int, int]]) -> int:
-    """Samples of the newest groups that were all solved; negative where none was."""
+    """Number of samples in the newest groups in which all were solved; negative: in which none was."""
     for sign, all_alike in ((1, lambda n, k: k == n), (-1, lambda n, k: k == 0)):
         count = 0
         for samples, solved in reversed(groups):

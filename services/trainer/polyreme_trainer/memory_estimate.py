@@ -14,6 +14,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
+from polyreme_trainer.megatron.memory.checkpoint import checkpoint_term
 from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, largest_rank
 from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
 from polyreme_trainer.placement import devices_needed
@@ -36,16 +37,19 @@ class LearnerMemory:
         rank: of the rank that needs most.
         ranks: ranks on each machine.
         arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes none.
+        checkpoint: host memory on the first machine while a checkpoint is written; None for a stage, which waits for it.
     """
 
     rank: RankEstimate
     ranks: int
     arena: Addend | None
+    checkpoint: Addend | None
 
     @property
     def machine(self) -> int:
-        """Bytes of all ranks and the arena, on a machine whose ranks compute in its own memory."""
-        return self.ranks * self.rank.nbytes + (self.arena.nbytes if self.arena else 0)
+        """Bytes of all ranks, the arena and a checkpoint's copy, on a machine whose ranks compute in its own memory."""
+        shared = sum(term.nbytes for term in (self.arena, self.checkpoint) if term is not None)
+        return self.ranks * self.rank.nbytes + shared
 
 
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
@@ -55,8 +59,12 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
         rank = largest_rank(models, parallel, micro_batch_of(config))
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
-    arena = None if isinstance(config, StageConfig) else arena_term(models[0].arch, config.model.dtype)
-    return LearnerMemory(rank, parallel.ranks_per_node, arena)
+    if isinstance(config, StageConfig):
+        return LearnerMemory(rank, parallel.ranks_per_node, None, None)
+    renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
+    followers = {"moving average", *(["reference"] if renewed else [])}
+    checkpoint = checkpoint_term(models, followers, config.model.dtype, parallel.nodes)
+    return LearnerMemory(rank, parallel.ranks_per_node, arena_term(models[0].arch, config.model.dtype), checkpoint)
 
 
 def models_of(config: RunConfig | StageConfig) -> list[Model]:
@@ -96,8 +104,9 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
         rows += [config.algorithm.ptx.batch_size] if config.algorithm.ptx else []
         steps += [(count, config.rollout.max_model_len) for count in rows]
         entropy = config.recipe.entropy_coef > 0
-    budget, data = config.trainer.micro_batch_tokens, config.trainer.parallel.data
-    tokens = max(min(max(budget, longest), -(-count // data) * longest) for count, longest in steps)
+    budget, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
+    whole = max(min(max(budget, longest), -(-count // parallel.data) * longest) for count, longest in steps)
+    tokens = -(-whole // parallel.context)
     return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute)
 
 
@@ -110,6 +119,9 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
     yield f"  {memory.rank.nbytes / GIB:>9,.3f}    in all"
     if memory.arena is not None:
         yield f"memory         in /dev/shm of the learner's first machine: {memory.arena.nbytes / GIB:,.3f} GiB, {memory.arena.arithmetic}"
+    if memory.checkpoint is not None:
+        nbytes, arithmetic = memory.checkpoint.nbytes, memory.checkpoint.arithmetic
+        yield f"memory         in the host of the learner's first machine while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
         yield f"memory         of each replica's device: {replica_line(config)}"
         if config.device != "cpu":
@@ -160,8 +172,9 @@ def refuse(config: RunConfig | StageConfig, limit: int | None) -> Iterator[Polyr
     terms = " + ".join(f"{term.name} {term.nbytes / GIB:,.2f}" for term in memory.rank.terms)
     found = f"{terms} = {memory.rank.nbytes / GIB:,.2f} GiB for each rank"
     if on_cpu:
-        arena = f" and an arena of {memory.arena.nbytes / GIB:,.2f} GiB" if memory.arena else ""
-        found = f"{memory.ranks} rank(s) x ({found}){arena}: {needed / GIB:,.2f} GiB"
+        shared = [term for term in (memory.arena, memory.checkpoint) if term is not None]
+        others = "".join(f" + {term.name} {term.nbytes / GIB:,.2f}" for term in shared)
+        found = f"{memory.ranks} rank(s) x ({found}){others}: {needed / GIB:,.2f} GiB"
     place = "this machine" if on_cpu else "each device"
     yield ConfigError(f"a learner that fits the {limit / GIB:,.1f} GiB of {place}", found, _SMALLER)
 

@@ -1,6 +1,6 @@
 """The vLLM engine: AsyncLLM in this process, its engine core and workers in child processes.
 
-Invariant: the child processes have a process group of their own and die with this process, however it ends; each token comes with
+Invariant: the child processes have their own process group and die with this process, however it ends; each token comes with
 its log-probability under the distribution it was sampled from; only `load` changes weights; no request, of Generate or of /v1,
 shares cached prefixes with requests of other weights.
 
@@ -70,7 +70,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
 
 
 class VllmEngine:
-    """vLLM behind `InferenceEngine`. `start` makes it. `sleep_level`: vLLM's; None: it keeps its memory."""
+    """vLLM behind `InferenceEngine`, created by `start`. `sleep_level`: vLLM's level; None: it keeps its memory."""
 
     reports_routes = False  # on CPU, vLLM itself does not report them
 
@@ -150,7 +150,7 @@ class VllmEngine:
         await self._call(self.llm.resume_generation())
 
     async def sleep(self) -> Slept:
-        if self._sleep_level is None:  # on CPU, vLLM frees nothing, although it says that it sleeps
+        if self._sleep_level is None:  # on CPU, vLLM frees nothing, although it reports that it sleeps
             return Slept(0, weights=True, cache=True)
         before = await self._free_bytes()
         self._asleep = True
@@ -162,7 +162,7 @@ class VllmEngine:
             await self._call(self.llm.wake_up(tags=["weights"]))
 
     async def _free_bytes(self) -> int:
-        """Free memory of all devices of this replica."""
+        """Free memory of all devices of this replica, in bytes."""
         return sum(await self._call(self.llm.collective_rpc("polyreme_free_bytes")))
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:

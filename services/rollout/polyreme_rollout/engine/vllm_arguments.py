@@ -10,7 +10,7 @@ from typing import Any
 from polyreme.config.rollout import NgramConfig
 from polyreme.config.run import RunConfig
 
-BATCHED_TOKENS = 8192  # of one step, prompts included
+BATCHED_TOKENS = 8192  # tokens of one step, including prompts
 
 
 def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def engine_arguments(config: RunConfig, model_dir: Path, random_weights: bool) -
         "enable_prefix_caching": options.prefix_caching,
         "generation_config": "vllm",
         "seed": config.seed,
-        "scheduling_policy": "priority",  # all requests are equal, but for `logprobs`, which precedes those that wait
+        "scheduling_policy": "priority",  # all requests have equal priority, except `logprobs`, which precedes waiting requests
         "disable_log_stats": True,
         "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
     }

@@ -52,6 +52,8 @@ class Rank:
     """A rank's coordinates in the mesh of tensor, pipeline and expert ranks.
 
     vocab_multiple: rows of the embedding on each tensor rank are a multiple of this.
+    vpp: the virtual stages of each pipeline stage. The first of all stages have the model's first layers, then the second of all stages have
+        the next. A rank numbers its layers on from one virtual stage to the next.
     """
 
     tp_rank: int = 0
@@ -61,6 +63,13 @@ class Rank:
     ep_rank: int = 0
     ep: int = 1
     vocab_multiple: int = VOCAB_MULTIPLE
+    vpp: int = 1
+
+    @property
+    def micro_batch_group(self) -> int:
+        """The number of micro-batches of a pass through the stages is a multiple of this: a rank with several virtual stages takes
+        one micro-batch for each pipeline stage through one of them, then through the next."""
+        return self.pp if self.vpp > 1 else 1
 
 
 def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, bool]]:
@@ -73,16 +82,23 @@ def stage_rows(arch: Architecture, rank: Rank) -> Iterator[tuple[MappingRow, boo
         raise ValueError(f"{arch.experts} experts do not divide over {rank.ep} expert ranks")
     if first and not arch.adapter:
         yield EMBEDDING_ROW, leads
-    per_stage, rest = divmod(arch.layers, rank.pp)
-    if rest:
-        raise ValueError(f"{arch.layers} layers do not divide into {rank.pp} pipeline stages")
-    for local in range(per_stage):
+    for local, layer in enumerate(layers_of(arch, rank)):
         for row, same in arch.layer_rows(rank.ep_rank, rank.ep):
-            yield row.in_layer(local, rank.pp_rank * per_stage + local), leads or not same
+            yield row.in_layer(local, layer), leads or not same
     if last and not arch.adapter:
         yield FINAL_NORM_ROW, leads
     if last and (arch.head == "value" if arch.adapter else not (first and arch.head == "tied")):
         yield arch.head_row(), leads and arch.head != "tied"
+
+
+def layers_of(arch: Architecture, rank: Rank) -> list[int]:
+    """The numbers of the rank's layers in the whole model. Raises ValueError when the layers do not divide evenly."""
+    each, rest = divmod(arch.layers, rank.pp * rank.vpp)
+    if rest:
+        virtual = f" of {rank.vpp} virtual stages each" if rank.vpp > 1 else ""
+        raise ValueError(f"{arch.layers} layers do not divide into {rank.pp} pipeline stages{virtual}")
+    starts = range(rank.pp_rank * each, arch.layers, rank.pp * each)
+    return [layer for start in starts for layer in range(start, start + each)]
 
 
 def stage_of_tensors(arch: Architecture, rank: Rank) -> dict[str, int]:

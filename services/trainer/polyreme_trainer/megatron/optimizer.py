@@ -92,8 +92,9 @@ class Optimizer:
     """Owns a trainable model's gradients and AdamW moments. One-dimensional parameters have no weight decay."""
 
     def __init__(self, model: ShardedModel, adam: Adam) -> None:
-        assert model.ddp is not None, "a frozen model has no optimizer"
+        assert model.ddp, "a frozen model has no optimizer"
         self.model, self.adam, self._ddp = model, adam, model.ddp
+        self._distributed = self._ddp[0].ddp_config.use_distributed_optimizer
         config = mcore.OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -104,11 +105,11 @@ class Optimizer:
             clip_grad=0.0,
             bf16=model.dtype == "bfloat16",
             params_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
-            use_distributed_optimizer=self._ddp.ddp_config.use_distributed_optimizer,
+            use_distributed_optimizer=self._distributed,
         )
         overrides = mcore.get_standard_config_overrides(config)
         with model.device.megatron(), torch.no_grad():  # without no_grad, a data rank's part of a parameter would have a graph
-            chained = mcore.get_megatron_optimizer(config, [self._ddp], overrides, use_gloo_process_groups=False)
+            chained = mcore.get_megatron_optimizer(config, self._ddp, overrides, use_gloo_process_groups=False)
         self._inner = chained.chained_optimizers
         """One for the experts that expert ranks share, which are divided over other ranks, and one for all other parameters."""
         self._set_hyper_parameters()
@@ -121,7 +122,8 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
         for inner in self._inner:
             inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
 
@@ -140,14 +142,15 @@ class Optimizer:
             RunFailedError: the gradient is not finite; weights and moments are unchanged on every rank. Or the new weights, or their
                 norm, are not finite; the model is unusable then.
         """
-        mcore.finalize_model_grads([self._ddp])
+        mcore.finalize_model_grads(self._ddp)
         if self.model.adapters is not None:
             self.model.adapters.sum_gradients()
         norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:
-            self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
+            for chunk in self._ddp:
+                chunk.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         for inner in self._inner:
             inner.prepare_grads()
             inner.step_with_ready_grads()
@@ -174,8 +177,9 @@ class Optimizer:
 
     def gradients(self) -> Iterator[Tensor]:
         """The gradient buffers, which `zero_grad` overwrites at the next step."""
-        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
-            yield buffer.grad_data
+        for chunk in self._ddp:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
 
     @property
     def steps(self) -> int:
@@ -230,8 +234,8 @@ class Optimizer:
     def _norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm over the whole model. `tensors` has one tensor for each fragment that this rank counts. Collective."""
         squared = sum_of_squares(list(tensors), self.model.device.torch)
-        distributed = self._ddp.ddp_config.use_distributed_optimizer  # then all data ranks have parts, otherwise each has all
-        torch.distributed.all_reduce(squared, group=None if distributed else parallel_state.get_model_parallel_group())
+        # Of the distributed optimizer, all data ranks have parts; otherwise each has all.
+        torch.distributed.all_reduce(squared, group=None if self._distributed else parallel_state.get_model_parallel_group())
         return math.sqrt(squared.item())
 
 

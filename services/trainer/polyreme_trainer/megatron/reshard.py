@@ -30,13 +30,16 @@ RankState = Mapping[str, Any]
 class RankMesh:
     """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks.
 
+    data: data ranks x context ranks, which have the same weights alike. Of a data rank, the context ranks are adjacent.
     expert: so many adjacent data ranks share the experts.
+    virtual_pipeline: the virtual stages of each stage.
     """
 
     tensor: int
     pipeline: int
     data: int
     expert: int = 1
+    virtual_pipeline: int = 1
 
     def number(self, model: Rank, data: int) -> int:
         """The number of the rank at these coordinates."""
@@ -45,7 +48,7 @@ class RankMesh:
     def files(self, here: Rank) -> list[tuple[Rank, list[int]]]:
         """What the rank `here` of a perhaps different layout reads: shards of the model, each with the numbers of the ranks that saved it."""
         places = product(range(self.expert), range(self.pipeline), range(self.tensor))
-        shards = [Rank(t, self.tensor, p, self.pipeline, e, self.expert) for e, p, t in places]
+        shards = [Rank(t, self.tensor, p, self.pipeline, e, self.expert, vpp=self.virtual_pipeline) for e, p, t in places]
         mine = [here] if here in shards else shards
         return [(shard, [self.number(shard, data) for data in range(self.data)]) for shard in mine]
 

@@ -31,12 +31,13 @@ TIED = Architecture(
 EXPERTS = replace(TIED, family=find_family("qwen2_moe"), layers=2, experts=4, expert_ffn=4, shared_ffn=6, top_k=2)
 EXPERT_LAYOUTS = [RankMesh(1, 1, 1), RankMesh(1, 1, 2, 2), RankMesh(1, 1, 4, 2), RankMesh(2, 2, 3), RankMesh(2, 2, 4, 4)]
 UNTIED, CRITIC = replace(TIED, head="untied"), replace(TIED, head="value")
-LAYOUTS = [RankMesh(1, 1, 1), RankMesh(2, 1, 1), RankMesh(1, 1, 2), RankMesh(1, 2, 1), RankMesh(2, 2, 3)]
+VIRTUAL = RankMesh(1, 2, 1, virtual_pipeline=2)
+LAYOUTS = [RankMesh(1, 1, 1), RankMesh(2, 1, 1), RankMesh(1, 1, 2), RankMesh(1, 2, 1), VIRTUAL, RankMesh(2, 2, 3)]
 
 
 def ranks(layout: RankMesh) -> Iterator[Rank]:
     for expert, pipeline, tensor in product(range(layout.expert), range(layout.pipeline), range(layout.tensor)):
-        yield Rank(tensor, layout.tensor, pipeline, layout.pipeline, expert, layout.expert)
+        yield Rank(tensor, layout.tensor, pipeline, layout.pipeline, expert, layout.expert, vpp=layout.virtual_pipeline)
 
 
 def whole_model(arch: Architecture) -> dict[str, Tensor]:
@@ -126,6 +127,7 @@ def test_only_the_parameters_that_are_asked_for_are_read() -> None:
 def test_ranks_of_the_same_shards_read_no_others() -> None:
     assert RankMesh(2, 1, 2).files(Rank(1, 2)) == [(Rank(1, 2), [1, 3])]
     assert [rank for rank, _ in RankMesh(2, 1, 2).files(Rank())] == [Rank(0, 2), Rank(1, 2)]
+    assert len(RankMesh(1, 2, 1).files(Rank(pp=2, vpp=2))) == 2
     assert RankMesh(1, 1, 4, 2).files(Rank(ep_rank=1, ep=2)) == [(Rank(ep_rank=1, ep=2), [0, 1, 2, 3])]
 
 

@@ -29,7 +29,7 @@ class MicroBatchSize:
     """The largest micro-batch of a step.
 
     Attributes:
-        tokens: its tokens, with padding.
+        tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
         fused: whether gate and product of an MLP are one operation, as on CPU.
@@ -46,7 +46,7 @@ class MicroBatchSize:
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """What the trained model adds while it trains one micro-batch: saved activations, then what its peak needs beside them."""
     arch, width = model.arch, model.width
-    layers = arch.layers // sharding.rank.pp
+    layers = sharding.layers(arch)
     each = saved_bytes(arch, sharding, width, batch)
     if model.adapter is not None and batch.recompute != "full":
         each += width * stacked_ranks(model.adapter)
@@ -68,6 +68,10 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
     heads = 3 * arch.queries + 3 * arch.keys  # packed q, k, v; rotated q and k; the attention's output
+    if (
+        sharding.context_ranks > 1
+    ):  # rotated q, the output, and the keys and values that the early and the late pieces see, on all ranks
+        heads = 2 * arch.queries + (2 * sharding.context_ranks + 1) * arch.keys
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
     mlp = (4 if fused else 5) * (arch.shared_ffn if arch.experts else arch.ffn)
@@ -113,7 +117,7 @@ def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> l
     numbers = 0 if model.adapter is None else wide_numbers(model.adapter) // sharding.rank.tp
     if not numbers or batch.recompute == "full":
         return []
-    layers = model.arch.layers // sharding.rank.pp
+    layers = sharding.layers(model.arch)
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
     arithmetic = f"{numbers:,} numbers x {layers} layers x {model.width} bytes{in_flight}"
     return [Addend(f"{model.role} B of fused layers", numbers * layers * model.width * sharding.micro_batches, arithmetic)]
