@@ -25,6 +25,8 @@ TWO = {"pipeline": {"pipeline": 2}, "virtual": VIRTUAL, "tensor": {"tensor": 2},
 """The layouts of two ranks."""
 CONTEXT = {"context": 2}
 EXPERT = {"data": 2, "expert": 2}
+CUT, WHOLE = {"data": 2, "expert_tensor": 2}, {"tensor": 2, "expert_tensor": 1}
+"""Experts are cut where attention is not, and the other way around: then tensor ranks have copies of all experts."""
 MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
 """All settings of routers."""
 
@@ -68,7 +70,7 @@ def test_training_is_that_of_one_rank_and_resumes_on_any_layout(
 
 def test_expert_ranks_train_as_one_rank_and_a_run_leaves_and_enters_them(train: Train, experts: Path, tmp_path: Path) -> None:
     expected = train(ONE, a_run(5, step_1=tmp_path / "at-1", step_3=tmp_path / "at-3"), model=experts)["runs"][0]
-    layouts = {"expert": EXPERT, "data": TWO["data"], "one": ONE}
+    layouts = {"expert": EXPERT, "cut": CUT, "whole": WHOLE, "one": ONE}
     check_chain(partial(train, model=experts), layouts, experts, expected, tmp_path, tmp_path)
 
 
@@ -153,7 +155,9 @@ def test_stages_combine_with_other_ranks_and_with_experts(kind: str, train: Trai
         agree(layout_checks.saved_state(model, path)["weights"], weights, TOLERANCE)
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("tied", {"pipeline": 2}), ("untied", VIRTUAL), ("experts", EXPERT)])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("tied", {"pipeline": 2}), ("untied", VIRTUAL), ("experts", EXPERT), ("experts", {**WHOLE, "expert": 2})]
+)
 def test_a_version_that_several_ranks_write_is_the_exported_model_bit_for_bit(
     kind: str, layout: dict[str, int], experts: Path, tmp_path: Path
 ) -> None:

@@ -101,7 +101,7 @@ async def scored(scorer: Scorer, texts: list[str]) -> list[Scored]:
     return [answer for part in await asyncio.gather(*parts) for answer in part]
 
 
-@pytest.mark.parametrize(("faults", "bad", "good"), [(QUICK, 240, 730), (WAITS, 20, 100)], ids=["answers", "silence"])
+@pytest.mark.parametrize(("faults", "bad", "good"), [(QUICK, 80, 240), (WAITS, 20, 100)], ids=["answers", "silence"])
 async def test_random_faults_among_good_answers(faults: list[str], bad: int, good: int) -> None:
     """Items that wait for their deadline run separately, with a deadline of ten times the time of the good answers on this machine."""
     rng = random.Random(0)

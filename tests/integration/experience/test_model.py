@@ -336,7 +336,7 @@ class LogMachine(RuleBasedStateMachine):
             self.runner.close()
 
 
-@pytest.mark.parametrize("examples", [24, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("examples", [12, pytest.param(1500, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_the_log_does_what_its_reference_does(redis_url: str, examples: int) -> None:
     run_state_machine_as_test(
         lambda: LogMachine(redis_url),

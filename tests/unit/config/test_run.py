@@ -145,6 +145,8 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(
         ("trainer.parallel={pipeline: 2, data: 2, nodes: 2}", "`pipeline` = 2"),
         ("trainer.parallel={virtual_pipeline: 2}", "`virtual_pipeline` = 2"),
         ("trainer.parallel={data: 3, expert: 2}", "`expert` = 2"),
+        ("trainer.parallel={data: 3, expert_tensor: 2}", "`expert` x `expert_tensor` = 2 must divide the 3 ranks"),
+        ("trainer.parallel={tensor: 2, data: 3, expert: 3, expert_tensor: 1}", "one must divide the other"),
         ("trainer.parallel={data: 4, expert: 4, nodes: 2}", "`expert` = 4"),
         ("name=No Spaces", "name"),
         ("trainer.optimizer.lr=.inf", "finite number"),

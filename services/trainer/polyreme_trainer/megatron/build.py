@@ -52,7 +52,7 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
             virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
-            expert_tensor_parallel_size=parallel.tensor,
+            expert_tensor_parallel_size=parallel.expert_tensor or parallel.tensor,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         )
@@ -66,14 +66,17 @@ def close_parallel() -> None:
 
 def rank() -> hf_mapping.Rank:
     """This process's coordinates in the model-parallel mesh."""
+    tensor, cut = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_expert_tensor_parallel_world_size()
+    own = {} if cut == tensor else {"etp_rank": parallel_state.get_expert_tensor_parallel_rank(), "etp": cut}
     return hf_mapping.Rank(
         parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
+        tensor,
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_world_size(),
         vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        **own,
     )
 
 
@@ -125,6 +128,12 @@ def build_chunks(
             chunk.embedding.register_forward_hook(partial(_scale, arch.embedding_scale))
         if arch.head == "value" and last:
             chunk.output_layer = ValueHead(arch.hidden, dtype)
+        if here.ep > 1 or here.etp:
+            for name, param in chunk.named_parameters():
+                if hf_mapping.is_expert(name):
+                    param.allreduce = (
+                        False  # over data ranks. megatron-core sums it over them where all ranks have the same experts
+                    )
         chunks.append(chunk.to(device.torch))
     return chunks
 

@@ -5,7 +5,6 @@ leaves has the adapters added to it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -88,7 +87,8 @@ class ShardedModel:
         self._trained = self._params if self.adapters is None else self.adapters.params
         self.ddp: list[DistributedDataParallel] = []
         if trainable:
-            several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+            copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            several = max(copies, parallel_state.get_expert_data_parallel_world_size()) > 1
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
             with device.megatron():
                 self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
@@ -128,6 +128,12 @@ class ShardedModel:
             if loaded is not None:
                 loaded(number / len(self.slices))
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its slices: it is one of the first that together have the whole model."""
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return self.rank.tp_rank + self.rank.tp * copy < self.rank.places
+
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
         """Copies this rank's primary slices into whole Hugging Face tensors. The ranks that have `writes` together fill them."""
@@ -150,7 +156,7 @@ class ShardedModel:
     def _full(self, arch: Architecture, mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The whole tensors of a table, of which this rank has the parameters `mine`. Collective as `full_tensors`."""
         here = self.rank
-        ranks = [replace(here, tp_rank=tensor, ep_rank=expert) for expert in range(here.ep) for tensor in range(here.tp)]
+        ranks = [here.at(place) for place in range(here.places)]
         if here != ranks[0]:
             for _ in self._gather(mine, len(ranks)):
                 pass
@@ -204,11 +210,6 @@ class ShardedModel:
         return {name: param for name, param in self.state_dict().items() if first[hf_mapping.is_expert(name)]}
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes its slices: it is one of the first data and context ranks that together have all experts."""
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True) < self.rank.ep
-
-    @property
     def alignment(self) -> int:
         """The number of tokens of a forward pass is a multiple of this: context ranks have equal shares of them and, with sequence
         parallelism, tensor ranks too."""
@@ -251,6 +252,8 @@ class ShardedModel:
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
         """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        if self.rank.expert_places < self.rank.places:
+            group = parallel_state.get_tensor_model_parallel_group()
         leads = torch.distributed.get_rank(group) == 0
         for name, param in mine.items():
             if count == 1:

@@ -11,7 +11,7 @@ Invariant: a step whose gradient is not finite changes nothing, and a step that 
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.megatron import mcore
-from polyreme_trainer.megatron.hf_mapping import rank_slices
+from polyreme_trainer.megatron.hf_mapping import is_expert, rank_slices
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
 
@@ -115,9 +115,9 @@ class Optimizer:
         self._set_hyper_parameters()
         parameters = list(model.module.named_parameters())
         self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
-        # Of a parameter that all expert ranks have, each counts its own fragments.
-        mine = {piece.param for piece in rank_slices(model.trained_arch, replace(model.rank, ep_rank=0)) if piece.primary}
-        self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
+        # Of a parameter that several ranks have, each counts its own fragments, but tensor ranks have the same of what they do not cut.
+        mine = {piece.param for piece in rank_slices(model.trained_arch, model.rank.at(model.rank.tp_rank)) if piece.primary}
+        self._counted = [each for each in self.fragments if each.name in mine or is_expert(each.name)]
         self.zero_grad()
 
     def zero_grad(self) -> None:

@@ -81,14 +81,19 @@ def load(arch: Architecture, rank: Rank, tensors: dict[str, np.ndarray]) -> dict
     return params
 
 
-@given(layouts())
-def test_load_then_export_is_the_identity_and_writes_every_element_once(case: tuple[Architecture, int, int]) -> None:
+@given(layouts(), st.sampled_from([0, 1, 2, 4]))
+def test_load_then_export_is_the_identity_and_writes_every_element_once(case: tuple[Architecture, int, int], etp: int) -> None:
     arch, tp, pp = case
     tensors = numbered(arch)
     back = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
     times = {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
     ep = 2 if arch.experts else 1
-    for rank in ranks(tp, pp, ep, virtual_stages(arch, pp)):
+    every = ranks(tp, pp, ep, virtual_stages(arch, pp))
+    if arch.experts and etp and (tp % (ep * etp) == 0 or ep * etp % tp == 0):  # another number of ranks cuts the experts
+        stages = ranks(1, pp, vpp=virtual_stages(arch, pp))
+        first = replace(stages[0], tp=tp, ep=ep, etp=etp)
+        every = [replace(first, pp_rank=stage.pp_rank).at(place) for stage in stages for place in range(first.places)]
+    for rank in every:
         params = load(arch, rank, tensors)
         for piece in hf_mapping.rank_slices(arch, rank):
             if piece.primary:

@@ -75,7 +75,7 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
     mlp = (4 if fused else 5) * (arch.shared_ffn if arch.experts else arch.ffn)
-    routed = arch.top_k * (arch.hidden + (5 if fused else 6) * arch.expert_ffn // tensor)
+    routed = _routed(arch, sharding, fused)
     statistics = FLOAT * (arch.heads // tensor + 2 + 6 * arch.experts)
     return width * (hidden // sequence + (heads + mlp) // tensor + routed) + statistics
 
@@ -89,8 +89,13 @@ def saved_bytes(arch: Architecture, sharding: Sharding, width: int, batch: Micro
         return every
     mlp = arch.shared_ffn if arch.experts else arch.ffn
     inside = (4 if batch.fused else 5) * mlp // sharding.rank.tp
-    routed = arch.top_k * (arch.hidden + (5 if batch.fused else 6) * arch.expert_ffn // sharding.rank.tp)
-    return every - width * (inside + routed)
+    return every - width * (inside + _routed(arch, sharding, batch.fused))
+
+
+def _routed(arch: Architecture, sharding: Sharding, fused: bool) -> int:
+    """Numbers that a layer's experts save for each token. The ranks that cut an expert each have all of its tokens."""
+    tensor, cut = sharding.rank.tp, sharding.rank.expert_cut.tp
+    return arch.top_k * (arch.hidden * cut + (5 if fused else 6) * arch.expert_ffn) // tensor
 
 
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:

@@ -32,7 +32,7 @@ class Sharding:
     @property
     def expert_optimizer_ranks(self) -> int:
         """Ranks over which the optimizer state of each expert is divided."""
-        return self.optimizer_ranks // self.rank.ep
+        return self.optimizer_ranks * self.rank.tp // self.rank.expert_places
 
     def layers(self, arch: Architecture) -> int:
         """The layers of one virtual stage."""
@@ -58,9 +58,10 @@ def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
     """
     sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
     stages, virtual = parallel.pipeline, parallel.virtual_pipeline
+    experts = 0 if parallel.expert_tensor in (None, parallel.tensor) else parallel.expert_tensor
     result = []
     for stage in range(stages):
-        rank = Rank(0, parallel.tensor, stage, stages, 0, parallel.expert, vpp=virtual)
+        rank = Rank(0, parallel.tensor, stage, stages, 0, parallel.expert, vpp=virtual, etp=experts)
         later = stages - stage - 1
         alive = 1 + (later if virtual == 1 else 2 * later + (virtual - 1) * stages)
         result.append(Sharding(rank, parallel.copies, sequence, alive, parallel.context))

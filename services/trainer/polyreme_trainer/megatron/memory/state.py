@@ -54,7 +54,7 @@ class Addend:
 
 def rank_parameters(arch: Architecture, sharding: Sharding) -> int:
     """The number of parameters on one rank, with padding. Raises ValueError when the sizes do not divide over the ranks."""
-    check(arch, sharding.rank.tp)
+    check(arch, sharding.rank.tp, sharding.rank.expert_cut.tp)
     return sum(math.prod(shape) for shape in param_shapes(arch, sharding.rank).values())
 
 
@@ -77,7 +77,7 @@ def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
         )
         master = MASTER_BYTES if model.width < MASTER_BYTES else 0
         each, parts = MOMENTS_BYTES + master, "two moments" + (", master weight" if master else "")
-        experts = expert_parameters(changed, sharding) if sharding.rank.ep > 1 else 0
+        experts = expert_parameters(changed, sharding) if sharding.expert_optimizer_ranks != sharding.optimizer_ranks else 0
         for name, part, ranks in (
             ("optimizer", count - experts, sharding.optimizer_ranks),
             ("expert optimizer", experts, sharding.expert_optimizer_ranks),
