@@ -26,7 +26,7 @@ TWO = {"pipeline": {"pipeline": 2}, "virtual": VIRTUAL, "tensor": {"tensor": 2},
 CONTEXT = {"context": 2}
 EXPERT = {"data": 2, "expert": 2}
 CUT, WHOLE = {"data": 2, "expert_tensor": 2}, {"tensor": 2, "expert_tensor": 1}
-"""Experts are cut where attention is not, and the other way around: then tensor ranks have copies of all experts."""
+"""Layouts that divide experts but not attention, and the reverse, in which tensor ranks have copies of all experts."""
 MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
 """All settings of routers."""
 
