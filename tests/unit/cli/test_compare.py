@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""The comparison of runs."""
 
 import json
 from pathlib import Path

@@ -38,7 +38,7 @@ def test_every_text_is_batched(lengths: list[int], budget: int) -> None:
 
 
 class Recorder:
-    """Stands in for a classifier: a text's score is its length, and `batches` are the lengths it was given together."""
+    """Replaces a classifier: the score of a text is its length, and `batches` has the lengths of each batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
