@@ -23,7 +23,7 @@ from polyreme_trainer.learner.engine import DeviceUse, IterationMetrics, Planned
 from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.megatron import checkpoint
-from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, EMA, Export
@@ -37,6 +37,7 @@ from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.replay import decode_routes
 from polyreme_trainer.megatron.roles import BaseRole, Forward, Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.step import train_iteration

@@ -12,9 +12,10 @@ from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import IGNORE, Sequences, collect
+from polyreme_trainer.megatron.batch import IGNORE, Sequences
 from polyreme_trainer.megatron.iteration import Iteration, Trained
 from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
 from polyreme_trainer.megatron.step import Models, train_iteration, values_after_end
 

@@ -15,10 +15,11 @@ from polyreme.config.run import RunConfig
 from polyreme.experience.records import GroupRecord, RewardPart, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import split_steps, supervised
 from polyreme_trainer.megatron.followers import Followers
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
 from polyreme_trainer.megatron.step import train_iteration
 from polyreme_trainer.observe.metrics import iteration_record
