@@ -12,7 +12,7 @@ from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 PRESETS = {"ppo": "ppo", "grpo": "grpo", "reinforce_plus_plus": "reinforce_pp", "vapo": "ppo"}
 CRITIC = ("ppo", "vapo")
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 
 
 def _samples(values: Values) -> int:
@@ -145,6 +145,7 @@ RULES = (
     Rule("pipeline_parallel_*", "", "an option of Paddle's schedule"),
     Rule("virtual_pp_degree", "", "stages are not interleaved"),
     Rule("sharding*", "", "the optimizer's state is always sharded over data ranks"),
+    Rule("offload_optim", "trainer.offload.optimizer"),
     Rule("offload_*", "", MEMORY),
     Rule("recompute*", "", "activations are bounded by trainer.micro_batch_tokens"),
     Rule("top_p", "", "samples are drawn from the whole distribution"),

@@ -92,6 +92,7 @@ class Rank:
             self.engine.make_reference(config.model.path)
         elif self.engine.algorithm.needs.reference and self.engine.reference is None:
             self.engine.reference = self.engine.frozen_role("reference", self.engine.policy.dtype)
+            self.engine.reference.model.use(self.engine.policy)
             self.engine.reference.model.load_state_dict(self.engine.policy.weights())
 
     def iterate(self, iteration: int) -> dict[str, Any]:

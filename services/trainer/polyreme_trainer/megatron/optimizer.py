@@ -10,7 +10,7 @@ Invariant: a step whose gradient is not finite changes nothing, and a step that 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from polyreme_trainer.megatron import mcore
 from polyreme_trainer.megatron.hf_mapping import rank_slices
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
+from polyreme_trainer.megatron.optimizer_parts import OptimizerParts
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,21 @@ class Fragment:
         """The fragment's elements of a tensor of the parameter's shape: flat, in the same memory."""
         return tensor.view(-1)[self.start : self.stop]
 
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's moments by name, each of the shape of `main`; empty before the first step."""
+        state = self.adam.state.get(self.main, {})
+        return {name: state[name] for name in MOMENTS if name in state}
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What the optimizer holds of the fragment beside the model's weights, by kind of state."""
+        return self.moments | ({MASTER: self.main.detach()} if self.copied else {})
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of `state_tensors` after the first step."""
+        return self.main.nbytes * (len(MOMENTS) + self.copied)
+
 
 def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list[Fragment]:
     """The fragments of a rank in the order of the model's `parameters`. `inner` is megatron-core's optimizer."""
@@ -94,6 +110,10 @@ class Optimizer:
     def __init__(self, model: ShardedModel, adam: Adam) -> None:
         assert model.ddp is not None, "a frozen model has no optimizer"
         self.model, self.adam, self._ddp = model, adam, model.ddp
+        host = model.host
+        self._frees_gradients = host is not None and host.config.is_set
+        if self._frees_gradients:
+            self._free_gradients()  # before there are full-precision copies
         config = mcore.OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -117,10 +137,16 @@ class Optimizer:
         # Of a parameter that all expert ranks have, each counts its own fragments.
         mine = {piece.param for piece in rank_slices(model.trained_arch, replace(model.rank, ep_rank=0)) if piece.primary}
         self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
-        self.zero_grad()
+        self._parts = OptimizerParts(self.fragments, host) if host is not None and host.config.optimizer else None
+        """The state in parts that rest in the host's memory; None: on the device."""
+        if not self._frees_gradients:
+            self.zero_grad()
 
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
+        for gradients in self.gradients():
+            if not gradients.untyped_storage().nbytes():
+                gradients.untyped_storage().resize_(gradients.nbytes)
         self._ddp.zero_grad_buffer()
         for inner in self._inner:
             inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
@@ -150,7 +176,12 @@ class Optimizer:
             self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         for inner in self._inner:
             inner.prepare_grads()
-            inner.step_with_ready_grads()
+            if self._parts is None:
+                inner.step_with_ready_grads()
+        if self._parts is not None:
+            self._parts.step(self._inner)
+        if self._frees_gradients:
+            self._free_gradients()
         if not math.isfinite(weights := self._norm(fragment.cut(fragment.param) for fragment in self._counted)):
             lr = self._groups[0]["lr"]
             raise RunFailedError(
@@ -163,58 +194,60 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Bytes of this rank's moments and full-precision copies of weights, after the first step."""
-        moments = sum(tensor.nbytes for fragment in self.fragments for tensor in self.moments(fragment).values())
-        return moments + sum(fragment.main.nbytes for fragment in self.fragments if fragment.copied)
+        return sum(tensor.nbytes for fragment in self.fragments for tensor in fragment.state_tensors().values())
 
     def tensors(self) -> Iterator[Tensor]:
         """The moments and the fp32 tensors that AdamW steps, of which some are parts of the model's weights."""
         for fragment in self.fragments:
             yield fragment.main
-            yield from self.moments(fragment).values()
+            yield from fragment.moments.values()
 
     def gradients(self) -> Iterator[Tensor]:
-        """The gradient buffers, which `zero_grad` overwrites at the next step."""
+        """The gradient buffers, which `zero_grad` overwrites at the next step. With offload, they have memory during steps only."""
         for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
             yield buffer.grad_data
 
     @property
     def steps(self) -> int:
         """The number of steps since the moments were zero."""
-        return max((int(each.adam.state[each.main]["step"]) for each in self.fragments if self.moments(each)), default=0)
-
-    def moments(self, fragment: Fragment) -> dict[str, Tensor]:
-        """AdamW's moments of a fragment by name, each of the shape of `fragment.main`; empty before the first step."""
-        state = fragment.adam.state.get(fragment.main, {})
-        return {name: state[name] for name in MOMENTS if name in state}
+        return max((int(each.adam.state[each.main]["step"]) for each in self.fragments if each.moments), default=0)
 
     def rank_state(self) -> dict[str, dict[str, tuple[int, Tensor]]]:
         """This rank's moments and full-precision copies, as in `RankState` (not copies)."""
         state: dict[str, dict[str, tuple[int, Tensor]]] = {kind: {} for kind in (*MOMENTS, MASTER)}
         for fragment in self.fragments:
-            copied = {MASTER: fragment.main.detach()} if fragment.copied else {}
-            for kind, tensor in (self.moments(fragment) | copied).items():
-                state[kind][fragment.name] = fragment.start, tensor.flatten()
+            for kind, tensor in fragment.state_tensors().items():
+                now = tensor if self._parts is None else self._parts.now(fragment, tensor)
+                state[kind][fragment.name] = fragment.start, now.flatten()
         return state
 
     @torch.no_grad()
     def restore(self, steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
         """Sets moments and full-precision copies to saved ones, after the model's weights. See `Role.restore`."""
-        names = [fragment.name for fragment in self.fragments]
-        for inner in self._inner:
-            inner.optimizer.state.clear()
+        for part in [self.fragments] if self._parts is None else self._parts.visits():
+            for fragment in part:
+                fragment.adam.state.pop(fragment.main, None)
+            self._restore(part, steps, read)
+        self._set_hyper_parameters()  # a fork may have other hyper-parameters
+
+    def _restore(self, part: Sequence[Fragment], steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
+        names = [fragment.name for fragment in part]
         fused = self.model.device.kind != "npu"
         for kind in MOMENTS if steps else ():
             whole = read(kind, names)
-            for fragment in self.fragments:
+            for fragment in part:
                 main, state = fragment.main, fragment.adam.state
                 if main not in state:  # each has its own count of steps, because AdamW increments it in place
                     state[main] = {"step": torch.tensor(float(steps), device=main.device if fused else "cpu")}
                 state[main][kind] = torch.empty_like(main).copy_(fragment.cut(whole[fragment.name]).view_as(main))
-        if any(fragment.copied for fragment in self.fragments):
+        if any(fragment.copied for fragment in part):
             whole = read(MASTER, names)
-            for fragment in self.fragments:
+            for fragment in part:
                 fragment.main.copy_(fragment.cut(whole[fragment.name]).view_as(fragment.main))
-        self._set_hyper_parameters()  # a fork may have other hyper-parameters
+
+    def _free_gradients(self) -> None:
+        for gradients in self.gradients():
+            gradients.untyped_storage().resize_(0)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
