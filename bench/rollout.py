@@ -2,9 +2,9 @@
 
     python bench/rollout.py [--rounds 5] [--groups 32] [--samples 8] [--tokens 100]
 
-Both sides have an engine with the same settings and the demo's architecture, get the same prompts, settings and seeds at the same
-concurrency, and hand over tokens and log-probabilities as arrays, in chunks of 16 and more. They take turns within one run; an
-idle engine waits without spinning. `throughput_vs_engine` (>= 0.97) is the ratio of the medians.
+Both sides have an engine with the same settings and the demo's architecture. They get the same prompts, settings and seeds at the same
+concurrency, and return tokens and log-probabilities as arrays, in chunks of at least 16. They take turns within one run; an idle engine
+does not spin. `throughput_vs_engine` (>= 0.97) is the ratio of the medians.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # read when torch is loaded
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # torch reads it when it is imported
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
@@ -35,7 +35,7 @@ RUN_ID = "bench-rollout"
 
 
 def demo_model(path: Path) -> Path:
-    """The demo's architecture with random weights and its size of vocabulary."""
+    """Saves a model of the demo's architecture with random weights. Returns its vocabulary size."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -55,7 +55,7 @@ def demo_model(path: Path) -> Path:
 
 
 def with_tokenizer(model: Path, path: Path) -> Path:
-    """What a replica has of the model: no weights."""
+    """Writes the files that a replica has of the model, without weights."""
     path.mkdir()
     for name, data in model_files(model).items():
         (path / name).write_bytes(data)
@@ -68,7 +68,7 @@ def prompts(groups: int) -> list[list[int]]:
 
 
 async def bare(engine: Any, asked: list[list[int]], samples: int, tokens: int, turn: int) -> int:
-    """One turn of the bare engine. Returns the tokens it made."""
+    """Runs one turn of the bare engine. Returns the number of tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -91,7 +91,7 @@ async def bare(engine: Any, asked: list[list[int]], samples: int, tokens: int, t
 
 
 async def served(there: Replica, asked: list[list[int]], samples: int, tokens: int) -> int:
-    """One turn of the service. Returns the tokens it made."""
+    """Runs one turn of the service. Returns the number of tokens."""
 
     async def one(group: int, prompt: list[int]) -> int:
         slots: list[tuple[int, list[int], int, int]] = [(i, [], tokens, group * samples + i) for i in range(samples)]
@@ -109,7 +109,7 @@ async def measure(engine: Any, url: str, model: Path, folder: Path, config: RunC
         try:
             for turn in range(options.rounds + 1):
                 weights = {name: tensor for name, tensor in hf_weights(model).items()}
-                await learner.push(there.weights, turn, weights)  # and no prefix is cached from the last turn
+                await learner.push(there.weights, turn, weights)  # no prefix is cached from the last turn
                 sides: list[tuple[str, Callable[[], Awaitable[int]]]] = [
                     ("engine", partial(bare, engine, asked, options.samples, options.tokens, turn)),
                     ("service", lambda: served(there, asked, options.samples, options.tokens)),

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
 # Runs tests where everything is slow: RUNS times beside BUSY busy loops, then once on a single core. Every run must pass.
 #
-# Arguments go to pytest; without any it is the light suite. The whole suite: tests/any_machine.sh -m "not slow"
+# Arguments go to pytest; without any it is `make test-light`. The whole suite: tests/any_machine.sh -m "not slow"
 set -euo pipefail
 cd "$(dirname "$0")/.."
-runs=${RUNS:-3} busy=${BUSY:-4} pytest=${PYTEST:-.venv/bin/pytest}
-(($#)) || set -- -m "not slow and not real" -n 4 --dist worksteal
+runs=${RUNS:-3} busy=${BUSY:-4}
 
 unset PYTHONDONTWRITEBYTECODE # as the Makefile does
 
@@ -17,6 +16,16 @@ quiet() {
 trap quiet EXIT
 trap 'exit 130' INT TERM
 
+suite() { # SEED [ARGUMENT...]
+    local seed=$1
+    shift
+    if (($#)); then
+        .venv/bin/pytest --randomly-seed="$seed" "$@"
+    else
+        make --no-print-directory test-light SEED="$seed"
+    fi
+}
+
 failed=()
 for _ in $(seq "$busy"); do
     timeout 6h bash -c 'while :; do :; done' & # ends by itself, should this script be killed
@@ -24,11 +33,12 @@ for _ in $(seq "$busy"); do
 done
 for run in $(seq "$runs"); do
     echo "== beside $busy busy loops, $run of $runs"
-    "$pytest" --randomly-seed="$run" "$@" || failed+=("beside busy loops, --randomly-seed=$run")
+    suite "$run" "$@" || failed+=("beside busy loops, --randomly-seed=$run")
 done
 quiet
 echo "== on one core"
-taskset -c 0 "$pytest" --randomly-seed=0 "$@" || failed+=("on one core, --randomly-seed=0")
+taskset -p -c 0 $$ >/dev/null
+suite 0 "$@" || failed+=("on one core, --randomly-seed=0")
 
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "${failed[@]}"

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
@@ -33,8 +34,9 @@ class Command:
     load: Callable[[], Callable[..., Any] | typer.Typer]
 
 
-def commands() -> list[Command]:
-    """The subcommands of the core, then those of the installed services."""
+@cache
+def commands() -> tuple[Command, ...]:
+    """The subcommands of the core, then those of the installed services. Those of a process stay the same."""
     found = [
         Command(
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")
@@ -100,7 +102,7 @@ def commands() -> list[Command]:
     ]
     for point in sorted(entry_points(group="polyreme.commands")):
         found.append(Command(point.name, _first_line(point), point.load))
-    return found
+    return tuple(found)
 
 
 def build_app(argv: Sequence[str]) -> typer.Typer:
@@ -132,7 +134,7 @@ def main() -> None:
 
 
 def typed_words(argv: Sequence[str], environment: Mapping[str, str]) -> Sequence[str]:
-    """The words after `polyreme`: the arguments, or what is on the line of a shell that asks for completions in `environment`."""
+    """The words after `polyreme`: the arguments, or the line of a shell that requests completions through `environment`."""
     if "_POLYREME_COMPLETE" not in environment:
         return argv
     return (environment.get("COMP_WORDS") or environment.get("_TYPER_COMPLETE_ARGS") or "").split()[1:]

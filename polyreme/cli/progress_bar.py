@@ -1,6 +1,6 @@
-"""Bars of long work on a terminal, with the remaining time.
+"""Progress bars of long work on a terminal, with the remaining time.
 
-Invariant: nothing is printed where stderr is no terminal, and a bar that has ended leaves nothing on the terminal.
+Invariant: nothing is printed if stderr is not a terminal, and a bar that has ended leaves nothing on the terminal.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,12 +13,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 Item = TypeVar("Item")
 
 _STEPS = 500
-"""How often a bar moves, at most: a move takes longer than reading a line."""
+"""Minimum seconds between two updates of a bar, since an update takes longer than reading a line."""
 
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function that counts so much of `total`."""
+    """Shows a bar during the block. Yields a function that advances it by an amount of `total`."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn())
     waiting = 0
@@ -36,7 +36,7 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 def counted(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
-    """The items, of which there are `total`, with a bar."""
+    """Yields the items, `total` in number, and shows a bar."""
     with bar(what, total) as count:
         for item in items:
             yield item

@@ -16,7 +16,7 @@ from polyreme.dataset.source import as_sources
 _TOKEN_BYTES = 4 + 4 + 1 + 4
 """Bytes of a response token in the log: id, log-probability, mask, and up to four bytes of text."""
 _NUMBER_BYTES = 4
-"""Bytes of each further number of a response token: of the rewards, which may answer per token, and of a teacher."""
+"""Bytes of each further number of a response token: from the rewards, which may return one per token, and from a teacher."""
 _GROUP_OVERHEAD_BYTES = 1024
 
 
@@ -58,7 +58,7 @@ def lines_of(config: RunConfig | StageConfig, notices: Iterable[str] = ()) -> li
 
 
 def stage_lines(config: StageConfig, notices: Iterable[str] = ()) -> list[str]:
-    """A stage in lines of text, likewise."""
+    """The summary of a stage. Arguments as `summary_lines`."""
     trainer, parallel = config.trainer, config.trainer.parallel
     length = f"{trainer.steps} steps" if trainer.steps else f"{trainer.epochs:g} passes over {_names(config.data.train)}"
     evaluates = (
@@ -130,7 +130,7 @@ def algorithm_line(config: RunConfig) -> str:
 
 
 def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "iterations") -> str:
-    """The schedule in words. `length`: of the run in `unit`; None: it follows from the data."""
+    """The schedule in words. `length`: length of the run in `unit`; None: it follows from the data."""
     warmup = f"{optimizer.warmup} {unit} of warm-up, then " if optimizer.warmup else ""
     if optimizer.schedule == "constant":
         return f"{warmup}constant {optimizer.lr:g}"
@@ -148,7 +148,7 @@ def redis_bytes(config: RunConfig) -> int:
     response = config.rollout.max_new_tokens * token
     group = _GROUP_OVERHEAD_BYTES + config.data.max_prompt_tokens * 8 + config.group_size * response
     save_interval = config.trainer.save_interval or config.iterations
-    since_oldest = max(save_interval * config.trainer.keep_checkpoints, save_interval + 1)  # the newest checkpoint always stays
+    since_oldest = save_interval * (config.trainer.keep_checkpoints + 1)  # a checkpoint may be written until the next save
     held = min(config.iterations, since_oldest) + 1 + config.max_staleness
     return group * config.groups_per_iteration * held
 

@@ -1,6 +1,6 @@
 """The output of `polyreme up`: a live view on a terminal, one line per event elsewhere.
 
-Invariant: both views read the same Progress and change nothing. Replicas and alarms that no longer hold disappear from the live view.
+Invariant: both views read the same Progress and change nothing. Departed replicas and resolved alarms disappear from the live view.
 """
 
 import json
@@ -21,7 +21,16 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.cli.progress import NOTICE_SECONDS, RECENT, Progress, Record
-from polyreme.cli.report import duration, evaluation_progress, loading_progress, plain_line, shares_of, shortened, staleness_of
+from polyreme.cli.report import (
+    duration,
+    engine_progress,
+    evaluation_progress,
+    loading_progress,
+    plain_line,
+    shares_of,
+    shortened,
+    staleness_of,
+)
 from polyreme.config.run import RunConfig
 
 _TALL = 30
@@ -159,7 +168,7 @@ def render(
         if (left := progress.sft_remaining_seconds()) is not None:
             head.append(f"  remaining about {duration(left)}")
     if progress.loading:
-        head.append(f"  loads the model: {loading_progress(progress.loading)}")
+        head.append(f"  {loading_progress(progress.loading)}")
     if progress.evaluating:
         head.append(f"  evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}")
     bar = Table.grid()  # a bare ProgressBar does not end its line
@@ -205,11 +214,18 @@ def _footer(progress: Progress, now: float, redis_url: str) -> list[RenderableTy
         )
         lines.append(_line(f"replicas {shown}", "dim"))
     elif progress.started is not None:
-        lines.append(_line(f"replicas {'none' if progress.newest else 'starting'}", "dim"))
+        lines.append(_line(f"replicas {_starting(progress, now)}", "dim"))
     lines += [_line(text, "dim") for at, text in progress.notices if now - at < NOTICE_SECONDS][-2:]
     holding = (progress.last or {}).get("alarms", ())
     alarms = [text for at, text in progress.alarms if text in holding or now - at < NOTICE_SECONDS]
     return lines + [_line(f"alarm: {alarm}", "bold red") for alarm in alarms[-3:]]
+
+
+def _starting(progress: Progress, now: float) -> str:
+    """What is known of replicas where none has registered."""
+    if (engine := progress.engine_start) is None:
+        return "none" if progress.newest else "starting"
+    return engine_progress(engine) + ("" if "seconds" in engine else f", for {duration(now - engine['time'])}")
 
 
 def _sample_lines(sample: Record, width: int) -> list[RenderableType]:

@@ -22,8 +22,13 @@ class ParallelConfig(Section):
     pipeline: Operational[int] = Field(
         1, ge=1, description="Pipeline-parallel size: stages that share the layers evenly, one after the other."
     )
+    context: Operational[int] = Field(
+        1, ge=1, description="Context-parallel size: ranks that share the tokens of each micro-batch, cut within every sequence."
+    )
     expert: Operational[int] = Field(
-        1, ge=1, description="Expert-parallel size: data ranks that share the experts of each layer, for models with experts."
+        1,
+        ge=1,
+        description="Expert-parallel size: data and context ranks that share the experts of each layer, for models with experts.",
     )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
@@ -36,9 +41,9 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
             )
-        if self.data // self.nodes % self.expert:
+        if (copies := self.copies // self.nodes) % self.expert:
             raise ValueError(
-                f"`expert` = {self.expert} must divide the {self.data // self.nodes} data ranks of each machine: they share the experts among themselves"
+                f"`expert` = {self.expert} must divide the {copies} ranks (data x context) of each machine that share the experts"
             )
         if self.pipeline > 1 and self.nodes > 1:
             raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
@@ -46,14 +51,20 @@ class ParallelConfig(Section):
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.copies
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks that hold each weight, expert ranks apart: data ranks x context ranks. They share the optimizer's state."""
+        return self.data * self.context
 
     @property
     def layout(self) -> str:
         """The ranks in words."""
         stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        context = f"context {self.context} x " if self.context > 1 else ""
         experts = f" (expert {self.expert})" if self.expert > 1 else ""
-        return f"tensor {self.tensor} x {stages}data {self.data}{experts}"
+        return f"tensor {self.tensor} x {stages}{context}data {self.data}{experts}"
 
     @property
     def ranks_per_node(self) -> int:
@@ -131,7 +142,7 @@ class MoeConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether the section asks for a loss."""
+        """Whether the section configures a loss."""
         return bool(self.aux_loss_coef or self.z_loss_coef)
 
 
@@ -190,7 +201,11 @@ class TrainerConfig(Section):
         0, ge=0, description="Iterations between checkpoints. The last iteration is always saved. 0: only that."
     )
     keep_checkpoints: Operational[int] = Field(2, ge=1, description="Number of checkpoints to keep.")
-    straggler_timeout: float = Field(600.0, gt=0, description="Seconds after which an unfinished attempt at a group expires.")
+    straggler_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds after which an unfinished attempt at a group expires while a plan waits for it. Pauses of a token budget do not count.",
+    )
     max_restarts: Operational[int] = Field(
         3,
         ge=0,

@@ -1,4 +1,4 @@
-"""Every inference engine keeps the promises of `polyreme_rollout.engine.protocol`: see tests/support/engine_conformance.py."""
+"""Every inference engine conforms to `polyreme_rollout.engine.protocol`: see tests/support/engine_conformance.py."""
 
 import json
 import os

@@ -17,6 +17,8 @@ from support.models import tiny_family_model
 from support.replicas import Learner, hf_weights, is_tied, model_files
 from support.worker_weights import digest, rank_weights
 
+pytestmark = pytest.mark.real
+
 TESTS = Path(__file__).resolve().parents[1]
 WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96}  # vLLM's kernels on CPU want multiples of 32
 
@@ -27,7 +29,6 @@ WIDE_EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.real
 @pytest.mark.parametrize(
     "model_type",
     [

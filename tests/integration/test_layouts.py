@@ -22,6 +22,7 @@ pytestmark = pytest.mark.real
 ONE: dict[str, int] = {}
 TWO = {"tensor": {"tensor": 2}, "data": {"data": 2}, "pipeline": {"pipeline": 2}}
 """The layouts of two ranks."""
+CONTEXT = {"context": 2}
 EXPERT = {"data": 2, "expert": 2}
 MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
 """Everything that routers do beside their choice."""
@@ -61,7 +62,7 @@ def test_training_is_that_of_one_rank_and_resumes_on_any_layout(
     train: Train, straight: tuple[dict[str, Any], Path], model: Path, tmp_path: Path
 ) -> None:
     expected, folder = straight
-    check_chain(train, {**TWO, "one": ONE}, model, expected["runs"][0], folder, tmp_path)
+    check_chain(train, {**TWO, "context": CONTEXT, "one": ONE}, model, expected["runs"][0], folder, tmp_path)
 
 
 def test_expert_ranks_train_as_one_rank_and_a_run_leaves_and_enters_them(train: Train, experts: Path, tmp_path: Path) -> None:
@@ -118,7 +119,11 @@ def test_bfloat16_weights_and_their_copies_pass_from_layout_to_layout_bit_for_bi
 
 FOUR = {
     "tied": [{"tensor": 2, "pipeline": 2}, {"data": 2, "pipeline": 2}],
-    "experts": [{"tensor": 2, "pipeline": 2}, {**EXPERT, "tensor": 2}, {**EXPERT, "pipeline": 2}],
+    "experts": [
+        {"tensor": 2, "pipeline": 2},
+        {**CONTEXT, "expert": 2, "tensor": 2},
+        {**CONTEXT, "expert": 2, "pipeline": 2},
+    ],
 }
 
 
@@ -127,7 +132,8 @@ def test_stages_combine_with_other_ranks_and_with_experts(
     kind: str, train: Train, model: Path, experts: Path, tmp_path: Path
 ) -> None:
     """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage. Balanced and replayed
-    routers follow the micro-batches from stage to stage, also in recomputed layers."""
+    routers follow the micro-batches from stage to stage, also in recomputed layers. Context ranks may share experts as data ranks do, and
+    a position's routes are on the rank of its token."""
     model, more = (experts, {"moe": MOE, "recompute": "full"}) if kind == "experts" else (model, {})
     first = tmp_path / "one-3"
     expected = train(ONE, a_run(3, step_3=first) | more, model=model)["runs"][0]

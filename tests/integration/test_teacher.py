@@ -18,11 +18,12 @@ from polyreme_trainer.orchestrator.teacher_client import TeacherClient
 from support.models import tiny_model
 from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config
 
+pytestmark = pytest.mark.real
+
 PROMPT = [7, 12, 30, 9]
 LENGTH = 20
 
 
-@pytest.mark.real
 async def test_a_teacher_that_is_the_student_gives_advantages_of_zero(redis_url: str, tmp_path: Path) -> None:
     """Sampled over gRPC, judged over /v1: by prompt_logprobs and by echo, and equal to transformers for any other tokens."""
     run_id = f"test-{uuid.uuid4().hex[:12]}"

@@ -37,7 +37,7 @@ class Answer:
 
 
 class Subject:
-    """An open engine, and versions to load into it. `salt` changes with every load, as the service's does."""
+    """An open engine, and versions to load into it. `salt` changes with every load, as in the service."""
 
     def __init__(self, engine: InferenceEngine, learner: Learner, arrays: dict[str, np.ndarray], vocab_size: int) -> None:
         self.engine, self.learner, self.arrays, self.vocab_size = engine, learner, arrays, vocab_size
@@ -49,7 +49,7 @@ class Subject:
         return f"load-{self.loads}"
 
     def write(self, factor: float) -> ArenaSource:
-        """A version whose tensors are the first ones times `factor`."""
+        """Writes a version whose tensors are the first ones times `factor`."""
         arrays = {name: array * np.float32(factor) for name, array in self.arrays.items()}
         staged = self.learner.write(self.loads, arrays)
         manifest = Manifest.from_proto(staged.manifest)
@@ -144,7 +144,7 @@ async def nothing_is_sampled_while_paused(subject: Subject) -> None:
 
 
 async def sleep_keeps_running_requests(subject: Subject) -> None:
-    """With the old weights, and with new ones that are loaded before sampling continues."""
+    """Sampling continues with the old weights, and with new ones that are loaded before."""
     request = subject.request(100)
     undisturbed = await subject.answer(subject.request(100))
     for factor in (None, 2.0):
@@ -165,13 +165,13 @@ async def sleep_keeps_running_requests(subject: Subject) -> None:
 
 
 async def a_sleeping_engine_computes_nothing(subject: Subject) -> None:
-    """Its processes come to rest, with requests that run and requests that wait."""
+    """Its processes use no processor time, with running and waiting requests."""
     tasks = [asyncio.create_task(subject.answer(subject.request(100))) for _ in range(2 * MAX_NUM_SEQS)]
     await asyncio.sleep(0)
     await subject.engine.pause()
     await subject.engine.sleep()
     async with asyncio.timeout(DEADLINE):
-        while await busy_fraction(0.5) > 0.2:  # vLLM's workers look for messages for up to a second after the last one
+        while await busy_fraction(0.5) > 0.2:  # vLLM's workers poll for messages for up to a second after the last one
             pass
     await subject.engine.wake()
     await subject.engine.resume()

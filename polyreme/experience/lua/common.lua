@@ -3,7 +3,7 @@
 --                     released, evaluated, low_water, recorded (newest iteration whose samples are on disk), orchestrator_since, version_since (ms)
 --   terms      hash   role -> "counter token" of its holder
 --   ledger     hash   index -> row, one of
---                       admitted ATTEMPT VERSION ADMITTED_MS | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
+--                       admitted ATTEMPT VERSION SINCE_MS (`paused` while it waits for the learner's next version) | appended ATTEMPT OLDEST_VERSION MEAN_REWARD
 --                       planned ATTEMPT OLDEST_VERSION ITERATION | dropped ATTEMPT MEAN_REWARD REASON (MEAN_REWARD is - where nothing was sampled) | failed ATTEMPT REASON
 --   in_flight  zset   padded index, by the version it was admitted at: the rows `admitted`
 --   appended   zset   padded index, by its oldest token's version: the rows `appended`
@@ -86,6 +86,21 @@ local function count_tally(rates, prompt, samples, solved)
   elseif k == 0 then streak = math.min(0, tonumber(streak)) - n
   else streak = 0 end
   redis.call('HSET', rates, prompt, int(all + n) .. ' ' .. int(passed + k) .. ' ' .. int(streak))
+end
+
+-- Marks the groups in flight that are in `paused` (index -> true). Those that were marked and are not in it continue now.
+local function mark_paused(paused)
+  local count, now = 0, int(now_ms())
+  for _, m in ipairs(redis.call('ZRANGE', IN_FLIGHT, 0, -1)) do
+    local index = tonumber(m)
+    local r = row(index)
+    local was = string.match(r.text, 'paused$') ~= nil
+    if paused[index] then count = count + 1 end
+    if was ~= (paused[index] == true) then
+      write(index, 'admitted', int(r.attempt), int(r.third), was and now or 'paused')
+    end
+  end
+  return count
 end
 
 -- admitted (row `r`) -> admitted with the next attempt, or failed after the last one. Returns the new attempt, or nil.

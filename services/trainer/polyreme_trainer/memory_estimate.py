@@ -14,6 +14,7 @@ from polyreme_trainer.megatron.families import load_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize
+from polyreme_trainer.megatron.memory.checkpoint import checkpoint_term
 from polyreme_trainer.megatron.memory.estimate import RankEstimate, arena_term, cache_bytes_per_token, largest_rank
 from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model
 from polyreme_trainer.placement import devices_needed
@@ -36,18 +37,25 @@ class LearnerMemory:
         rank: of the rank that needs most.
         ranks: ranks on each machine.
         arena: shared memory of the policy's versions on the first machine; None for a stage, which publishes none.
+        checkpoint: host memory on the first machine while a checkpoint is written; None for a stage, which waits for it.
         shares_device: whether all models rest in the host's memory while replicas have the devices.
     """
 
     rank: RankEstimate
     ranks: int
     arena: Addend | None
+    checkpoint: Addend | None
     shares_device: bool = False
 
     @property
+    def shared(self) -> list[Addend]:
+        """What the ranks of the first machine share in the host's memory."""
+        return [term for term in (self.arena, self.checkpoint) if term is not None]
+
+    @property
     def machine(self) -> int:
-        """Bytes of all ranks and the arena, on a machine whose ranks compute in its own memory."""
-        return self.ranks * self.rank.all_bytes + (self.arena.nbytes if self.arena else 0)
+        """Bytes of all ranks, the arena and a checkpoint's copy, on a machine whose ranks compute in its own memory."""
+        return self.ranks * self.rank.all_bytes + sum(term.nbytes for term in self.shared)
 
     @property
     def kept(self) -> int:
@@ -59,7 +67,7 @@ class LearnerMemory:
     def host(self) -> int:
         """Bytes of the host's memory beside accelerators, on the first machine."""
         each = self.kept if self.shares_device else self.rank.host_bytes
-        return self.ranks * each + (self.arena.nbytes if self.arena else 0)
+        return self.ranks * each + sum(term.nbytes for term in self.shared)
 
 
 def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
@@ -70,9 +78,12 @@ def learner_memory(config: RunConfig | StageConfig) -> LearnerMemory:
     except ValueError as error:
         raise ConfigError("sizes that divide over the ranks", str(error), "Change trainer.parallel.") from None
     if isinstance(config, StageConfig):
-        return LearnerMemory(rank, parallel.ranks_per_node, None)
+        return LearnerMemory(rank, parallel.ranks_per_node, None, None)
+    renewed = config.recipe.kl is not None and config.recipe.kl.renew_interval > 0
+    followers = {"moving average", *(["reference"] if renewed else [])}
+    checkpoint = checkpoint_term(models, followers, config.model.dtype, parallel.nodes)
     arena = arena_term(models[0].arch, config.model.dtype)
-    return LearnerMemory(rank, parallel.ranks_per_node, arena, config.placement == "colocated")
+    return LearnerMemory(rank, parallel.ranks_per_node, arena, checkpoint, config.placement == "colocated")
 
 
 def models_of(config: RunConfig | StageConfig) -> list[Model]:
@@ -112,8 +123,9 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
         rows += [config.algorithm.ptx.batch_size] if config.algorithm.ptx else []
         steps += [(count, config.rollout.max_model_len) for count in rows]
         entropy = config.recipe.entropy_coef > 0
-    budget, data = config.trainer.micro_batch_tokens, config.trainer.parallel.data
-    tokens = max(min(max(budget, longest), -(-count // data) * longest) for count, longest in steps)
+    budget, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
+    whole = max(min(max(budget, longest), -(-count // parallel.data) * longest) for count, longest in steps)
+    tokens = -(-whole // parallel.context)
     return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute)
 
 
@@ -132,6 +144,9 @@ def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
         yield f"  {memory.rank.host_bytes / GIB:>9,.3f}    in all; {memory.ranks} rank(s) on each machine"
     if memory.arena is not None:
         yield f"memory         in /dev/shm of the learner's first machine: {memory.arena.nbytes / GIB:,.3f} GiB, {memory.arena.arithmetic}"
+    if memory.checkpoint is not None:
+        nbytes, arithmetic = memory.checkpoint.nbytes, memory.checkpoint.arithmetic
+        yield f"memory         in the host of the learner's first machine while a checkpoint is written: {nbytes / GIB:,.3f} GiB, {arithmetic}"
     if not isinstance(config, StageConfig):
         yield f"memory         of each replica's device: {replica_line(config)}"
         if config.device != "cpu":
@@ -176,19 +191,19 @@ def refuse(config: RunConfig | StageConfig, limit: int | None, host: int | None 
         yield error
         return
     on_cpu, rank = config.device == "cpu", memory.rank
-    arena = f" and an arena of {memory.arena.nbytes / GIB:,.2f} GiB" if memory.arena else ""
+    shared = "".join(f" + {term.name} {term.nbytes / GIB:,.2f}" for term in memory.shared)
     if limit is not None and limit < (memory.machine if on_cpu else rank.nbytes):
         found = _sum(rank.terms, rank.nbytes)
         if on_cpu:
             terms = sorted({*rank.terms, *rank.host}, key=lambda term: term.name)
-            found = f"{memory.ranks} rank(s) x ({_sum(terms, rank.all_bytes)}){arena}: {memory.machine / GIB:,.2f} GiB"
+            found = f"{memory.ranks} rank(s) x ({_sum(terms, rank.all_bytes)}){shared}: {memory.machine / GIB:,.2f} GiB"
         place = "this machine" if on_cpu else "each device"
         yield ConfigError(f"a learner that fits the {limit / GIB:,.1f} GiB of {place}", found, _SMALLER)
     if host is not None and not on_cpu and host < memory.host:
         each = f"{memory.kept / GIB:,.2f} GiB of its models" if memory.shares_device else _sum(rank.host, rank.host_bytes)
         yield ConfigError(
             f"a learner that keeps at most the {host / GIB:,.1f} GiB of this machine's memory",
-            f"{memory.ranks} rank(s) x ({each}){arena}: {memory.host / GIB:,.2f} GiB",
+            f"{memory.ranks} rank(s) x ({each}){shared}: {memory.host / GIB:,.2f} GiB",
             "Set less of trainer.offload, or placement: separate, spread the ranks over more machines, or use one with more memory.",
         )
 

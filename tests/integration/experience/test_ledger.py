@@ -145,6 +145,38 @@ async def test_an_attempt_is_a_straggler_only_after_the_plan_could_wait_for_it(o
     assert await orchestrator.in_flight() == [Admission(0, 2, 0)]
 
 
+async def test_a_paused_group_does_not_expire_and_is_timed_anew_when_it_continues(opened: Opener) -> None:
+    """It waits for the learner's next version, which waits for other groups."""
+    orchestrator, learner = await opened(groups_per_iteration=2)
+    admissions = await admit_all(orchestrator)
+    run = orchestrator.run
+    await run.redis.hset(run.key("ledger"), mapping={0: "admitted 1 0 1000", 1: "admitted 1 0 1000"})  # long ago
+    await run.redis.hset(run.key("meta"), mapping={"orchestrator_since": 1000, "version_since": 1000})
+    await orchestrator.set_paused({0})
+    await orchestrator.set_paused({0, 7})  # no such group
+    assert await learner.plan(1, 600) is None
+    assert await orchestrator.in_flight() == [Admission(0, 1, 0), Admission(1, 2, 0)]
+    await orchestrator.set_paused(())
+    assert await learner.plan(1, 600) is None
+    assert await orchestrator.in_flight() == [admissions[0], Admission(1, 2, 0)]
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert (await orchestrator.in_flight())[0] == Admission(0, 2, 0)
+
+
+async def test_what_a_dead_orchestrator_had_paused_is_timed_again(opened: Opener) -> None:
+    orchestrator, learner = await opened(groups_per_iteration=1)
+    await admit_all(orchestrator)
+    await orchestrator.set_paused({0})
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert (await orchestrator.in_flight())[0].attempt == 1
+    await orchestrator.take(Writer.ORCHESTRATOR)
+    await asyncio.sleep(0.02)
+    assert await learner.plan(1, 0.01) is None
+    assert (await orchestrator.in_flight())[0].attempt == 2
+
+
 async def test_groups_without_a_plan(opened: Opener) -> None:
     orchestrator, learner = await opened(groups_per_iteration=2, max_staleness=1)
     assert await orchestrator.unplanned() == Unplanned(0, 0, (), ())

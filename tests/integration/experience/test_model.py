@@ -100,6 +100,7 @@ class LogMachine(RuleBasedStateMachine):
             self.zombies[Writer.ORCHESTRATOR].append(self.orchestrator)
         self.orchestrator = ExperienceLog(self.run)
         self.do(self.orchestrator.take(Writer.ORCHESTRATOR))
+        self.model.paused.clear()
         flying = {(a.index, a.attempt, a.version) for a in self.do(self.orchestrator.in_flight())}
         groups = ((index, self.model.groups[index]) for index in self.model.those("admitted"))
         assert flying == {(index, group.attempt, group.version) for index, group in groups}
@@ -176,6 +177,11 @@ class LogMachine(RuleBasedStateMachine):
             lambda: self.orchestrator.save_partial_rollouts([PartialRolloutPart(index, attempt, number, part)]),
             lambda: self.model.draft(index, attempt, number, part),
         )
+
+    @rule(data=st.data())
+    def groups_pause(self, data: st.DataObject) -> None:
+        paused = data.draw(st.sets(st.integers(0, len(self.model.groups))))
+        self.both(lambda: self.orchestrator.set_paused(paused), lambda: self.model.set_paused(paused))
 
     @rule(newest_first=st.booleans(), leave=st.integers(0, 2))
     def most_groups_end(self, newest_first: bool, leave: int) -> None:
@@ -259,6 +265,7 @@ class LogMachine(RuleBasedStateMachine):
                 lambda: orchestrator.drop(index, attempt, "zombie", 0.0),
                 lambda: orchestrator.save_partial_rollouts([PartialRolloutPart(index, attempt, 0, b"zombie")]),
                 lambda: orchestrator.readmit(index, attempt, "zombie", 1),
+                lambda: orchestrator.set_paused({index}),
             ]
         if learner:
             acts += [
@@ -283,6 +290,8 @@ class LogMachine(RuleBasedStateMachine):
             assert (row[0], int(row[1])) == (group.state, group.attempt)
             if group.state in third:
                 assert int(row[2]) == group.version
+            if group.state == "admitted":
+                assert (row[3] == "paused") == (index in model.paused)
         assert log.plans == model.plans
         assert log.payloads == model.payloads()
         assert {name: int(head.split()[1]) for name, head in log.partial_rollouts.items() if ":" not in name} == {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import xxhash
 
+from polyreme.cli import checkpoint_manifest
 from polyreme.cli.checkpoint_manifest import write_manifest
 from polyreme.cli.fork import is_whole, plan_fork
 from polyreme.cli.run_directory import EMBEDDED, Origin, RunFile, owned, read_run_file
@@ -95,6 +96,17 @@ def test_a_damaged_checkpoint_is_passed_over(parent: RunConfig, config_file: Pat
     (parent.run_dir / "checkpoints" / "iteration-000006" / "state-0.pt").write_bytes(b"checkpoints of 7")
     with prepared(config_file, [], resume=False, fork=True) as start:
         assert start.origin == Origin("run-1", str(parent.run_dir), 4, 16)
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_name(
+    parent: RunConfig, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(checkpoint_manifest, "_FORMAT", 4)
+        checkpoint = save(parent.run_dir, 7)
+    with pytest.raises(ConfigError) as refused, prepared(config_file, ["iterations=9"], resume=False, fork=True):
+        pass
+    assert "format 4" in refused.value.found and str(checkpoint) in refused.value.found
 
 
 def test_a_checkpoint_with_any_flipped_byte_is_passed_over(parent: RunConfig) -> None:

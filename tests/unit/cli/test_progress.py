@@ -144,16 +144,33 @@ def test_a_long_evaluation_says_how_far_it_is_until_it_is_over() -> None:
 
 
 def test_a_model_that_loads_is_shown_until_it_is_loaded() -> None:
-    loading = {"kind": "loading", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
+    loading = {"kind": "loading", "role": "critic", "fraction": 0.25, "seconds_left": 75.0, "time": 1.0}
     progress = progress_of(loading)
     assert progress.loading == loading
-    assert plain_line(loading, progress, 24) == "the learner loads the model: 25%, remaining about 1:15"
-    done = {"kind": "loading", "fraction": 1.0, "seconds_left": 0.0, "time": 2.0}
+    assert plain_line(loading, progress, 24) == "learner loads the critic: 25%, remaining about 1:15"
+    done = {"kind": "loading", "role": "critic", "fraction": 1.0, "seconds_left": 0.0, "time": 2.0}
     progress.add(done)
-    assert progress.loading is None and plain_line(done, progress, 24) == "the learner loads the model: 100%"
+    assert progress.loading is None and plain_line(done, progress, 24) == "learner loads the critic: 100%"
     progress.add(loading)
     progress.add({"kind": "restart", "process": "learner-0", "text": "why", "time": 3.0})
     assert progress.loading is None
+
+
+def test_an_engine_that_starts_is_shown_until_a_replica_registers() -> None:
+    begun = {"kind": "engine_start", "host": "a", "pid": 7, "engine": "vllm", "time": 1.0}
+    over = {**begun, "engine": "vllm 0.32.0", "seconds": 18.24, "time": 19.3}
+    progress = progress_of(begun)
+    assert plain_line(begun, progress, 24) == "replica: vllm starts on a"
+    assert plain_line(over, progress, 24) == "replica: vllm 0.32.0 started on a in 18.2 s"
+    progress.add(over)
+    assert progress.engine_start == over
+    progress.add({"kind": "replicas", "replicas": {}, "time": 19.5})
+    assert progress.engine_start == over
+    progress.add({"kind": "replicas", "replicas": {"r": "http://a/v1"}, "time": 20.0})
+    assert progress.engine_start is None
+    progress.add(begun)
+    progress.add({"kind": "restart", "process": "rollout-0", "text": "why", "time": 21.0})
+    assert progress.engine_start is None
 
 
 def test_a_mean_score_is_not_an_accuracy() -> None:
@@ -211,6 +228,12 @@ def test_results_on_other_held_out_data_are_not_compared() -> None:
     progress = progress_of(first, *trained, second, third)
     assert (progress.metric, progress.evaluations) == ("accuracy", {4: 0.4})
     assert (progress.summary()["accuracy_before"], progress.summary()["accuracy_after"]) == (None, 0.4)
+
+
+def test_a_record_that_does_not_name_its_prompts_is_comparable() -> None:
+    older, newer = evaluation(0, 1.0, 0.3), evaluation(1, 3.0, 0.5) | {"held_out": "a1"}
+    assert comparable(older, newer) and comparable(newer, older)
+    assert progress_of(older, iteration(1, time=2.0), newer).evaluations == {0: 0.3, 1: 0.5}
 
 
 def test_the_summary_has_the_metrics_of_every_set() -> None:
@@ -311,7 +334,7 @@ def test_the_plan_names_what_a_run_will_do(tmp_path: Path) -> None:
 def test_redis_must_hold_what_the_oldest_kept_checkpoint_may_replay(tmp_path: Path) -> None:
     config = run_config(tmp_path, iterations=100)
     every_ten = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_interval": 10})})
-    assert redis_bytes(config) == pytest.approx(redis_bytes(every_ten) * 101 / 21)
+    assert redis_bytes(config) == pytest.approx(redis_bytes(every_ten) * 101 / 31)
 
 
 @pytest.mark.parametrize(("experts", "each"), [({"num_experts": 256}, 24 * 4), ({"num_local_experts": 257}, 2 * 24 * 4)])

@@ -90,6 +90,17 @@ def test_held_out_data_is_not_compared_with_itself(
     assert "leaks" not in report(capsys, config, Path("eval.jsonl"))
 
 
+def test_a_file_with_other_columns_than_the_held_out_data_is_reported_all_the_same(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(config.parent / "other.jsonl", [{"input": "1+2=", "label": 3}])
+    found = report(capsys, config, config.parent / "other.jsonl", ["data.prompt_key=input", "data.label_key=label"])
+    assert found["rows"] == "1" and found["unlabelled"].startswith("0")
+    assert found["leaks"].startswith("not looked for in data.eval") and "eval.jsonl:1" in found["leaks"]
+    with pytest.raises(DataError):
+        check(config, None, ["data.eval=other.jsonl"])
+
+
 def test_the_report_of_supervised_rows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, config, config.parent / "sft.jsonl")
     assert found["example"] == "<user>|2|+|2|=|<assistant> [trained:] |4|<eos>"

@@ -1,4 +1,4 @@
-"""Reads the weights that a vLLM worker computes with, even where only a packed copy exists.
+"""Reads the weights that a vLLM worker uses, even if only a packed copy exists.
 
 Invariant: the values are exact. On CPU vLLM packs weights for its kernels and discards the plain ones. A linear layer applied to the
 identity matrix returns its weights: each product multiplies by one, and each sum adds zeros. Experts are only reordered: packing a matrix
@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 EXPERT_WEIGHTS = (".w13_weight", ".w2_weight")
-"""Ends of the names of vLLM's stacked experts: gate above up, and down."""
+"""Suffixes of the names of vLLM's stacked experts: gate above up, and down."""
 
 
 def expert_layers(model: Any) -> dict[str, Any]:

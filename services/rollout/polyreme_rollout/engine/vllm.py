@@ -1,6 +1,6 @@
 """The vLLM engine: AsyncLLM in this process, its engine core and workers in child processes.
 
-Invariant: the child processes have a process group of their own and die with this process, however it ends; each token comes with
+Invariant: the child processes have their own process group and die with this process, however it ends; each token comes with
 its log-probability under the distribution it was sampled from; only `load` changes weights; no request, of Generate or of /v1,
 shares cached prefixes with requests of other weights.
 
@@ -41,7 +41,7 @@ from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
-BATCHED_TOKENS = 8192  # of one step, prompts included
+BATCHED_TOKENS = 8192  # tokens of one step, including prompts
 
 _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group on CPU
 
@@ -71,7 +71,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
         "enable_prefix_caching": True,
         "generation_config": "vllm",
         "seed": config.seed,
-        "scheduling_policy": "priority",  # all requests are equal, but for `logprobs`, which precedes those that wait
+        "scheduling_policy": "priority",  # all requests have equal priority, except `logprobs`, which precedes waiting requests
         "disable_log_stats": True,
         "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
     }
@@ -98,7 +98,7 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
 
 
 class VllmEngine:
-    """vLLM behind `InferenceEngine`. `start` makes it. `sleep_level`: vLLM's; None: it keeps its memory."""
+    """vLLM behind `InferenceEngine`, created by `start`. `sleep_level`: vLLM's level; None: it keeps its memory."""
 
     reports_routes = False  # on CPU, vLLM itself does not report them
 
@@ -178,7 +178,7 @@ class VllmEngine:
         await self._call(self.llm.resume_generation())
 
     async def sleep(self) -> Slept:
-        if self._sleep_level is None:  # on CPU, vLLM frees nothing, although it says that it sleeps
+        if self._sleep_level is None:  # on CPU, vLLM frees nothing, although it reports that it sleeps
             return Slept(0, weights=True, cache=True)
         before = await self._free_bytes()
         self._asleep = True
@@ -190,7 +190,7 @@ class VllmEngine:
             await self._call(self.llm.wake_up(tags=["weights"]))
 
     async def _free_bytes(self) -> int:
-        """Free memory of all devices of this replica."""
+        """Free memory of all devices of this replica, in bytes."""
         return sum(await self._call(self.llm.collective_rpc("polyreme_free_bytes")))
 
     async def load(self, sources: Sequence[ArenaSource]) -> LoadResult:

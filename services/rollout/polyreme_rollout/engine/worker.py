@@ -25,7 +25,7 @@ from polyreme.weights.manifest import Manifest, tensor_views
 from polyreme_rollout.arena_cache import ArenaCache
 from polyreme_rollout.engine.inspection import EXPERT_WEIGHTS, digests, expert_layers
 
-# At every swap it warns about layers without weights of their own (rotary tables, a tied head). We check coverage by names.
+# At every swap it warns about layers without separate weights (rotary tables, a tied head). We check coverage by names.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 TORCH_DTYPES = {
@@ -50,7 +50,7 @@ class PolicyWorker:
         return sorted(_hf_names(self.model_runner.model))
 
     def polyreme_digests(self) -> dict[str, Any]:
-        """{"weights": {vLLM's name: (shape, xxh3_64) of what this rank computes with}} or {"error"}."""
+        """Returns {"weights": {vLLM's name: (shape, xxh3_64) of this rank's weights}} or {"error"}."""
         try:
             with set_current_vllm_config(self.vllm_config):
                 return {"weights": digests(self.model_runner.model)}
@@ -125,7 +125,7 @@ def _tensors(manifest: Manifest, buffer: memoryview) -> Iterator[tuple[str, torc
 
 
 def _clear_load_buffers(model: Any) -> None:
-    """Drops what a failed load buffered for incomplete layers. Finalizing would load it again, and fail again."""
+    """Drops the tensors that a failed load buffered for incomplete layers. Finalizing would load them again, and fail again."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -134,7 +134,7 @@ def _clear_load_buffers(model: Any) -> None:
 
 
 def _forget_expert_kernels(model: Any) -> None:
-    """Makes a reload pack the experts again. To vLLM a layer with a kernel is packed already, and it would leave plain weights in it."""
+    """Makes a reload pack the experts again. vLLM considers a layer with a kernel packed, and would leave plain weights in it."""
     for layer in expert_layers(model).values():
         layer.quant_method.moe_kernel = None
 

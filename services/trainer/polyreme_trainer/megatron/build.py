@@ -28,11 +28,11 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 def init_parallel(parallel: ParallelConfig, device: Device) -> None:
-    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, stages,
-    data ranks and expert ranks.
+    """Joins the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and creates the groups of tensor ranks, context
+    ranks, stages, data ranks and expert ranks.
 
-    Tensor ranks are adjacent, and a stage's ranks too. The data ranks that share experts are adjacent data ranks. Every collective has a deadline. Raises ConfigError when the world size is another
-    than the configuration's.
+    Tensor ranks are adjacent, the context ranks of a data rank too, and a stage's ranks. The ranks that share experts are adjacent data and
+    context ranks. Every collective has a deadline. Raises ConfigError when the world size is another than the configuration's.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.world_size:
@@ -48,6 +48,7 @@ def init_parallel(parallel: ParallelConfig, device: Device) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.tensor,
             create_gloo_process_groups=False,

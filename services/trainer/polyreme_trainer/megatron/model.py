@@ -17,6 +17,7 @@ from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.megatron import hf_mapping
 from polyreme_trainer.megatron.build import build_module, pick_spec, rank
+from polyreme_trainer.megatron.context import context_ranks
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
@@ -55,6 +56,7 @@ class ShardedModel:
         ddp: the same wrapped for data parallelism, with its gradient buffers; None when frozen.
         routing: the state of its routers; None for a dense model.
         host: moves the weights between device and host memory; None: they stay on the device.
+        context: the ranks that share the tokens of its micro-batches.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class ShardedModel:
         self.spec = spec or pick_spec(device)
         self.module: GPTModel = build_module(arch, DTYPES[dtype][0], device, self.spec, recompute)
         self.rank = rank()
+        self.context = context_ranks(self.rank.tp if self.module.config.sequence_parallel else 1)
         self.slices = hf_mapping.rank_slices(arch, self.rank)
         self.routing = Routing(arch, self.rank, recompute is not None, device.torch) if arch.experts else None
         if self.routing is not None:
@@ -86,7 +89,7 @@ class ShardedModel:
         self._trained = self._params if self.adapters is None else self.adapters.params
         self.ddp: DistributedDataParallel | None = None
         if trainable:
-            several = parallel_state.get_data_parallel_world_size() > 1
+            several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
             with device.megatron():
                 self.ddp = DistributedDataParallel(self.module.config, config, self.module)
@@ -209,9 +212,10 @@ class ShardedModel:
             param.copy_(state[name])
 
     def own_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` without the parameters of which an earlier data rank has a copy. Of a model that has left the device, views of its
-        copy in the host's memory; not to be changed."""
-        first = parallel_state.get_data_parallel_rank() == 0, parallel_state.get_expert_data_parallel_rank() == 0
+        """`state_dict` without the parameters of which an earlier data or context rank has a copy. Of a model that has left the device, views
+        of its copy in the host's memory; not to be changed."""
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        first = copy == 0, parallel_state.get_expert_data_parallel_rank() == 0
         mine = {name: param.detach() for name, param in self._trained.items() if first[hf_mapping.is_expert(name)]}
         return mine if self.host is None else {name: self.host.now(self, param) for name, param in mine.items()}
 
@@ -219,12 +223,19 @@ class ShardedModel:
         assert self.host is None or self.host.has_on_device(self), "a model leaves the device when another is used"
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank writes its slices: it is one of the first data and context ranks that together have all experts."""
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True) < self.rank.ep
+
+    @property
     def alignment(self) -> int:
-        """The number of tokens of a forward pass is a multiple of this: with sequence parallelism, tensor ranks have equal shares of them."""
-        return self.rank.tp if self.module.config.sequence_parallel else 1
+        """The number of tokens of a forward pass is a multiple of this: context ranks have equal shares of them and, with sequence
+        parallelism, tensor ranks too."""
+        return self.context.ranks * self.context.multiple
 
     def hidden(self, ids: Tensor | PackedIds) -> Tensor:
-        """Final hidden states of t tokens, [t, hidden]; of a stage before the last, what the next stage takes.
+        """Final hidden states of t tokens, [t, hidden]; of a stage before the last, what the next stage takes. With context ranks, those of
+        this rank's tokens, see `ContextRanks.cut`.
 
         A stage after the first takes the input that the schedule has set instead of the ids.
 
@@ -234,25 +245,27 @@ class ShardedModel:
         Raises ValueError for more positions than the model has.
         """
         self._check_on_device()
-        tokens = ids if isinstance(ids, PackedIds) else PackedIds.of_rows(ids)
+        tokens = PackedIds.of(ids)
         if (longest := max(tokens.lengths)) > self.arch.max_position:
             raise ValueError(f"expected at most {self.arch.max_position} positions; found {longest}")
         inputs, module = tokens.aligned(self.alignment), self.module
+        cut = self.context.cut(tokens) if self.context.ranks > 1 else None
         full, sliding = (
             angles(rope, self.arch.head_dim, self.arch.max_position, self.device.torch) if rope else None
             for rope in (self.arch.rope, self.arch.sliding_rope)
         )
         assert full is not None
         if self.routing is not None:
-            self.routing.place()
-        params = packing(inputs, self.arch.queries // self.rank.tp, full, sliding, module.config.params_dtype)
-        embedded = module.embedding(input_ids=inputs.ids.unsqueeze(0), position_ids=None) if module.pre_process else None
+            self.routing.place(cut)
+        params = packing(inputs, self.arch.queries // self.rank.tp, full, sliding, module.config.params_dtype, cut)
+        mine = inputs.ids if cut is None else inputs.ids.index_select(0, cut.tokens)
+        embedded = module.embedding(input_ids=mine.unsqueeze(0), position_ids=None) if module.pre_process else None
         hidden = module.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=params)
         if not module.post_process:
             return hidden
         if module.config.sequence_parallel:  # each tensor rank has computed an equal run of them, and has the whole gradient
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden.squeeze(1)[: len(tokens.ids)]
+        return hidden.squeeze(1)[: len(tokens.ids)] if cut is None else hidden.squeeze(1)
 
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
         """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""

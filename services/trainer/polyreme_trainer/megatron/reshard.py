@@ -30,6 +30,7 @@ RankState = Mapping[str, Any]
 class RankMesh:
     """The numbers of ranks in each direction. Ranks are numbered as in megatron-core: tensor ranks are adjacent, then data ranks.
 
+    data: data ranks x context ranks, which have the same weights alike. Of a data rank, the context ranks are adjacent.
     expert: so many adjacent data ranks share the experts.
     """
 

@@ -21,6 +21,7 @@ from polyreme_trainer.algorithms.objective import Objective, StageInputs
 from polyreme_trainer.data.stage_rows import StageRows
 from polyreme_trainer.learner.gates import LIMITS, Gate
 from polyreme_trainer.learner.leader import Ranks
+from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.learner.stage_engine import Sums, mismatched
 from polyreme_trainer.megatron import checkpoint, comparison
 from polyreme_trainer.megatron.batch import IGNORE, FloatArray, MicroBatch, Sequences, supervised, with_end
@@ -63,6 +64,7 @@ class MegatronStageEngine:
         files: the model's small files.
         stop_ids: tokens that end an answer.
         ranks, device: this rank's place. Needs `init_parallel`.
+        loads: for each model that loads, what takes the fraction of its weights that this rank has loaded.
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class MegatronStageEngine:
         stop_ids: Sequence[int],
         ranks: Ranks,
         device: Device,
+        loads: LoadReports = unreported,
     ) -> None:
         self.config, self.objective, self.files, self.ranks, self.device = config, objective, files, ranks, device
-        self.stop_ids = stop_ids
+        self.stop_ids, self.loads = stop_ids, loads
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.root = config.run_dir / "checkpoints"
         self.prefix = config.checkpoint_prefix
@@ -90,7 +93,7 @@ class MegatronStageEngine:
         """The trained model, with the weights of its Hugging Face directory."""
         model, settings = self.config.model, self.config.trainer
         if self.objective.head == "language":
-            return self.policy_role("model", model.path, True)
+            return self.policy_role("model", model.path, trainable=True)
         build = partial(
             build_critic,
             model.path,
@@ -100,6 +103,7 @@ class MegatronStageEngine:
             lora=settings.lora,
             moe=settings.moe,
             seed=self.config.seed,
+            loaded=self.loads("model"),
         )
         critic = self.host.admit(build)
         return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
@@ -108,11 +112,12 @@ class MegatronStageEngine:
         """The reference. With adapters, the initial model is the trained one without them."""
         if self.config.shares_reference(path):
             return BaseRole("reference", self.model.model, self.model.forward, self.shard)
-        return self.policy_role("reference", path, False)
+        return self.policy_role("reference", path, trainable=False)
 
-    def policy_role(self, name: str, path: Path, trainable: bool) -> Role[Policy]:
+    def policy_role(self, name: str, path: Path, *, trainable: bool) -> Role[Policy]:
         """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
-        policy = self.host.admit(lambda: build_policy(path, self.config, self.device, trainable=trainable))
+        build = partial(build_policy, path, self.config, self.device, trainable=trainable, loaded=self.loads(name))
+        policy = self.host.admit(build)
         return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), self.shard)
 
     def load(self) -> int:
@@ -120,7 +125,7 @@ class MegatronStageEngine:
         if found is None:
             return 0
         self.frozen.check(self.frozen_directories, found.facts[FROZEN])
-        checkpoint.load(found, [self.model])
+        checkpoint.load(found, [self.model], self.loads)
         return found.iteration
 
     def step(self, rows: StageRows, number: int, steps: int) -> Mapping[str, float]:

@@ -270,7 +270,18 @@ BESIDE = (
         "Mean absolute difference between a replica's and the learner's log-probabilities of the canary.",
         "`commit` records",
     ),
-    Metric("checkpoint/seconds", "s", "Time that saving took.", "`saved` records"),
+    Metric(
+        "checkpoint/seconds",
+        "s",
+        "How long a checkpoint and its export were written, while training continued.",
+        "`saved` records",
+    ),
+    Metric(
+        "checkpoint/stall_seconds",
+        "s",
+        "How long training stood still for a checkpoint: the wait for the one before it, and the copy to host memory.",
+        "`saved` records",
+    ),
     Metric("next_group", "1", "Index of the group at which the data continues.", "where the samples were written to disk"),
 )
 

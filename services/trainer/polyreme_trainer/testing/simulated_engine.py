@@ -67,6 +67,7 @@ class SimulatedTrainEngine:
         self._layout = plan_manifest([TensorSpec("weight", "U8", (weight_bytes,))])
         self._arena = Arena.create(run_id, weight_bytes)
         self.newest_save: int | None = None
+        self._pending: Saved | None = None
         self.trained_samples: TrainedSamples | None = None
         self.facts: Mapping[str, Any] = {}
 
@@ -128,8 +129,9 @@ class SimulatedTrainEngine:
         sealed = seal(self._layout.stamped(self._run_id, term, version), view)
         return Written(sealed, slot, self._arena.complete(slot, version, term))
 
-    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> Saved:
-        path = self.hf_path(version)
+    def save(self, written: Written, version: int, facts: Mapping[str, Any]) -> None:
+        assert self._pending is None, "one save at a time"
+        began, path = time.perf_counter(), self.hf_path(version)
         with new_directory(path) as folder:
             weights = self._weights
             state = {"version": version, "plans": weights.plans.hex(), "payloads": weights.payloads.hex()}
@@ -139,8 +141,14 @@ class SimulatedTrainEngine:
         kept = there[-self._config.trainer.keep_checkpoints :]
         for old in there[: -len(kept)]:
             discard(old)
-        self.newest_save = version
-        return Saved(path, path, int(kept[0].name.removeprefix("iteration-")))
+        oldest = int(kept[0].name.removeprefix("iteration-"))
+        self._pending = Saved(version, path, path, oldest, time.perf_counter() - began)
+
+    def finish_save(self, wait: bool) -> Saved | None:
+        saved, self._pending = self._pending, None
+        if saved is not None:
+            self.newest_save = saved.version
+        return saved
 
     def hf_path(self, version: int) -> Path:
         return self._checkpoints / f"iteration-{version:06d}"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from polyreme_trainer.convert import hf_directory
-from polyreme_trainer.convert.command import Layers, convert
+from polyreme_trainer.convert.command import CheckpointFormat, Layers, convert
 from polyreme_trainer.convert.rank_files import FILE, TRACKER
 from polyreme_trainer.megatron.families import find_family, known_families
 from support.models import tiny_family_model
@@ -45,12 +45,15 @@ def rank_file(directory: Path, rank: str) -> dict[str, Any]:
     return torch.load(directory / "iter_0000001" / rank / FILE, weights_only=False)
 
 
-@pytest.mark.parametrize("family", known_families())
+LAYOUTS = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 4)]
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("tensor", "pipeline", "expert"), [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 4)])
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline", "expert"),
+    [(name, *layout) for name in known_families() for layout in LAYOUTS if layout[2] == 1 or find_family(name).expert],
+)
 def test_a_model_comes_back_bit_for_bit(family: str, tied: bool, tensor: int, pipeline: int, expert: int, tmp_path: Path) -> None:
-    if expert > 1 and not find_family(family).expert:
-        expert = 1
     if find_family(family).projection_norms:
         tensor = min(tensor, 2)  # a norm over all of the model's two key-value heads divides as they do
     model = model_of(family, tmp_path / "model", tie_word_embeddings=tied)
@@ -60,6 +63,15 @@ def test_a_model_comes_back_bit_for_bit(family: str, tied: bool, tensor: int, pi
     assert bits(weights(tmp_path / "back")) == bits(weights(model))
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("family", known_families())
+@pytest.mark.parametrize(("tied", "layers"), [(True, Layers.transformer_engine), (False, Layers.local)])
+def test_a_model_comes_back_from_torch_dist(family: str, tied: bool, layers: Layers, tmp_path: Path) -> None:
+    model = model_of(family, tmp_path / "model", tie_word_embeddings=tied)
+    convert(model, tmp_path / "megatron", file_format=CheckpointFormat.torch_dist, layers=layers)
+    convert(tmp_path / "megatron", tmp_path / "back", config=model)
+    assert bits(weights(tmp_path / "back")) == bits(weights(model))
 
 
 @pytest.mark.parametrize("family", [name for name in known_families() if not find_family(name).expert])

@@ -42,7 +42,7 @@ def saves(tmp_path: Path, ranks: Ranks) -> Saves:
     export = config.run_dir / "hf" / "iteration-000000"
     export.mkdir(parents=True)
     (export / "model.safetensors").write_bytes(bytes(range(200)))
-    return Saves(config, {}, ranks)
+    return Saves(config, ranks)
 
 
 def flips(file: Path, stride: int) -> Iterator[int]:
@@ -79,7 +79,7 @@ def test_a_reference_with_a_flipped_byte_is_refused(saves: Saves, ranks: Ranks) 
     facts = {"reference": weights_digest(file.parent)}
     assert saves.check_reference(facts) == saves.hf_path(0)
     for _ in flips(file, STRIDE):
-        fresh = Saves(saves._config, {}, ranks)  # a resume reads the file anew
+        fresh = Saves(saves._config, ranks)  # a resume reads the file anew
         with pytest.raises(ConfigError, match="iteration-000000"):
             fresh.check_reference(facts)
 
@@ -89,7 +89,7 @@ def run_of(folder: Path, ranks: Ranks, **trainer: Any) -> Saves:
     config = run_config(folder, algorithm=AlgorithmConfig.model_validate({"preset": "ppo"}))
     config.model.path.mkdir(exist_ok=True)
     (config.model.path / "model.safetensors").write_bytes(b"weights")
-    return Saves(config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)}), {}, ranks)
+    return Saves(config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)}), ranks)
 
 
 def write_checkpoint(saves: Saves, **facts: Any) -> None:

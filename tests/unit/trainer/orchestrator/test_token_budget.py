@@ -106,8 +106,12 @@ def can_plan(flying: dict[int, int], ready: tuple[int, ...], paused: set[int], g
 async def test_what_has_spent_the_budget_of_a_held_version_stays_paused_until_the_hold_ends() -> None:
     """During an evaluation no replica may serve the learner's newer version."""
     held: list[int | None] = [3]
+    recorded: list[set[int]] = []
 
     class Log:
+        async def set_paused(self, indices: set[int]) -> None:
+            recorded.append(indices)
+
         async def unplanned(self) -> Unplanned:
             return state({0: 3, 1: 3}, version=4, planned=5)  # the learner trains
 
@@ -122,8 +126,10 @@ async def test_what_has_spent_the_budget_of_a_held_version_stays_paused_until_th
     await asyncio.sleep(0)
     await budget.update()
     await asyncio.sleep(0)
-    assert not waiting.done()
+    await budget.update()
+    assert not waiting.done() and recorded == [{0}]
     held[0] = None
     await budget.update()
+    assert recorded == [{0}, set()]
     part = await asyncio.wait_for(waiting, 60)
     assert (part.tokens, part.min_version) == ({0: 32}, 4)

@@ -29,7 +29,7 @@ class MicroBatchSize:
     """The largest micro-batch of a step.
 
     Attributes:
-        tokens: its tokens, with padding.
+        tokens: its tokens on one rank, with padding.
         trained: the tokens whose log-probabilities are computed.
         entropy: whether the loss has an entropy.
         fused: whether gate and product of an MLP are one operation, as on CPU.
@@ -68,6 +68,10 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     tensor, sequence = sharding.rank.tp, sharding.sequence_ranks
     hidden = arch.hidden * (6 if arch.family.post_norms else 4)  # two inputs and two outputs of norms
     heads = 3 * arch.queries + 3 * arch.keys  # packed q, k, v; rotated q and k; the attention's output
+    if (
+        sharding.context_ranks > 1
+    ):  # rotated q, the output, and the keys and values that the early and the late pieces see, on all ranks
+        heads = 2 * arch.queries + (2 * sharding.context_ranks + 1) * arch.keys
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
     mlp = (4 if fused else 5) * (arch.shared_ffn if arch.experts else arch.ffn)

@@ -20,12 +20,14 @@ class Sharding:
             experts divide theirs.
         sequence_ranks: ranks over which the activations outside of attention and MLP are divided.
         micro_batches: micro-batches whose activations are alive at once.
+        context_ranks: ranks that share the tokens of a micro-batch; each has all keys and values.
     """
 
     rank: Rank = field(default_factory=Rank)
     optimizer_ranks: int = 1
     sequence_ranks: int = 1
     micro_batches: int = 1
+    context_ranks: int = 1
 
     @property
     def expert_optimizer_ranks(self) -> int:
@@ -46,12 +48,12 @@ class Sharding:
 def shardings(arch: Architecture, parallel: ParallelConfig) -> list[Sharding]:
     """The different shares of the layout: one for each pipeline stage. Ranks of one stage hold equally much.
 
-    With several data ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
+    With several data or context ranks each keeps an equal part of the optimizer's state. A stage starts one micro-batch for itself and one for each stage
     after it before the first gradient arrives.
     """
     sequence = parallel.tensor if arch.experts else 1  # megatron-core divides experts over tensor ranks with the sequence only
     stages, expert = parallel.pipeline, parallel.expert
     return [
-        Sharding(Rank(0, parallel.tensor, stage, stages, 0, expert), parallel.data, sequence, micro_batches=stages - stage)
+        Sharding(Rank(0, parallel.tensor, stage, stages, 0, expert), parallel.copies, sequence, stages - stage, parallel.context)
         for stage in range(stages)
     ]

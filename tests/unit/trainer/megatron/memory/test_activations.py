@@ -40,6 +40,10 @@ def test_a_layer_saves_the_inputs_of_its_operations() -> None:
     assert layer_bytes(arch, Sharding(), 2, fused=True) == 2 * numbers + statistics
     tensor = 2 * (4 * 3584 + (numbers - 4 * 3584) // 4) + 4 * (28 // 4 + 2)
     assert layer_bytes(arch, Sharding(Rank(tp=4)), 2, fused=True) == tensor
+    more = 2 * (
+        5 * 512 - 3584 - 3 * 512
+    )  # a context rank keeps the keys and values of both, and no fused queries, keys and values
+    assert layer_bytes(arch, Sharding(context_ranks=2), 2, fused=True) == 2 * numbers + statistics + more
 
 
 def test_activations_follow_tokens_layers_and_stages() -> None:

@@ -31,6 +31,8 @@ def test_stages_hold_the_model_together_and_the_first_has_most_micro_batches() -
     assert [sharding.micro_batches for sharding in every] == [2, 1]
     assert [(sharding.first, sharding.last) for sharding in every] == [(True, False), (False, True)]
     assert {sharding.optimizer_ranks for sharding in every} == {3}
+    [shared] = shardings(UNTIED, ParallelConfig(context=2, data=3))
+    assert (shared.optimizer_ranks, shared.context_ranks) == (6, 2)
 
 
 def test_stages_that_do_not_divide_the_layers_are_an_error() -> None:
