@@ -7,17 +7,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from polyreme.config.trainer import OffloadConfig
 from polyreme_trainer.megatron.offload import Movable
 
-if TYPE_CHECKING:
-    from polyreme_trainer.megatron.model import ShardedModel
 
-Model = TypeVar("Model", bound="ShardedModel")
+class Resident(Protocol):
+    """A model as far as its memory is concerned. host: who moves it."""
+
+    host: "HostMemory | None"
+
+    def tensors(self) -> Iterator[Tensor]: ...
+
+
+Model = TypeVar("Model", bound=Resident)
 
 
 @dataclass
@@ -41,7 +47,7 @@ class HostMemory:
 
     def __init__(self, config: OffloadConfig, pin: bool) -> None:
         self.config, self._pin = config, pin
-        self._models: dict[ShardedModel, Movable] = {}
+        self._models: dict[Resident, Movable] = {}
         self.moves = Moves()
 
     def admit(self, build: Callable[[], Model]) -> Model:
@@ -52,7 +58,7 @@ class HostMemory:
         self._models[model] = Movable(model.tensors, self._pin)
         return model
 
-    def use(self, *models: "ShardedModel") -> None:
+    def use(self, *models: Resident) -> None:
         """Brings these models to the device; all others leave it first."""
         if not self.config.idle_models:
             return
@@ -69,11 +75,11 @@ class HostMemory:
         taken, self.moves = self.moves, Moves()
         return taken
 
-    def has_on_device(self, model: "ShardedModel") -> bool:
+    def has_on_device(self, model: Resident) -> bool:
         """Whether a model may compute."""
         return not self._models[model].is_away
 
-    def now(self, model: "ShardedModel", tensor: Tensor) -> Tensor:
+    def now(self, model: Resident, tensor: Tensor) -> Tensor:
         """A tensor of a model, wherever its bytes are now. Not to be changed."""
         return self._models[model].now(tensor)
 

@@ -7,18 +7,16 @@ Invariant: outside of `step` and `visits`, no part is on the device.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyreme_trainer.megatron import mcore
+from polyreme_trainer.megatron.fragments import Fragment
 from polyreme_trainer.megatron.host_memory import HostMemory
 from polyreme_trainer.megatron.memory.state import PART_BYTES
 from polyreme_trainer.megatron.offload import Movable
-
-if TYPE_CHECKING:
-    from polyreme_trainer.megatron.optimizer import Fragment
 
 
 class OptimizerParts:
@@ -29,23 +27,23 @@ class OptimizerParts:
         host: moves the parts.
     """
 
-    def __init__(self, fragments: Iterable["Fragment"], host: HostMemory) -> None:
+    def __init__(self, fragments: Iterable[Fragment], host: HostMemory) -> None:
         self._host = host
         self._parts = [(part, self._movable(part)) for part in cut(list(fragments))]
         self._part_of = {id(fragment): movable for part, movable in self._parts for fragment in part}
         for _ in self.visits():
             pass
 
-    def _movable(self, part: Sequence["Fragment"]) -> Movable:
+    def _movable(self, part: Sequence[Fragment]) -> Movable:
         return self._host.movable(lambda: [tensor for fragment in part for tensor in fragment.state_tensors().values()])
 
-    def visits(self) -> Iterator[Sequence["Fragment"]]:
+    def visits(self) -> Iterator[Sequence[Fragment]]:
         """Every part, each while it is on the device."""
         for part, movable in self._parts:
             with self._host.visit(movable):
                 yield part
 
-    def now(self, fragment: "Fragment", tensor: Tensor) -> Tensor:
+    def now(self, fragment: Fragment, tensor: Tensor) -> Tensor:
         """One of a fragment's `state_tensors`, wherever its bytes are now. Not to be changed."""
         return self._part_of[id(fragment)].now(tensor)
 
@@ -71,7 +69,7 @@ class OptimizerParts:
                     chunk.start_param_sync()
 
 
-def cut(fragments: Sequence["Fragment"]) -> list[list["Fragment"]]:
+def cut(fragments: Sequence[Fragment]) -> list[list[Fragment]]:
     """Runs of fragments with at most PART_BYTES of state each, or one fragment."""
     parts: list[list[Fragment]] = []
     room = 0

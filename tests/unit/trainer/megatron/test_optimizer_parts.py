@@ -7,8 +7,8 @@ import torch
 
 from polyreme.config.trainer import OffloadConfig
 from polyreme_trainer.megatron import optimizer_parts
+from polyreme_trainer.megatron.fragments import MASTER, Fragment
 from polyreme_trainer.megatron.host_memory import HostMemory
-from polyreme_trainer.megatron.optimizer import MASTER, Fragment
 from polyreme_trainer.megatron.optimizer_parts import OptimizerParts, cut
 
 SIZES = (7, 300, 5, 64)
