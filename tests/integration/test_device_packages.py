@@ -22,7 +22,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polyre
 PINNED = ("megatron-core==0.19.0", "torch-npu==2.10.0.post4", "transformer-engine==2.20.2", "vllm-ascend==0.23.0")
 _PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34))
 Get = Callable[[str], PackageSource]
-NEW = ("Attention.attend", "Packing.band", "Packing.blocks", "Packing.ends")
+NEW = {"Attention.attend", *(f"Packing.{name}" for name in ("band", "mask", "_plan", "blocks", "key_blocks", "ends", "key_ends"))}
 """Methods of our classes that are meant to override nothing."""
 
 
@@ -151,7 +151,7 @@ def test_the_installed_megatron_core_has_what_the_optimizer_calls() -> None:
 
 
 def check_optimizer(package: PackageSource) -> None:
-    names = "".join((OURS / f"{name}.py").read_text() for name in ("optimizer", "optimizer_parts"))
+    names = "".join((OURS / f"{name}.py").read_text() for name in ("optimizer", "optimizer_parts", "fragments"))
     for (module, kind), methods in OPTIMIZER_METHODS.items():
         found = _methods(package, module, kind)
         assert [name for name in methods if name not in found or f".{name}(" not in names] == [], kind
