@@ -126,7 +126,11 @@ def micro_batch_of(config: RunConfig | StageConfig) -> MicroBatchSize:
     budget, parallel = config.trainer.micro_batch_tokens, config.trainer.parallel
     whole = max(min(max(budget, longest), -(-count // parallel.data) * longest) for count, longest in steps)
     tokens = -(-whole // parallel.context)
-    return MicroBatchSize(tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute)
+    pads = config.device == "cpu" or config.model.dtype == "float32"  # no kernel takes packed sequences
+    longest = config.data.max_tokens if isinstance(config, StageConfig) else max(each for _, each in steps)
+    return MicroBatchSize(
+        tokens, tokens, entropy, fused=config.device == "cpu", recompute=config.trainer.recompute, padded=longest if pads else 0
+    )
 
 
 def memory_lines(config: RunConfig | StageConfig) -> Iterator[str]:
