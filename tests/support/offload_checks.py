@@ -48,7 +48,6 @@ def train_with_and_without(config_json: str, out: str) -> None:
                 seen[f"{dtype}-{name}"] = run(Rank(config.model_copy(update=changes), device), Path(out, f"{dtype}-{name}"))
         resumed = Rank(config.model_copy(update=changes | {"trainer": config.trainer}), device)
         assert resumed.engine.load() == 2
-        resumed.engine.make_reference(config.model.path)
         resumed.iterate(3)
         resumed.write(Path(out, f"{dtype}-resumed"), {})
         resumed.engine.close()
@@ -61,11 +60,11 @@ def run(rank: Rank, path: Path) -> dict[str, Any]:
     engine = rank.engine
     saves = path.name.endswith("both")
     if saves:
-        engine.save(engine.write(0, 0, term=1), 0, {})
+        rank.save(0)
     with watched(engine) as most:
         metrics = [rank.iterate(iteration) for iteration in (1, 2)]
         if saves:
-            engine.save(engine.write(0, 2, term=1), 2, {})
+            rank.save(2)
         metrics.append(rank.iterate(3))
     parts = engine.actor.optimizer._parts if engine.actor.optimizer else None
     moved = sum(each.pop("offload/moved_bytes", 0) for each in metrics)

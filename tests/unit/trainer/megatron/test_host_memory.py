@@ -28,7 +28,7 @@ class Lone:
 
 def admitted(config: OffloadConfig) -> tuple[HostMemory, list[Any]]:
     host = HostMemory(config, pin=False)
-    return host, [host.admit(lambda value=value: Lone(value)) for value in (1.0, 2.0, 3.0)]  # type: ignore[misc, type-var]
+    return host, [host.admit(lambda value=value: Lone(value)) for value in (1.0, 2.0, 3.0)]  # type: ignore[misc]
 
 
 def test_only_the_models_in_use_are_on_the_device() -> None:
