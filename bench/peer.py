@@ -3,18 +3,18 @@
     python bench/peer.py [--work runs/bench-peer]
 
 TRL (Hugging Face generate, two threads) runs in a separate venv, created from requirements/peer.txt. Polyreme runs completely: Redis,
-reward, rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run in
-turns, the short task more than once, since the machine's speed drifts by more than the difference measured there.
+reward, rollout, orchestrator and learner, in its fastest layout on two cores. Both clocks exclude start-up and evaluations. The sides run
+in turns, the short task more than once, since the machine's speed drifts by more than the difference measured there.
 
 demo_throughput_vs_trl   samples/s on the demo task over the same number of training steps (>= 3.0)
-demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are right (<= 0.25)
-short_throughput_vs_trl  samples/s on answers of five tokens, where services can only cost (>= 1.0)
-demo_floor_vs_trl        the same for the parts of an iteration (engine, learner, weights), one after the other in one process
+demo_time_to_80_vs_trl   training seconds until 80% of the held-out problems are solved (<= 0.25)
+short_throughput_vs_trl  samples/s on answers of five tokens, where separate services have only costs (>= 1.0)
+demo_floor_vs_trl        samples/s on the demo task of an iteration's parts (engine, learner, weights), run in turn in one process
 short_floor_vs_trl       the same on the short task
-service_tax              an iteration's seconds over those of its parts, minus 1 (<= 0.2)
+service_tax              seconds of an iteration over those of its parts, minus 1 (<= 0.2)
 short_service_tax        the same on the short task (<= 0.2)
 
-Where the parts themselves do not reach a target of throughput, the service tax takes its place.
+If the parts themselves miss a throughput target, the service tax replaces it.
 """
 
 import argparse

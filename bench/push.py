@@ -61,7 +61,6 @@ def child(order: dict[str, Any]) -> None:
     from polyreme_trainer.megatron.device import Device
     from polyreme_trainer.megatron.families import load_architecture
     from polyreme_trainer.megatron.policy import Policy
-    from polyreme_trainer.megatron.shard import data_shard
     from polyreme_trainer.megatron.version_writer import VersionWriter
 
     device, path = Device("cpu"), Path(order["model"])
@@ -69,8 +68,7 @@ def child(order: dict[str, Any]) -> None:
     policy = Policy(load_architecture(path), "float32", device, trainable=True)
     policy.load_hf(path)
     ranks = Ranks(dist.get_rank(), BroadcastChannel(device.torch))
-    writes = data_shard(128, device).rank < policy.rank.ep
-    writer = VersionWriter(policy, ranks, f"bench-push-{os.environ['MASTER_PORT']}", writes)
+    writer = VersionWriter(policy, ranks, f"bench-push-{os.environ['MASTER_PORT']}", policy.writes)
     seconds = []
     for version in range(order["versions"] + 1):
         dist.barrier()

@@ -14,7 +14,7 @@ disk_per_iteration   bytes of the record (metrics and samples) of an iteration; 
 iterations           number of iterations; the run is stopped after --minutes
 minutes_for_10000    minutes of 10,000 iterations at this pace, without start-up (60)
 
-Redis's data count without its bounded streams, which are full after 4,000 iterations. Its append-only file grows between two rewrites, so
+Redis and its data count without its bounded streams, which are full after 4,000 iterations. Its append-only file grows between two rewrites, so
 what counts is the part beyond the size at which Redis rewrites it; the bench lowers the smallest such size, so that rewrites happen. The
 logs count as disk; the run's record does not.
 """
@@ -90,10 +90,10 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
             continue  # the run is ending
         if "learner" not in found or min(memory for memory, _ in values.values()) == 0:
             continue  # the same
+        streams, data, file = await redis_sizes(started, data_dir)
         for name, (memory, files) in values.items():
-            series[name, "MiB"].append((reached, memory))
+            series[name, "MiB"].append((reached, memory - (streams if name == "redis" else 0.0)))
             series[name, "files"].append((reached, files))
-        data, file = await redis_sizes(started, data_dir)
         series["redis data", "MiB"].append((reached, data))
         if file is not None:
             series["redis file", "disk MiB"].append((reached, file))
@@ -104,16 +104,16 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
     return series
 
 
-async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float | None]:
-    """MiB of Redis' data without the bounded streams, and of its files beyond the size at which it rewrites them; None during a rewrite."""
+async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float, float | None]:
+    """MiB of Redis' bounded streams, of its other data, and of its files beyond the size at which it rewrites them; None during a rewrite."""
     redis, key = started.run.redis, started.run.key
     info = await redis.info()
-    streams = [await redis.memory_usage(key(name), samples=0) or 0 for name in STREAMS]
-    data = (info["used_memory"] - sum(streams)) / MIB
+    streams = sum([await redis.memory_usage(key(name), samples=0) or 0 for name in STREAMS]) / MIB
+    data = info["used_memory"] / MIB - streams
     if info["aof_rewrite_in_progress"]:
-        return data, None
+        return streams, data, None
     rewritten_at = max(REWRITE_MIB * MIB, 2.0 * info["aof_base_size"])
-    return data, max(0.0, size(data_dir, "*") - rewritten_at) / MIB
+    return streams, data, max(0.0, size(data_dir, "*") - rewritten_at) / MIB
 
 
 def growth(points: list[tuple[float, float]]) -> tuple[float, float]:

@@ -1,14 +1,20 @@
 """The cost of a weight push: writing a version into the arena compared with memory copies, and a real replica's swap compared with its reload.
 
-    python bench/weights.py [--gib 1] [--repeats 5] [--only arena|stream|swap]
+    python bench/weights.py [--gib 1] [--repeats 5] [--only arena|stream|swap|reload] [--large]
 
 `arena_vs_memcpy` (>= 0.5): bytes per second of copying a rank's megatron parameters into an arena slot by the layout table, as the
 learner does, over those of one plain torch copy of as many bytes, both with one thread; the worse of tensor parallel 1 and 2.
 Digests are reported separately.
 
+`reload_vs_bytes`: time of the bare reload of the demo's model (0.8M parameters) in a vLLM worker, over one plain copy of as many bytes; in
+a process with one thread that does nothing else. `reload_vs_vllm` (<= 0.5): the same over vLLM's own layer-wise reload, whose ratio to the
+copy is `vllm_reload_vs_bytes`. With --large also for 100M parameters (`large_...`).
+
 `stall_over_reload_ms` (<= 25): the pause of generation for a swap while 128 samples are decoded, minus the plain reload of the same weights
 on the idle replica; medians of 20 swaps each. A vLLM replica serves the demo's model, and the learner's publisher pushes to it.
-`batch_cost_per_swap_ms` is the end-to-end time that one swap adds to a fixed batch of samples.
+`batch_cost_per_swap_ms` is the end-to-end time that one swap adds to a fixed batch of samples. `stall_vs_reload` (<= 1.2): that pause over
+vLLM's own bare reload. Its floor is `stall_floor_vs_reload`, the same without the load: the running decoding step must end, and the calls
+to the engine take their time.
 
 `stream_vs_socket` (>= 0.35): bytes per second of a verified stream to a replica that cannot map the arena, over those of one plain TCP
 socket; both on the loopback, in turn, median of the ratios. `stream_vs_shaped_link` (>= 0.9): the same into a network namespace behind a
@@ -38,7 +44,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from weights_side import streams, swaps
+from weights_side import reloads, streams, swaps
 
 from polyreme.config.load import load_config
 from polyreme.weights.arena import Arena
@@ -50,7 +56,7 @@ from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.rope import Rope
 
 LEAST = {"arena_vs_memcpy": 0.5, "stream_vs_socket": 0.35, "stream_vs_shaped_link": 0.9}
-MOST = {"stall_over_reload_ms": 25.0}
+MOST = {"stall_over_reload_ms": 25.0, "stall_vs_reload": 1.2, "reload_vs_vllm": 0.5}
 LAYERS_PER_GIB = 20
 
 TASK = Path(__file__).parent.parent / "examples" / "running_total"
@@ -154,11 +160,21 @@ async def bench_stream(gib: float, repeats: int) -> dict[str, float]:
     }
 
 
+def stalls(measured: dict[str, float]) -> dict[str, float]:
+    """The stall of a swap under load over vLLM's own bare reload, and the part of it that is no load."""
+    floor = measured["stall_ms"] - measured["reload_under_load_ms"]
+    return {
+        name: part / measured["vllm_reload_ms"]
+        for name, part in (("stall_vs_reload", measured["stall_ms"]), ("stall_floor_vs_reload", floor))
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=1.0, help="size of the synthetic version")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["arena", "stream", "swap"])
+    parser.add_argument("--only", choices=["arena", "stream", "swap", "reload"])
+    parser.add_argument("--large", action="store_true", help="measure the reload of 100M parameters, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     measured: dict[str, float] = {}
@@ -166,8 +182,11 @@ def main() -> int:
         measured |= bench_arena(options.gib, options.repeats)
     if options.only in (None, "stream"):
         measured |= asyncio.run(bench_stream(options.gib, options.repeats))
+    if options.only in (None, "swap", "reload"):
+        measured |= reloads.bench_reload(options.large)
     if options.only in (None, "swap"):
         measured |= asyncio.run(swaps.bench_swap())
+        measured |= stalls(measured)
     for name, value in measured.items():
         print(f"{name:28} {value:10.3f}")
     met = all(measured.get(name, 0.0) >= least for name, least in LEAST.items())  # unmeasured: missed

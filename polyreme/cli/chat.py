@@ -6,7 +6,7 @@ generated. A conversation changes no run.
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from polyreme.cli.chat_target import ChatTarget, find_target, served
+from polyreme.cli.progress_bar import waiting
 from polyreme.cli.v1_client import Chat, Piece, V1Client
 from polyreme.config.security import EndpointSecurity
 from polyreme.errors import ConfigError, PolyremeError
@@ -71,9 +72,9 @@ def chat(
     with ExitStack() as servers:
         conversations = []
         for each in targets:
-            if each.model_dir is not None:
-                print(f"loading {each.model_dir} ...", file=sys.stderr)
-            client = V1Client(servers.enter_context(served(each)), each.security)
+            with nullcontext() if each.model_dir is None else waiting(f"loading {each.model_dir}"):
+                url = servers.enter_context(served(each))
+            client = V1Client(url, each.security)
             name = client.model() if each.version is None else f"{client.model()}@{each.version}"
             conversations.append(Dialogue(each, client, name))
         if not message and sys.stdin.isatty():

@@ -14,7 +14,7 @@ import xxhash
 from polyreme.errors import ConfigError
 
 MANIFEST = "checkpoint.json"
-_FORMAT = 5
+_FORMAT = 6
 _BLOCK = 1 << 24
 
 

@@ -125,7 +125,7 @@ def open_source(place: str | Path, run_id: str | None = None) -> RunSource:
     if isinstance(place, str) and "://" in place:
         raise ConfigError(
             "a run directory, or the URL of a run's Redis (redis://..., rediss://..., unix://...)",
-            without_password(place) or place,
+            f"{place.partition('://')[0]}://...",
             "run.json and the first lines of `polyreme up` have the URL.",
         )
     if run_id is not None:

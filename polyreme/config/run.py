@@ -126,7 +126,19 @@ class RunConfig(BaseConfig):
         for key, optimizer in (("trainer.optimizer", self.trainer.optimizer), ("trainer.critic.optimizer", critic.optimizer)):
             if optimizer is not None and optimizer.min_lr > optimizer.lr:
                 raise ValueError(f"{key}.min_lr must not exceed {key}.lr")
+        if self.device == "cpu":
+            self._check_vllm_on_cpu()
         return self
+
+    def _check_vllm_on_cpu(self) -> None:
+        if self.rollout.vllm.chunked_prefill:
+            raise ValueError(
+                "rollout.vllm.chunked_prefill = true needs device: cuda or npu; on CPU, vLLM cannot take back the seeded draw of a prompt that is not complete, and its engine would crash; use null"
+            )
+        if self.rollout.vllm.speculative is not None:
+            raise ValueError(
+                "rollout.vllm.speculative needs device: cuda or npu; on CPU, vLLM then reports log-probabilities that the model does not have, and other tokens for the same seed; use null"
+            )
 
     def _check_asynchrony(self) -> None:
         """Raises ValueError unless staleness, placement and token budget fit together."""

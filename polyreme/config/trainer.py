@@ -22,6 +22,11 @@ class ParallelConfig(Section):
     pipeline: Operational[int] = Field(
         1, ge=1, description="Pipeline-parallel size: stages that share the layers evenly, one after the other."
     )
+    virtual_pipeline: Operational[int] = Field(
+        1,
+        ge=1,
+        description="Virtual pipeline size: virtual stages of each stage, which take turns. Above 1, megatron-core's interleaved schedule is used.",
+    )
     context: Operational[int] = Field(
         1, ge=1, description="Context-parallel size: ranks that share the tokens of each micro-batch, cut within every sequence."
     )
@@ -29,6 +34,9 @@ class ParallelConfig(Section):
         1,
         ge=1,
         description="Expert-parallel size: data and context ranks that share the experts of each layer, for models with experts.",
+    )
+    expert_tensor: Operational[int | None] = Field(
+        None, ge=1, description="Expert-tensor-parallel size: ranks that share each expert's weights. Default: `tensor`."
     )
     nodes: Operational[int] = Field(
         1, ge=1, description="Machines that share the ranks evenly. Every machine except the trainer's runs `polyreme learner`."
@@ -41,13 +49,31 @@ class ParallelConfig(Section):
             raise ValueError(
                 f"`data` = {self.data} must be a multiple of `nodes` = {self.nodes}: all machines have equally many ranks, and a tensor-parallel group is on one machine"
             )
-        if (copies := self.copies // self.nodes) % self.expert:
+        copies = self.copies // self.nodes
+        if self.expert_tensor is None and copies % self.expert:
             raise ValueError(
                 f"`expert` = {self.expert} must divide the {copies} ranks (data x context) of each machine that share the experts"
             )
+        if self.expert_tensor is not None:
+            self._check_expert_tensor(self.expert_tensor)
         if self.pipeline > 1 and self.nodes > 1:
             raise ValueError(f"`pipeline` = {self.pipeline} requires `nodes` = 1: the stages of a model are on one machine")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"`virtual_pipeline` = {self.virtual_pipeline} requires `pipeline` of at least 2: it divides the layers of each stage"
+            )
         return self
+
+    def _check_expert_tensor(self, expert_tensor: int) -> None:
+        ranks, needed = self.tensor * self.copies // self.nodes, self.expert * expert_tensor
+        if ranks % needed:
+            raise ValueError(
+                f"`expert` x `expert_tensor` = {needed} must divide the {ranks} ranks of each stage on a machine: they share the experts among themselves"
+            )
+        if needed % self.tensor and self.tensor % needed:
+            raise ValueError(
+                f"of `expert` x `expert_tensor` = {needed} and `tensor` = {self.tensor}, one must divide the other: they cut the same ranks into groups"
+            )
 
     @property
     def world_size(self) -> int:
@@ -61,9 +87,11 @@ class ParallelConfig(Section):
     @property
     def layout(self) -> str:
         """The ranks in words."""
-        stages = f"pipeline {self.pipeline} x " if self.pipeline > 1 else ""
+        virtual = f" (virtual {self.virtual_pipeline})" if self.virtual_pipeline > 1 else ""
+        stages = f"pipeline {self.pipeline}{virtual} x " if self.pipeline > 1 else ""
         context = f"context {self.context} x " if self.context > 1 else ""
-        experts = f" (expert {self.expert})" if self.expert > 1 else ""
+        sizes = {"expert": self.expert if self.expert > 1 else None, "expert tensor": self.expert_tensor}
+        experts = "".join(f" ({name} {size})" for name, size in sizes.items() if size is not None)
         return f"tensor {self.tensor} x {stages}{context}data {self.data}{experts}"
 
     @property

@@ -3,8 +3,7 @@
 Invariant: a grant of `train` exists only while there is no other grant. A grant ends when its holder releases it, or when its deadline has
 passed and another process needs the devices. The counter of an ended grant is refused forever. A holder stops using the devices at its own
 deadline, which is never later than the one in Redis, unless a renewal has reached Redis since. The learner, which cannot stop inside a
-step,
-checks its grant before it publishes a trained version.
+step, checks its grant before it publishes a trained version.
 """
 
 import asyncio

@@ -147,7 +147,7 @@ RULES = (
     Rule("ptx_datasets", "", "set algorithm.ptx with data, coef and batch_size"),
     Rule("pipeline_parallel_degree", "trainer.parallel.pipeline", "-1: 1; every stage has equally many layers", lambda value, _: max(1, value)),
     Rule("pipeline_parallel_*", "", "an option of Paddle's schedule"),
-    Rule("virtual_pp_degree", "", "stages are not interleaved"),
+    Rule("virtual_pp_degree", "trainer.parallel.virtual_pipeline"),
     Rule("sharding*", "", "the optimizer's state is always sharded over data ranks"),
     Rule("offload_optim", "trainer.offload.optimizer"),
     Rule("offload_*", "", MEMORY),

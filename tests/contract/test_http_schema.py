@@ -40,7 +40,7 @@ def test_every_route_answers_as_documented() -> None:
     for route in routes:
         for mode in schemathesis.GenerationMode if route.body else [schemathesis.GenerationMode.POSITIVE]:
 
-            @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=settings.default.max_examples // 4, deadline=None, suppress_health_check=list(HealthCheck))
             @given(case=route.as_strategy(generation_mode=mode))
             def check(case: schemathesis.Case) -> None:
                 case.call_and_validate(excluded_checks=excluded)
@@ -48,7 +48,7 @@ def test_every_route_answers_as_documented() -> None:
             check()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings.default.max_examples // 4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(junk=st.lists(st.tuples(st.sampled_from(sorted(METHODS)), st.binary(max_size=300)), min_size=1, max_size=20))
 async def test_random_bytes_on_the_protobuf_surface(junk: list[tuple[str, bytes]]) -> None:
     async with serving(EXACT) as (stub, _, addresses):

@@ -1,4 +1,4 @@
-"""`polyreme convert` and megatron-core itself: it loads the files that are written, in both formats, and what it writes comes back bit for bit."""
+"""`polyreme convert` with megatron-core itself, which loads the written files in both formats, and whose own files are converted back bit by bit."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Every name that the learner and the replicas call in packages of accelerators exists there, with the parameters that the call passes.
+"""Every name that the learner and the replicas call in packages for accelerators exists there with the passed parameters.
 
-The packages do not run here: pip downloads their wheels, and their source is read. megatron-core 0.19 needs Python 3.12, which the images of
-accelerators may have.
+The packages do not run here: pip downloads their wheels, and the test reads their source. megatron-core 0.19 needs Python 3.12, which the
+images of accelerators may have.
 """
 
 import ast
@@ -23,12 +23,12 @@ PINNED = ("megatron-core==0.19.0", "torch-npu==2.10.0.post4", "transformer-engin
 _PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34))
 Get = Callable[[str], PackageSource]
 NEW = {"Attention.attend", *(f"Packing.{name}" for name in ("band", "mask", "_plan", "blocks", "key_blocks", "ends", "key_ends"))}
-"""Methods of our classes that are meant to override nothing."""
+"""Methods of our classes that intentionally override nothing."""
 
 
 @pytest.fixture(scope="module")
 def package() -> Get:
-    """A pinned package by its name, unpacked in a cache."""
+    """Unpacks a pinned package into a cache."""
     return _unpacked
 
 
@@ -68,7 +68,7 @@ def sources() -> Iterator[Path]:
 
 
 def mistakes(package: PackageSource, imports: list[tuple[str, str]], state: str) -> list[str]:
-    """What our source imports from `package`, overrides in its classes or passes in calls, and is not there.
+    """The names that our source imports from `package`, overrides in its classes or passes in calls, and that do not exist there.
 
     Args:
         imports: (module, name) of `from module import name`.
@@ -116,7 +116,7 @@ def test_the_installed_megatron_core_passes_the_same_check() -> None:
 
 
 def test_the_check_finds_a_missing_name_a_parameter_and_a_method(tmp_path: Path) -> None:
-    """Against a package in which three things are missing."""
+    """The package of this test lacks three names."""
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "core.py").write_text(
         "class TransformerConfig:\n    num_layers: int\n\nclass TopKRouter:\n    def forward(self): ...\n"
@@ -192,7 +192,7 @@ def test_torch_npu_has_what_the_device_module_calls(package: Get) -> None:
 
 @pytest.mark.slow
 def test_torch_npu_takes_the_call_of_its_packed_attention(package: Get) -> None:
-    """Its documentation has the signature of the kernel, which is not written in Python."""
+    """The kernel is not written in Python, so the test reads its signature from the documentation."""
     documentation = (package("torch-npu").root / "torch_npu/_op_plugin_docs.py").read_text()
     start = documentation.index("torch_npu.npu_fusion_attention(Tensor query")
     signature = documentation[start : documentation.index("->", start)]
@@ -220,11 +220,11 @@ def test_vllm_ascend_reads_the_variable_that_keeps_weights_in_the_plain_format(p
 
 ENGINE = ROOT / "services/rollout/polyreme_rollout/engine"
 ASLEEP = {"sleep": ("level", "mode"), "wake_up": ("tags",)}
-"""What the engine calls of vLLM, with the keywords that it passes."""
+"""The calls of vLLM by the engine, with their keywords."""
 
 
 def test_vllm_takes_the_calls_of_a_colocated_replica() -> None:
-    """The engine's calls are read from its source, so that none is missing here."""
+    """The test reads the engine's calls from its source, so that none is missing here."""
     vllm = _installed("vllm")
     llm = _methods(vllm, "vllm.v1.engine.async_llm", "AsyncLLM")
     nodes = list(ast.walk(ast.parse((ENGINE / "vllm.py").read_text())))
@@ -272,7 +272,7 @@ def _tags(nodes: list[ast.AST]) -> set[str]:
 
 @pytest.mark.slow
 def test_transformer_engines_adam_keeps_its_step_elsewhere(package: Get) -> None:
-    """megatron-core takes it where it is installed; our checkpoints read the step from the state of torch's. docs/cuda.md says so."""
+    """megatron-core uses it if it is installed, but our checkpoints read the step from the state of torch's Adam, see docs/cuda.md."""
     place = package("transformer-engine").find("transformer_engine.pytorch.optimizers", "FusedAdam")
     assert isinstance(place, tuple)
     assert "group['step']" in ast.unparse(place[1])

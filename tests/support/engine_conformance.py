@@ -1,6 +1,8 @@
 """The checks that every inference engine passes. Run as a program: starts one engine and prints {check: null or traceback} as JSON.
 
-python -m support.engine_conformance ENGINE MODEL_FILES [WEIGHTS]     (a Hugging Face directory; none: one tensor named `weight`)
+python -m support.engine_conformance ENGINE MODEL_FILES VLLM [WEIGHTS]
+
+VLLM: the section rollout.vllm as JSON. WEIGHTS: a Hugging Face directory; none: one tensor named `weight`, and no model.
 """
 
 import asyncio
@@ -218,6 +220,19 @@ async def given_tokens_have_the_log_probabilities_of_the_version(subject: Subjec
     assert not np.allclose(found[0][0], found[1][0], atol=1e-3)
 
 
+async def sampled_tokens_have_the_log_probabilities_of_the_model(subject: Subject) -> None:
+    """However they were found. The simulated engine has no model."""
+    if subject.engine.name == "simulated":
+        return
+    repeats = (5, 6, 7, 8, 9) * 6
+    for factor in (1.0, 1.5):
+        await subject.swap(factor)
+        requests = [subject.request(60, RANDOM, seed, prefix=repeats) for seed in range(MAX_NUM_SEQS)]
+        for answer in await asyncio.gather(*(subject.answer(request) for request in requests)):
+            given = await subject.engine.logprobs([*PROMPT, *repeats, *answer.ids], f"{subject.salt}-scored")
+            assert np.allclose(given[-60:], answer.logprobs, atol=1e-4)
+
+
 async def a_failed_load_is_an_error_and_the_next_one_works(subject: Subject) -> None:
     await subject.swap(1.0)
     before = await subject.engine.weight_digests()
@@ -269,6 +284,7 @@ CHECKS: dict[str, Callable[[Subject], Awaitable[None]]] = {
         a_sleeping_engine_computes_nothing,
         a_version_decides_the_answers,
         given_tokens_have_the_log_probabilities_of_the_version,
+        sampled_tokens_have_the_log_probabilities_of_the_model,
         a_failed_load_is_an_error_and_the_next_one_works,
         v1_serves_the_model_under_the_salt,
     )
@@ -290,14 +306,15 @@ async def run_checks(subject: Subject) -> dict[str, str | None]:
 
 
 def main() -> None:
-    name, files, *weights = sys.argv[1:]
+    name, files, options, *weights = sys.argv[1:]
     run_id, vocab_size = f"test-{uuid.uuid4().hex[:12]}", json.loads((Path(files) / "config.json").read_text())["vocab_size"]
     if weights:
         arrays, learner = hf_weights(Path(weights[0])), Learner.of(run_id, Path(weights[0]))
     else:
         arrays, layout = {"weight": np.arange(64, dtype="<f4")}, plan_manifest([TensorSpec("weight", "F32", (64,))])
         learner = Learner(run_id, layout, Arena.create(run_id, layout.nbytes))
-    config = rollout_config(Path(files), engine=name, max_model_len=CONTEXT, max_num_seqs=MAX_NUM_SEQS)
+    vllm = {"kv_cache_mib": 64, **json.loads(options)}
+    config = rollout_config(Path(files), engine=name, max_model_len=CONTEXT, max_num_seqs=MAX_NUM_SEQS, vllm=vllm)
     engine = load_engine(config.rollout.engine)(config, Path(files))
     try:
         results = asyncio.run(run_checks(Subject(engine, learner, arrays, vocab_size)))

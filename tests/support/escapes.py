@@ -2,10 +2,8 @@
 
 `python -m support.escapes MODE [NAME...]` (with tests/ on the path) runs them one by one, as the reward service would, next to a victim
 process, guarded files and listening sockets. It prints a JSON object with the achievement of each attempt, empty for none; the exit status
-is
-0 when all are empty. The caller may also put the secret into the environment. An attempt knows everything: pids, paths, ports, the address
-of
-the secret. It has succeeded when it prints ESCAPED, or when the world outside has changed.
+is 0 when all are empty. The caller may also put the secret into the environment. An attempt knows everything: pids, paths, ports, the
+address of the secret. It has succeeded when it prints ESCAPED, or when the world outside has changed.
 """
 
 import ctypes

@@ -96,7 +96,7 @@ def _gradients_agree(actor: Policy, reference: torch.nn.Module) -> None:
     them."""
     gradients = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     expected = model_checks.file_tensors(reference, gradients)
-    assert actor.ddp is not None
+    assert actor.ddp
     for row, _ in hf_mapping.stage_rows(actor.arch, actor.rank):
         if row.share == "all":
             continue
@@ -118,7 +118,7 @@ def both_specs_agree(model: str, device: Device) -> None:
         torch.testing.assert_close(ours.logits(ids)[ids > 0], theirs.logits(ids)[ids > 0], rtol=0, atol=1e-4)
         for actor in (ours, theirs):
             actor.logprobs(*model_checks.packed(ids, targets), 0.9).sum().backward()
-            mcore.finalize_model_grads([actor.ddp])
+            mcore.finalize_model_grads(actor.ddp)
     for (name, one), (_, other) in zip(ours.module.named_parameters(), theirs.module.named_parameters(), strict=True):
         torch.testing.assert_close(one.main_grad, other.main_grad, rtol=1e-4, atol=1e-4, msg=partial("{}: {}".format, name))
 

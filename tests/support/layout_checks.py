@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +126,9 @@ def saved_state(model: Path, path: Path) -> dict[str, dict[str, Tensor]]:
     arch, here = load_architecture(model), Rank()
     if "lora" in found.layout:
         arch = adapter_architecture(arch, LoraConfig.model_validate(found.layout["lora"]))
-    layout = RankMesh(*(found.layout[name] for name in ("tensor", "pipeline", "data", "expert")))
-    shards = [
-        SavedShard(arch, rank, [torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in numbers])
-        for rank, numbers in layout.files(here)
-    ]
+    layout = RankMesh(**{field.name: found.layout[field.name] for field in fields(RankMesh)})
+    states = {number: torch.load(path / f"state-{number}.pt", weights_only=True)["actor"] for number in range(layout.ranks)}
+    shards = [SavedShard(arch, files, states) for files in layout.files(here)]
     names = sorted({piece.param for piece in rank_slices(arch, here)})
     kinds = ["weights", "exp_avg", "exp_avg_sq"] + (["master"] if found.layout["dtype"] == "bfloat16" else [])
     state = {}

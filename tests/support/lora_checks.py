@@ -96,8 +96,9 @@ def compare_gradients(policy: Policy, theirs: dict[str, Any]) -> None:
         assert_close(mine, theirs[name].grad[piece.hf_index], rtol=0, atol=TOLERANCE, msg=name)
     assert not names
     assert all(param.requires_grad == (name in adapters.params) for name, param in policy.module.named_parameters())
-    assert policy.ddp is not None
-    assert sum(buffer.numel for buffer in policy.ddp.buffers) == sum(param.numel() for param in adapters.params.values())
+    assert sum(buffer.numel for chunk in policy.ddp for buffer in chunk.buffers) == sum(
+        param.numel() for param in adapters.params.values()
+    )
 
 
 def warm_start_and_train(config: str, out: str) -> None:

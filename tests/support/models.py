@@ -9,7 +9,7 @@ from support.tiny_tokenizer import CHAT_TEMPLATE, model_files, vocabulary
 Kind = Literal["tied", "untied"]
 
 
-def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, context: int = 128) -> Path:
+def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, context: int = 128, layers: int = 2) -> Path:
     """Saves a model with `transformers` and returns its directory.
 
     tied: Qwen2, grouped-query (4 heads, 2 groups), query/key/value bias, tied embeddings, 45 tokens.
@@ -22,7 +22,7 @@ def tiny_model(kind: Kind, path: Path, seed: int = 0, hidden_size: int = 32, con
     sizes: dict[str, Any] = {
         "hidden_size": hidden_size,
         "intermediate_size": 56,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": context,

@@ -1,9 +1,8 @@
 """`python -m support.mortal_learner`: a learner with one or more ranks that kills itself at given points.
 
 The learner, its log, arena, publisher and checkpoints are real. There are no replicas, so there is no start gate, and the publisher pushes
-to
-none. One process imports torch once and forks for every life, so that a life takes a second. It reads lives (one JSON object per line) from
-standard input, and answers each with its exit status.
+to none. One process imports torch once and forks for every life, so that a life takes a second. It reads lives (one JSON object per line)
+from standard input, and answers each with its exit status.
 """
 
 import functools

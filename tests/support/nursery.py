@@ -1,8 +1,7 @@
 """Processes that start in milliseconds, as forks of one process that has imported everything.
 
 A fork runs its module like `python -m`, with its own environment, arguments and log, and as the leader of its own session. A `Nursery` in
-the
-test starts forks and reports their ends; the forking process runs this module as a program.
+the test starts forks and reports their ends; the forking process runs this module as a program.
 
 Invariant: all processes of a nursery end with it.
 """

@@ -34,8 +34,7 @@ class MemoryEngine:
     """An engine whose model is a dictionary of arrays; it samples nothing.
 
     `weights` is its content. The next `broken_loads` loads fail half way. While `may_load` is clear, loads wait; while `has_place` is
-    clear,
-    canaries wait.
+    clear, canaries wait.
     """
 
     name, max_model_len, vocab_size, dead = "memory", 8, 8, False

@@ -111,6 +111,7 @@ def run_yaml(answers: Answers, folder: Path) -> str:
         dtype="float32" if answers.device == "cpu" else "bfloat16",
         train="train.jsonl" if sample else _absolute("the data", answers.data),
         held_out="  eval: eval.jsonl\n" if sample else "  # eval: eval.jsonl               # held-out rows, to see progress\n",
+        answers=_SAMPLED_ANSWERS if tiny and sample else "",
         prompt_key="prompt" if sample else _as_yaml(answers.prompt_key),
         label_key="answer" if sample else _as_yaml(answers.label_key),
         prompt_tokens=prompt,
@@ -188,6 +189,8 @@ def _lines(found: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in found)
 
 
+# The most likely answers of a tiny model are one letter for a long time, and right by chance.
+_SAMPLED_ANSWERS = "eval_answers: 4                   # sampled answers of each held-out prompt; 1: the most likely one\n"
 _RUN = """\
 # Paths are relative to this file. `polyreme config show run.yaml` prints every key with its default and its meaning.
 name: {name}
@@ -195,7 +198,7 @@ device: {device}
 iterations: {iterations}
 groups_per_iteration: {groups}          # prompts in each iteration
 group_size: 8                     # samples of each prompt
-
+{answers}
 model:
   path: {model}
   dtype: {dtype}

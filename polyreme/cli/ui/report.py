@@ -1,8 +1,7 @@
 """`polyreme report`: writes the page of some runs as one HTML file that needs no server.
 
 Invariant: the file contains its data, styles and scripts, and loads nothing. It shows the same views as the page, with the newest samples
-and
-the samples of some evenly spaced iterations.
+and the samples of some evenly spaced iterations.
 """
 
 import base64

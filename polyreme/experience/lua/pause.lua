@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- pause: which groups in flight wait for the learner's next version; the others are sampled. A group that continues is timed from now on.
+-- pause: records which groups in flight wait for the learner's next version; the others are sampled. A continued group is timed from now
+-- on.
 -- KEYS: common. Writes ledger.
 -- ARGV: orchestrator's term, then the indices of all paused groups. Returns how many groups in flight are paused.
 local stale = refused('orchestrator', ARGV[1])

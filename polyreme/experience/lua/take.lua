@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- take: a role's next term. A repeated token gets the same term.
--- KEYS: common. Writes terms; meta.orchestrator_since, and ledger: a new orchestrator has paused nothing.
+-- take: takes a role's next term. A repeated token gets the same term.
+-- KEYS: common. Writes terms; meta.orchestrator_since, and ledger, since a new orchestrator has paused nothing.
 -- ARGV: role, token. Returns the counter.
 if redis.call('EXISTS', META) == 0 then return redis.error_reply('NORUN ' .. META) end
 local counter, token = string.match(redis.call('HGET', TERMS, ARGV[1]) or '0 none', '^(%d+) (%S+)$')

@@ -60,7 +60,8 @@ async def open_rewards(config: RewardConfig, metrics: RewardMetrics) -> AsyncIte
         if pooled:
             from polyreme_reward.isolation.pool import PooledReward, WorkerPool
 
-            preload = sorted({module for _, s in pooled if "builtin" in s for module in BUILTINS[s["builtin"]].preload})
+            builtins = [BUILTINS[source["builtin"]] for _, source in pooled if "builtin" in source]
+            preload = sorted({module for builtin in builtins for module in ("polyreme_reward.rules", *builtin.preload)})
             sources = [source for _, source in pooled]
             limits = (config.item_timeout, config.start_timeout, config.worker_memory_mib)
             pool = WorkerPool(sources, preload, config.workers, *limits, config.worker_environment, metrics)

@@ -117,8 +117,7 @@ class RolloutService(pb_grpc.RolloutServiceServicer):
         """Handles a change of the policy to `version`. `sampled`: tokens of each engine request at that moment.
 
         A request without a token starts again: its computed or cached prompt belongs to the previous version, while all its tokens would
-        belong
-        to this one.
+        belong to this one.
         """
         for sequence in self._running.values():
             exact = sequence.call.exact_version

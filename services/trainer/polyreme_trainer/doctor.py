@@ -1,6 +1,6 @@
 """The trainer's part of `polyreme doctor`: packages, devices, and a collective over the devices of this machine.
 
-Invariant: torch is loaded in child processes alone, each with a deadline, so a broken driver is a verdict and not a hang.
+Invariant: only child processes load torch, each with a deadline, so a broken driver becomes a verdict and not a hang.
 """
 
 import json
@@ -24,10 +24,10 @@ _MODULE = "polyreme_trainer.megatron.self_test"
 
 
 def verdicts(wanted: str | None) -> Iterator[Verdict]:
-    """The verdicts of this machine as a learner's.
+    """Checks whether this machine can run a learner.
 
     Args:
-        wanted: "cpu", "cuda" or "npu"; None: what the machine has.
+        wanted: "cpu", "cuda" or "npu"; None: the machine's device.
     """
     versions = {name: installed_version(name) for name in ("torch", "megatron-core", "transformers")}
     if wanted == "npu":
@@ -51,7 +51,7 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
 
 
 def device_verdict(wanted: str | None, facts: Mapping[str, Any]) -> tuple[str | None, Verdict]:
-    """The device that a learner would use, None when the wanted one is missing, and the verdict.
+    """Returns the device that a learner would use (None when the wanted one is missing) and the verdict.
 
     Args:
         facts: as `self_test.facts` reports them.
@@ -88,7 +88,7 @@ def _advice(kind: str, facts: Mapping[str, Any]) -> str:
 
 
 def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
-    """Whether the devices can sum a tensor together. failure: why not; None when they can."""
+    """Checks that the devices can sum a tensor collectively. failure: why not; None when they can."""
     found = f"sum over {ranks} {kind} rank(s)"
     if failure is None:
         return Verdict("ok", "collectives", found)
@@ -101,7 +101,7 @@ def collective_verdict(kind: str, ranks: int, failure: str | None) -> Verdict:
 
 
 def _children(arguments: Sequence[str], ranks: int = 1) -> tuple[list[dict[str, Any]], str | None]:
-    """What each of `ranks` processes of the self-test answers, and why one failed; None when none did."""
+    """Runs `ranks` processes of the self-test. Returns their answers, and why one failed (None when none did)."""
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     children = [
         subprocess.Popen(

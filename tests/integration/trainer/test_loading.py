@@ -1,4 +1,4 @@
-"""The record of a load reaches the run, from a thread that has no client of it."""
+"""The record of a load reaches the run from a thread without a client of it."""
 
 import asyncio
 

@@ -216,7 +216,7 @@ class SwapMachine(RuleBasedStateMachine):
         assert self.salted.setdefault(salt, value) == value
 
 
-SwapMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+SwapMachine.TestCase.settings = settings(stateful_step_count=40)
 TestSwaps = SwapMachine.TestCase
 
 

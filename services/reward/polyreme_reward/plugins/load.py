@@ -16,7 +16,6 @@ from polyreme.config.python_source import load_module
 from polyreme.errors import ConfigError
 from polyreme_reward.items import Item
 from polyreme_reward.plugins.signatures import adapt
-from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
 
 ENTRY_POINTS = "polyreme.rewards"
 USUAL_NAMES = ("reward", "score", "compute_score", "reward_func", "reward_fn")
@@ -45,6 +44,9 @@ def load(source: Mapping[str, Any]) -> Loaded:
     """
     options = source["options"]
     if (name := source.get("builtin")) is not None:
+        # Not at the top: a process without built-in rules starts in half the time.
+        from polyreme_reward.rules import BUILTINS, builtin_version, make_rule
+
         rule = make_rule(name, options)
         note = getattr(rule, "note", "")  # what the rule has detected about its environment
         description = f"{BUILTINS[name].description} ({note})" if note else BUILTINS[name].description

@@ -24,7 +24,7 @@ def effective_weights(model: Any) -> dict[str, torch.Tensor]:
     """This rank's parameters by vLLM's (fused) names, without vocabulary padding. A tied head appears as `lm_head.weight`."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.numel()}
     for path, layer in model.named_modules():
-        method, width = getattr(layer, "quant_method", None), _width(layer)
+        method, width = getattr(layer, "quant_method", None), input_width(layer)
         if method is None or width is None:
             continue
         rows = getattr(getattr(layer, "shard_indices", None), "num_org_elements", None)
@@ -76,7 +76,7 @@ def model_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def _width(layer: Any) -> int | None:
+def input_width(layer: Any) -> int | None:
     """A layer's input size on this rank; None unless it is linear or an embedding."""
     for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
         if isinstance(size := getattr(layer, attribute, None), int):

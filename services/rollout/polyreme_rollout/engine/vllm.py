@@ -37,11 +37,11 @@ from polyreme_rollout.engine.protocol import (
     TensorDigest,
 )
 from polyreme_rollout.engine.sleep import check_sleep
+from polyreme_rollout.engine.vllm_arguments import engine_arguments
 from polyreme_rollout.engine.vllm_openai import make_openai_app
 
 LOAD_TIMEOUT = 600.0
 SHUTDOWN_TIMEOUT = 10.0
-BATCHED_TOKENS = 8192  # tokens of one step, including prompts
 
 _WORKERS_MEMORY = "/dev/shm/vllm_dist_"  # shared by the tensor-parallel group on CPU
 
@@ -58,43 +58,15 @@ def start(config: RunConfig, model_dir: Path, random_weights: bool = True) -> "V
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    rollout, on_cpu = config.rollout, config.device == "cpu"
-    arguments: dict[str, Any] = {
-        "model": str(model_dir),
-        "load_format": "dummy" if random_weights else "safetensors",
-        "dtype": config.model.dtype,
-        "max_model_len": rollout.max_model_len,
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": max(BATCHED_TOKENS, rollout.max_model_len),
-        "tensor_parallel_size": rollout.tensor_parallel,
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "generation_config": "vllm",
-        "seed": config.seed,
-        "scheduling_policy": "priority",  # all requests have equal priority, except `logprobs`, which precedes waiting requests
-        "disable_log_stats": True,
-        "worker_extension_cls": "polyreme_rollout.engine.worker.PolicyWorker",
-    }
-    if on_cpu:
-        arguments |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": rollout.vllm.kv_cache_mib << 20,
-            # Chunked prompts discard a draw of the sampler; on CPU a seeded sampler cannot rewind, and the engine crashes.
-            "enable_chunked_prefill": False,
-        }
-        if rollout.tensor_parallel == 1:
-            # The worker runs in the core's process: no shared-memory hop per step, and no process that spins on it.
-            arguments["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-    else:
-        arguments["gpu_memory_utilization"] = rollout.vllm.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = sleeps
+    on_cpu = config.device == "cpu"
+    arguments = engine_arguments(config, model_dir, random_weights)
     vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     if on_cpu:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # spawned processes would spend seconds on imports
-        torch.set_num_threads(rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
+        torch.set_num_threads(config.rollout.vllm.threads)  # forked processes inherit it, also when torch was imported before
     with _children_die_with_parent():
         llm = AsyncLLM.from_vllm_config(vllm_config, disable_log_stats=True)
-    return VllmEngine(llm, SamplingParams, rollout.vllm.sleep_level if sleeps else None)
+    return VllmEngine(llm, SamplingParams, config.rollout.vllm.sleep_level if sleeps else None)
 
 
 class VllmEngine:

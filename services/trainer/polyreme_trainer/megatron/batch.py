@@ -176,16 +176,19 @@ def share(costs: NDArray[np.float64], indices: IntArray, ranks: int) -> list[Int
     return [np.array(each, dtype=np.int64) for each in shares]
 
 
-def plan_ranks(tokens: IntArray, costs: NDArray[np.float64], indices: IntArray, ranks: int, budget: int) -> list[list[IntArray]]:
+def plan_ranks(
+    tokens: IntArray, costs: NDArray[np.float64], indices: IntArray, ranks: int, budget: int, group: int = 1
+) -> list[list[IntArray]]:
     """The micro-batches of every data-parallel rank, as many on each, because ranks may exchange tensors within a micro-batch.
 
     A rank whose own plan has fewer splits its largest micro-batch in two. A rank with fewer sequences than micro-batches gets empty ones.
 
     Args:
         tokens, costs: of each sequence.
+        group: of which the number of a rank's micro-batches is a multiple.
     """
     plans = [plan_micro_batches(tokens, mine, budget) for mine in share(costs, indices, ranks)]
-    count = max(map(len, plans))
+    count = -(-max(map(len, plans)) // group) * group
     for plan in plans:
         while len(plan) < count:
             sizes = [int(tokens[part].sum()) if len(part) > 1 else 0 for part in plan]

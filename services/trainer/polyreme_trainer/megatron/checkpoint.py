@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 Read = Callable[[str, Iterable[str]], dict[str, Tensor]]
 """Kind of state, names of parameters -> this rank's whole parameters."""
+
 _RECEIPT_POLL = 0.05
 _RECEIPT_SECONDS = 60.0  # after a barrier that follows the writing, so only a shared file system is waited for
 
@@ -192,11 +193,14 @@ def load(checkpoint: Checkpoint, roles: Sequence[Role[Any]], loads: LoadReports 
             "Set model.dtype, trainer.lora and the algorithm as they were, or start from the checkpoint's Hugging Face export.",
         )
     device, here = roles[0].model.device, roles[0].model.rank
-    sources = [(rank, [_read(checkpoint.path / _state_file(each)) for each in numbers]) for rank, numbers in layout.files(here)]
+    sources = layout.files(here)
+    numbers = sorted({number for source in sources for number in (*source.numbers, *source.expert_numbers)})
+    states = {number: _read(checkpoint.path / _state_file(number)) for number in numbers}
     for role in roles:
         arch = role.model.trained_arch
-        shards = [SavedShard(arch, rank, [states[role.name] for states in parts]) for rank, parts in sources]
-        state, loaded = sources[0][1][0][role.name], loads(role.name)
+        saved_role = {number: state[role.name] for number, state in states.items()}
+        shards = [SavedShard(arch, source, saved_role) for source in sources]
+        state, loaded = saved_role[numbers[0]], loads(role.name)
         read: Read = partial(_reshard, arch, here, shards)
         if loaded is not None:
             read = _reporting(read, sum(bool(values) for kind, values in state.items() if kind != "steps"), loaded)
@@ -301,7 +305,8 @@ def _state_file(rank: int) -> str:
 
 def _layout(roles: Sequence[Role[Any]]) -> RankMesh:
     rank = roles[0].model.rank
-    return RankMesh(rank.tp, rank.pp, parallel_state.get_data_parallel_world_size(with_context_parallel=True), rank.ep)
+    copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return RankMesh(rank.tp, rank.pp, copies, rank.ep, rank.vpp, rank.etp)
 
 
 def _models(roles: Sequence[Role[Any]]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Critic(ShardedModel):
         Args:
             ids: packed sequences, or int64 [b, s], padded on the right with any token of the vocabulary; values at padding are meaningless.
         """
-        values = self.module.output_layer(self.hidden(ids)).float()
+        values = self.chunks[-1].output_layer(self.hidden(ids)).float()
         return self.context.join(PackedIds.of(ids), values).view(ids.shape)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """The differences between cpu, cuda and npu, except for the kernels, which are in the two model specs.
 
-Invariant: only this module, `build`, which picks the spec, and `optimizer` ask which kind of device it is. On CPU, megatron-core needs
+Invariant: only this module, `build`, which picks the spec, and `optimizer` depend on the kind of device. On CPU, megatron-core needs
 `Device.megatron()` while objects are built, because it requests CUDA tensors by name. Training steps run without it, because it slows every
 call of torch.
 """

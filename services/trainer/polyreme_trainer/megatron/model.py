@@ -5,7 +5,6 @@ leaves has the adapters added to it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from polyreme.config.trainer import LoraConfig, MoeConfig, Recompute
 from polyreme.errors import ConfigError
 from polyreme.weights.manifest import TensorSpec
 from polyreme_trainer.megatron import hf_mapping
-from polyreme_trainer.megatron.build import build_module, pick_spec, rank
+from polyreme_trainer.megatron.build import build_chunks, join_chunks, pick_spec, rank
 from polyreme_trainer.megatron.context import context_ranks
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
@@ -51,9 +50,10 @@ class ShardedModel:
         seed: of new adapters.
 
     Attributes:
-        module: megatron-core's GPTModel.
+        chunks: megatron-core's GPTModels, one for each of the rank's virtual stages.
+        module: all of them under the names of `hf_mapping`.
         adapters: None without LoRA.
-        ddp: the same wrapped for data parallelism, with its gradient buffers; None when frozen.
+        ddp: the chunks wrapped for data parallelism, with their gradient buffers; none when frozen.
         routing: the state of its routers; None for a dense model.
         host: moves the weights between device and host memory; None: they stay on the device.
         context: the ranks that share the tokens of its micro-batches.
@@ -75,7 +75,8 @@ class ShardedModel:
         self.arch, self.dtype, self.device = arch, dtype, device
         self.host: HostMemory | None = None
         self.spec = spec or pick_spec(device)
-        self.module: GPTModel = build_module(arch, DTYPES[dtype][0], device, self.spec, recompute)
+        self.chunks: list[GPTModel] = build_chunks(arch, DTYPES[dtype][0], device, self.spec, recompute)
+        self.module = join_chunks(self.chunks)
         self.rank = rank()
         self.context = context_ranks(self.rank.tp if self.module.config.sequence_parallel else 1)
         self.slices = hf_mapping.rank_slices(arch, self.rank)
@@ -87,12 +88,13 @@ class ShardedModel:
         self._params = dict(self.module.named_parameters())
         self.adapters = None if lora is None else Adapters(self.module, arch, self.rank, lora, seed)
         self._trained = self._params if self.adapters is None else self.adapters.params
-        self.ddp: DistributedDataParallel | None = None
+        self.ddp: list[DistributedDataParallel] = []
         if trainable:
-            several = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+            copies = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            several = max(copies, parallel_state.get_expert_data_parallel_world_size()) > 1
             config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=several)
             with device.megatron():
-                self.ddp = DistributedDataParallel(self.module.config, config, self.module)
+                self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
         else:
             self.module.requires_grad_(False)
 
@@ -139,6 +141,12 @@ class ShardedModel:
             if loaded is not None:
                 loaded(number / len(self.slices))
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its slices: it is one of the first that together have the whole model."""
+        copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return self.rank.tp_rank + self.rank.tp * copy < self.rank.places
+
     @torch.no_grad()
     def write_slices(self, views: Mapping[str, Tensor]) -> None:
         """Copies this rank's primary slices into whole Hugging Face tensors. The ranks that have `writes` together fill them."""
@@ -163,7 +171,7 @@ class ShardedModel:
     def _full(self, arch: Architecture, mine: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """The whole tensors of a table, of which this rank has the parameters `mine`. Collective as `full_tensors`."""
         here = self.rank
-        ranks = [replace(here, tp_rank=tensor, ep_rank=expert) for expert in range(here.ep) for tensor in range(here.tp)]
+        ranks = [here.at(place) for place in range(here.places)]
         if here != ranks[0]:
             for _ in self._gather(mine, len(ranks)):
                 pass
@@ -223,24 +231,20 @@ class ShardedModel:
         assert self.host is None or self.host.has_on_device(self), "a model leaves the device when another is used"
 
     @property
-    def writes(self) -> bool:
-        """Whether this rank writes its slices: it is one of the first data and context ranks that together have all experts."""
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True) < self.rank.ep
-
-    @property
     def alignment(self) -> int:
         """The number of tokens of a forward pass is a multiple of this: context ranks have equal shares of them and, with sequence
         parallelism, tensor ranks too."""
         return self.context.ranks * self.context.multiple
 
-    def hidden(self, ids: Tensor | PackedIds) -> Tensor:
-        """Final hidden states of t tokens, [t, hidden]; of a stage before the last, what the next stage takes. With context ranks, those of
+    def hidden(self, ids: Tensor | PackedIds, chunk: GPTModel | None = None) -> Tensor:
+        """Final hidden states of t tokens, [t, hidden]; of a chunk before the model's last, what the next chunk takes. With context ranks, those of
         this rank's tokens, see `ContextRanks.cut`.
 
-        A stage after the first takes the input that the schedule has set instead of the ids.
+        A chunk after the model's first takes the input that the schedule has set instead of the ids.
 
         Args:
             ids: packed sequences; or int64 [b, s], b sequences of s tokens each, then t = b * s.
+            chunk: one of `chunks`; None for the last.
 
         Raises ValueError for more positions than the model has.
         """
@@ -248,7 +252,7 @@ class ShardedModel:
         tokens = PackedIds.of(ids)
         if (longest := max(tokens.lengths)) > self.arch.max_position:
             raise ValueError(f"expected at most {self.arch.max_position} positions; found {longest}")
-        inputs, module = tokens.aligned(self.alignment), self.module
+        inputs, module = tokens.aligned(self.alignment), self.chunks[-1] if chunk is None else chunk
         cut = self.context.cut(tokens) if self.context.ranks > 1 else None
         full, sliding = (
             angles(rope, self.arch.head_dim, self.arch.max_position, self.device.torch) if rope else None
@@ -270,6 +274,8 @@ class ShardedModel:
     def _gather(self, mine: Mapping[str, Tensor], count: int) -> Iterator[tuple[str, list[Tensor]]]:
         """Every parameter's name, and on the first of the `count` tensor and expert ranks that of each of them; else an empty list."""
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
+        if self.rank.expert_places < self.rank.places:
+            group = parallel_state.get_tensor_model_parallel_group()
         leads = torch.distributed.get_rank(group) == 0
         for name, param in mine.items():
             if count == 1:

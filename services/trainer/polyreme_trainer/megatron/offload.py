@@ -1,8 +1,8 @@
-"""Moves tensors between a device and the host's memory, and leaves every view of them as it is.
+"""Moves tensors between a device and the host's memory without changing their views.
 
-Invariant: what is moved is a tensor's storage, whose memory on the device ends and begins again in place. So parameters, their views in
-gradient buffers, moments and full-precision copies, which share storages in many ways, need no knowledge of one another. After `restore`
-every kept byte is what it was, and every dropped one is zero.
+Invariant: it moves a tensor's storage, whose device memory is freed and allocated again in place. So parameters, their views in gradient
+buffers, moments and full-precision copies, which share storages in many ways, stay valid. After `restore`, every kept byte has its old
+value, and every dropped one is zero.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ class Offload:
 
     Args:
         kept: tensors whose bytes are kept in host memory.
-        dropped: tensors whose bytes are not needed any more.
-        pin: page-locked host memory, from which an accelerator copies faster.
+        dropped: tensors whose bytes are no longer needed.
+        pin: whether to use page-locked host memory, from which an accelerator copies faster.
     """
 
     def __init__(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], pin: bool) -> None:
@@ -36,7 +36,7 @@ class Offload:
         """Bytes that have left the device."""
 
     def restore(self) -> None:
-        """Brings all of them back."""
+        """Restores all storages on the device."""
         while self._kept:
             _, (storage, copy) = self._kept.popitem()
             storage.resize_(copy.numel())

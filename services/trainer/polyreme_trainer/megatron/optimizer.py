@@ -11,7 +11,7 @@ Invariant: a step whose gradient is not finite changes nothing, and a step that 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.megatron import mcore
 from polyreme_trainer.megatron.fragments import MASTER, MOMENTS, Fragment, find_fragments
-from polyreme_trainer.megatron.hf_mapping import rank_slices
+from polyreme_trainer.megatron.hf_mapping import is_expert, rank_slices
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
 from polyreme_trainer.megatron.optimizer_parts import OptimizerParts
@@ -42,8 +42,9 @@ class Optimizer:
     """Owns a trainable model's gradients and AdamW moments. One-dimensional parameters have no weight decay."""
 
     def __init__(self, model: ShardedModel, adam: Adam) -> None:
-        assert model.ddp is not None, "a frozen model has no optimizer"
+        assert model.ddp, "a frozen model has no optimizer"
         self.model, self.adam, self._ddp = model, adam, model.ddp
+        self._distributed = self._ddp[0].ddp_config.use_distributed_optimizer
         host = model.host
         self._frees_gradients = host is not None and host.config.is_set
         if self._frees_gradients:
@@ -58,19 +59,19 @@ class Optimizer:
             clip_grad=0.0,
             bf16=model.dtype == "bfloat16",
             params_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
-            use_distributed_optimizer=self._ddp.ddp_config.use_distributed_optimizer,
+            use_distributed_optimizer=self._distributed,
         )
         overrides = mcore.get_standard_config_overrides(config)
         with model.device.megatron(), torch.no_grad():  # without no_grad, a data rank's part of a parameter would have a graph
-            chained = mcore.get_megatron_optimizer(config, [self._ddp], overrides, use_gloo_process_groups=False)
+            chained = mcore.get_megatron_optimizer(config, self._ddp, overrides, use_gloo_process_groups=False)
         self._inner = chained.chained_optimizers
         """One for the experts that expert ranks share, which are divided over other ranks, and one for all other parameters."""
         self._set_hyper_parameters()
         parameters = list(model.module.named_parameters())
         self.fragments = [fragment for inner in self._inner for fragment in find_fragments(parameters, inner)]
-        # Of a parameter that all expert ranks have, each counts its own fragments.
-        mine = {piece.param for piece in rank_slices(model.trained_arch, replace(model.rank, ep_rank=0)) if piece.primary}
-        self._counted = [fragment for fragment in self.fragments if fragment.name in mine]
+        # Of a parameter that several ranks have, each counts its own fragments, but tensor ranks have the same of what they do not cut.
+        mine = {piece.param for piece in rank_slices(model.trained_arch, model.rank.at(model.rank.tp_rank)) if piece.primary}
+        self._counted = [each for each in self.fragments if each.name in mine or is_expert(each.name)]
         self._parts = OptimizerParts(self.fragments, host) if host is not None and host.config.optimizer else None
         """The state in parts that rest in the host's memory; None: on the device."""
         if not self._frees_gradients:
@@ -81,7 +82,8 @@ class Optimizer:
         for gradients in self.gradients():
             if not gradients.untyped_storage().nbytes():
                 gradients.untyped_storage().resize_(gradients.nbytes)
-        self._ddp.zero_grad_buffer()
+        for chunk in self._ddp:
+            chunk.zero_grad_buffer()
         for inner in self._inner:
             inner.zero_grad()  # after a step, the parameters' grads still point into the buffer
 
@@ -100,14 +102,15 @@ class Optimizer:
             RunFailedError: the gradient is not finite; weights and moments are unchanged on every rank. Or the new weights, or their
                 norm, are not finite; the model is unusable then.
         """
-        mcore.finalize_model_grads([self._ddp])
+        mcore.finalize_model_grads(self._ddp)
         if self.model.adapters is not None:
             self.model.adapters.sum_gradients()
         norm = self._norm(fragment.gradient for fragment in self._counted)
         if not math.isfinite(norm):
             raise RunFailedError("a finite gradient", f"norm {norm}", "Lower the learning rate, or check the last samples.")
         if 0 < self.adam.clip_grad < norm:
-            self._ddp.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
+            for chunk in self._ddp:
+                chunk.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         for inner in self._inner:
             inner.prepare_grads()
             if self._parts is None:
@@ -138,8 +141,9 @@ class Optimizer:
 
     def gradients(self) -> Iterator[Tensor]:
         """The gradient buffers, which `zero_grad` overwrites at the next step. With offload, they have memory during steps only."""
-        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
-            yield buffer.grad_data
+        for chunk in self._ddp:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                yield buffer.grad_data
 
     @property
     def steps(self) -> int:
@@ -197,8 +201,8 @@ class Optimizer:
     def _norm(self, tensors: Iterable[Tensor]) -> float:
         """The norm over the whole model. `tensors` has one tensor for each fragment that this rank counts. Collective."""
         squared = sum_of_squares(list(tensors), self.model.device.torch)
-        distributed = self._ddp.ddp_config.use_distributed_optimizer  # then all data ranks have parts, otherwise each has all
-        torch.distributed.all_reduce(squared, group=None if distributed else parallel_state.get_model_parallel_group())
+        # Of the distributed optimizer, all data ranks have parts; otherwise each has all.
+        torch.distributed.all_reduce(squared, group=None if self._distributed else parallel_state.get_model_parallel_group())
         return math.sqrt(squared.item())
 
 

@@ -88,8 +88,8 @@ class Policy(ShardedModel):
     @property
     def _head_weight(self) -> Tensor:
         """This rank's columns of the output layer, with padding: [columns, hidden]."""
-        tied = self.arch.head == "tied"
-        return self.module.shared_embedding_or_output_weight() if tied else self.module.output_layer.weight
+        tied, last = self.arch.head == "tied", self.chunks[-1]
+        return last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight.T with the kernel of the model's spec."""

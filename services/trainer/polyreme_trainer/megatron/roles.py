@@ -146,7 +146,8 @@ class Role(Generic[Model]):
                 return Job(batch.ids, lambda: 0 * forward(batch).sum(), context)
             return Job(batch.ids, lambda: term.loss(batch, forward(batch)), context)
 
-        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost, self.model.alignment))
+        group = self.model.rank.micro_batch_group
+        jobs = map(job, self.shard.micro_batches(term.sequences, term.indices, self.cost, self.model.alignment, group))
         if self.shard.stages is None:
             run_whole(jobs, backward)
         else:

@@ -1,6 +1,8 @@
 """Every family through Megatron's files and back, in several layouts: the tensors have the bits that they had."""
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,24 @@ def rank_file(directory: Path, rank: str) -> dict[str, Any]:
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 4)]
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
+    """A model of each family, with tied embeddings or not, which tests only read."""
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family, tied: model_of(family, folder / f"{family}-{tied}", tie_word_embeddings=tied))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline", "expert"),
     [(name, *layout) for name in known_families() for layout in LAYOUTS if layout[2] == 1 or find_family(name).expert],
 )
-def test_a_model_comes_back_bit_for_bit(family: str, tied: bool, tensor: int, pipeline: int, expert: int, tmp_path: Path) -> None:
+def test_a_model_comes_back_bit_for_bit(
+    models: Callable[[str, bool], Path], family: str, tied: bool, tensor: int, pipeline: int, expert: int, tmp_path: Path
+) -> None:
     if find_family(family).projection_norms:
         tensor = min(tensor, 2)  # a norm over all of the model's two key-value heads divides as they do
-    model = model_of(family, tmp_path / "model", tie_word_embeddings=tied)
+    model = models(family, tied)
     convert(model, tmp_path / "megatron", tensor=tensor, pipeline=pipeline, expert=expert, vocab_multiple=tensor)
     assert len(list((tmp_path / "megatron").glob("iter_0000001/mp_rank_*"))) == tensor * pipeline * expert
     convert(tmp_path / "megatron", tmp_path / "back", config=model)

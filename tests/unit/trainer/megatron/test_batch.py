@@ -64,14 +64,16 @@ def test_the_shares_of_the_ranks_are_a_balanced_partition(lengths: np.ndarray, r
     assert max(totals) - min(totals) <= (lengths.max() if len(lengths) else 0)
 
 
-@given(lengths_of, st.integers(1, 5), st.integers(1, 400), st.builds(Cost, st.floats(0, 1)))
+@given(lengths_of, st.integers(1, 5), st.integers(1, 400), st.builds(Cost, st.floats(0, 1)), st.integers(1, 4))
 def test_every_rank_runs_as_many_micro_batches_and_every_sequence_once(
-    lengths: np.ndarray, ranks: int, budget: int, cost: Cost
+    lengths: np.ndarray, ranks: int, budget: int, cost: Cost, group: int
 ) -> None:
     indices = np.arange(len(lengths))[::-1]
-    plans = plan_ranks(lengths, cost.of(lengths), indices, ranks, budget)
+    plans = plan_ranks(lengths, cost.of(lengths), indices, ranks, budget, group)
     assert len(plans) == ranks
-    assert len({len(plan) for plan in plans}) == 1
+    (count,) = {len(plan) for plan in plans}
+    assert count % group == 0
+    assert count < group + max(map(len, plan_ranks(lengths, cost.of(lengths), indices, ranks, budget)))
     parts = [part for plan in plans for part in plan]
     assert sorted(itertools.chain.from_iterable(part.tolist() for part in parts)) == sorted(indices.tolist())
     for part in parts:
@@ -79,7 +81,7 @@ def test_every_rank_runs_as_many_micro_batches_and_every_sequence_once(
     for mine, plan in zip(share(cost.of(lengths), indices, ranks), plans, strict=True):
         assert sorted(mine.tolist()) == sorted(itertools.chain.from_iterable(part.tolist() for part in plan))
         assert len(mine) < len(plan) or all(len(part) for part in plan)  # empty only where there are too few sequences
-    again = plan_ranks(lengths.copy(), cost.of(lengths), indices.copy(), ranks, budget)
+    again = plan_ranks(lengths.copy(), cost.of(lengths), indices.copy(), ranks, budget, group)
     assert all((a == b).all() for ours, theirs in zip(plans, again, strict=True) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -12,6 +12,7 @@ from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import IGNORE, supervised
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.iteration_losses import Losses
 from polyreme_trainer.megatron.roles import Role
@@ -27,6 +28,7 @@ class Table(torch.nn.Module):
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment = 1
     routing = None
+    rank = Rank()
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import IGNORE, Sequences
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration, Trained
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.samples import collect
@@ -32,6 +33,7 @@ class Drifting:
     arch = SimpleNamespace(active_parameters=1000, layers=2, queries=8, sliding=())
     alignment = 1
     routing = None
+    rank = Rank()
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...

@@ -17,6 +17,7 @@ from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
 from polyreme_trainer.megatron.batch import split_steps, supervised
 from polyreme_trainer.megatron.followers import Followers
+from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.roles import Role
 from polyreme_trainer.megatron.samples import collect
@@ -83,6 +84,7 @@ class Lookup(torch.nn.Module):
     arch = SimpleNamespace(active_parameters=8, layers=1, queries=2, sliding=())
     alignment = 1
     routing = None
+    rank = Rank()
     dtype = "float32"
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class MicroBatchSize:
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
     """What the trained model adds while it trains one micro-batch: saved activations, then what its peak needs beside them."""
     arch, width = model.arch, model.width
-    layers = arch.layers // sharding.rank.pp
+    layers = sharding.layers(arch)
     each = saved_bytes(arch, sharding, width, batch)
     if model.adapter is not None and batch.recompute != "full":
         each += width * stacked_ranks(model.adapter)
@@ -78,7 +78,7 @@ def layer_bytes(arch: Architecture, sharding: Sharding, width: int, fused: bool)
     if arch.family.options.get("qk_layernorm") or arch.family.projection_norms:
         heads += arch.queries + arch.keys
     mlp = (4 if fused else 5) * (arch.shared_ffn if arch.experts else arch.ffn)
-    routed = arch.top_k * (arch.hidden + (5 if fused else 6) * arch.expert_ffn // tensor)
+    routed = _routed(arch, sharding, fused)
     statistics = FLOAT * (arch.heads // tensor + 2 + 6 * arch.experts)
     return width * (hidden // sequence + (heads + mlp) // tensor + routed) + statistics
 
@@ -92,8 +92,13 @@ def saved_bytes(arch: Architecture, sharding: Sharding, width: int, batch: Micro
         return every
     mlp = arch.shared_ffn if arch.experts else arch.ffn
     inside = (4 if batch.fused else 5) * mlp // sharding.rank.tp
-    routed = arch.top_k * (arch.hidden + (5 if batch.fused else 6) * arch.expert_ffn // sharding.rank.tp)
-    return every - width * (inside + routed)
+    return every - width * (inside + _routed(arch, sharding, batch.fused))
+
+
+def _routed(arch: Architecture, sharding: Sharding, fused: bool) -> int:
+    """Numbers that a layer's experts save for each token. The ranks that cut an expert each have all of its tokens."""
+    tensor, cut = sharding.rank.tp, sharding.rank.expert_cut.tp
+    return arch.top_k * (arch.hidden * cut + (5 if fused else 6) * arch.expert_ffn) // tensor
 
 
 def _peaks(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
@@ -120,7 +125,7 @@ def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> l
     numbers = 0 if model.adapter is None else wide_numbers(model.adapter) // sharding.rank.tp
     if not numbers or batch.recompute == "full":
         return []
-    layers = model.arch.layers // sharding.rank.pp
+    layers = sharding.layers(model.arch)
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
     arithmetic = f"{numbers:,} numbers x {layers} layers x {model.width} bytes{in_flight}"
     return [Addend(f"{model.role} B of fused layers", numbers * layers * model.width * sharding.micro_batches, arithmetic)]

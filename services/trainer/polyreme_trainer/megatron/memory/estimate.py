@@ -1,6 +1,6 @@
-"""The memory of a learner rank as a sum of named terms, and of what the versions of a policy take beside the ranks.
+"""The memory of a learner rank as a sum of named terms, and the memory of a policy's versions outside the ranks.
 
-Invariant: an estimate depends on the configuration and the models' config.json files alone. It counts tensors: not the interpreter, not the
+Invariant: an estimate depends only on the configuration and the models' config.json files. It counts tensors: not the interpreter, not the
 device's context, and not the buffers of collectives.
 """
 
@@ -15,16 +15,16 @@ from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
 from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_of
 
 ARENA_SLOTS = 3
-"""Versions of the policy in the arena, the default of `Arena.create`."""
+"""Number of policy versions in the arena, the default of `Arena.create`."""
 
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """The largest memory of one rank.
+    """The peak memory of one rank.
 
     Attributes:
-        state: the models' weights, gradients and optimizer state, which are on the device at once.
-        step: what the training of one model adds; of several trained models, the one that needs most.
+        state: the models' weights, gradients and optimizer state, which are on the device at the same time.
+        step: the additional memory of training one model; of several trained models, the largest.
         host: what rests in the host's memory while it is not in use, also some of `state`.
     """
 
@@ -69,7 +69,7 @@ def rank_estimate(
 def largest_rank(
     models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize, offload: OffloadConfig | None = None
 ) -> RankEstimate:
-    """The estimate of the rank that needs most. Raises ValueError when a model's sizes do not divide over the ranks."""
+    """The estimate of the rank with the largest memory. Raises ValueError when a model's sizes do not divide over the ranks."""
     every = [rank_estimate(models, sharding, batch, offload) for sharding in shardings(models[0].arch, parallel)]
     return max(every, key=lambda estimate: estimate.nbytes)
 
@@ -83,6 +83,6 @@ def arena_term(arch: Architecture, dtype: str) -> Addend:
 def cache_bytes_per_token(arch: Architecture, dtype: str, tensor: int) -> int:
     """Bytes of one token's keys and values on one device of a replica of `tensor` devices, all layers together.
 
-    A head that several devices need is on each of them.
+    A head that several devices need is stored on each of them.
     """
     return 2 * arch.layers * max(1, arch.kv_heads // tensor) * arch.head_dim * WIDTHS[dtype]

@@ -70,6 +70,9 @@ def test_experts_save_what_their_chosen_tokens_pass_and_not_the_dense_mlp() -> N
     arch = architecture("Qwen3-235B-A22B")
     one, two = (layer_bytes(replace(arch, top_k=count), Sharding(), 2, fused=True) for count in (1, 2))
     assert two - one == 2 * (4096 + 5 * 1536)
+    for cut in (1, 2, 4):  # these ranks each have the tokens of all of them, of which sequence parallelism gives each of 2 a half
+        one, two = (layer_bytes(replace(arch, top_k=count), Sharding(Rank(tp=2, etp=cut)), 2, fused=True) for count in (1, 2))
+        assert two - one == 2 * (4096 * cut + 5 * 1536) // 2
     assert layer_bytes(replace(arch, ffn=1), Sharding(), 2, fused=True) == layer_bytes(arch, Sharding(), 2, fused=True)
 
 

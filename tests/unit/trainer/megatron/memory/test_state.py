@@ -88,6 +88,8 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
     (sharding,) = shardings(arch, ParallelConfig(data=8, expert=4))
     shared = total(Model("actor", arch, "bfloat16", trained=True), sharding)
     assert shared == (2 + 4) * (others + experts // 4) + 12 * others // 8 + 12 * (experts // 4) // 2
+    (sharding,) = shardings(arch, ParallelConfig(data=8, expert=2, expert_tensor=2))
+    assert total(Model("actor", arch, "bfloat16", trained=True), sharding) == shared
 
 
 @pytest.mark.parametrize(
@@ -119,5 +121,9 @@ def test_sizes_that_do_not_divide_are_an_error() -> None:
         rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(tp=8)))
     with pytest.raises(ValueError, match="qwen2 has no experts"):
         rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(ep=2)))
+    with pytest.raises(ValueError, match="qwen2 has no experts"):
+        rank_parameters(architecture("Qwen2.5-7B-Instruct"), Sharding(Rank(etp=2)))
+    with pytest.raises(ValueError, match="expert ffn = 1536"):
+        rank_parameters(architecture("Qwen3-235B-A22B"), Sharding(Rank(etp=5)))
     with pytest.raises(ValueError, match="128 experts do not divide over 3"):
         rank_parameters(architecture("Qwen3-235B-A22B"), Sharding(Rank(ep=3)))
