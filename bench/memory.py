@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
         "tokens": 2048,
     },
     "tensor": {**WIDE, "algorithm": {"preset": "ppo"}, "parallel": {"tensor": 2}},
+    "offload": {**WIDE, "algorithm": {"preset": "ppo"}, "offload": {"optimizer": True, "idle_models": True}},
     "data": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"data": 2}},
     "context": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"context": 2}},
     "pipeline": {**WIDE, "algorithm": {"preset": "dapo"}, "parallel": {"pipeline": 2}},
@@ -82,6 +83,7 @@ def config_of(case: str, path: Path) -> Any:
                 "micro_batch_tokens": CASES[case]["tokens"],
                 "parallel": CASES[case].get("parallel", {}),
                 "lora": CASES[case].get("lora"),
+                "offload": CASES[case].get("offload", {}),
             },
         }
     )
@@ -210,7 +212,7 @@ def compare(case: str, folder: Path, resident: bool) -> float:
     save_model(case, path)
     memory = learner_memory(config_of(case, path))
     assert memory.arena is not None
-    estimated = memory.rank.nbytes + (memory.arena.nbytes if resident else 0)
+    estimated = memory.rank.all_bytes + (memory.arena.nbytes if resident else 0)
     measured = max(peaks(case, path, resident))
     print(f"{case:>12} {estimated / 2**20:>14,.0f} {measured / 2**20:>14,.0f} {measured / estimated:>8.3f}", flush=True)
     return measured / estimated

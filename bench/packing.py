@@ -92,7 +92,8 @@ def attention_padding(policy: "Policy", batches: "list[tuple[Tensor | PackedIds,
     """Returns the share of positions in attention's blocks that are padding."""
     import numpy as np
 
-    from polyreme_trainer.megatron.packing import PackedIds, cut_blocks, plan_blocks
+    from polyreme_trainer.megatron.attention_blocks import plan_blocks
+    from polyreme_trainer.megatron.packing import PackedIds, cut_blocks
 
     counts = [np.array(ids.lengths) for ids, _ in batches if isinstance(ids, PackedIds)]
     plans = [plan_blocks(each, policy.arch.queries) for each in counts]

@@ -1,10 +1,11 @@
 """The run summary that is printed before training starts.
 
-Invariant: a pure function of the configuration and of the notices of the checks.
+Invariant: a function of the configuration and of the notices of the checks; with routing replay, also of the model's config.json.
 """
 
 from collections.abc import Iterable, Sequence
 
+from polyreme.cli.input_files import route_bytes
 from polyreme.config.data import Sources
 from polyreme.config.evaluation import EvaluationSet
 from polyreme.config.run import RunConfig
@@ -138,8 +139,12 @@ def learning_rate(optimizer: OptimizerConfig, length: int | None, unit: str = "i
 
 
 def redis_bytes(config: RunConfig) -> int:
-    """Upper bound in bytes of the groups in the log: all iterations since the oldest checkpoint, and the groups in generation."""
-    token = _TOKEN_BYTES + _NUMBER_BYTES * ((config.reward is not None) + (config.teacher is not None))
+    """Upper bound in bytes of the groups in the log: all iterations since the oldest checkpoint, and the groups in generation.
+
+    Raises ConfigError for a model whose experts cannot be counted although their routes are replayed.
+    """
+    routes = route_bytes(config.model.path) if config.trainer.moe.replay_routes else 0
+    token = _TOKEN_BYTES + routes + _NUMBER_BYTES * ((config.reward is not None) + (config.teacher is not None))
     response = config.rollout.max_new_tokens * token
     group = _GROUP_OVERHEAD_BYTES + config.data.max_prompt_tokens * 8 + config.group_size * response
     save_interval = config.trainer.save_interval or config.iterations

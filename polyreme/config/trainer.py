@@ -141,6 +141,23 @@ class LoraConfig(Section):
 LORA = "Low-rank adapters: of every trained model, only they and a value head are trained. null: all weights are trained."
 
 
+class OffloadConfig(Section):
+    """What rests in the host's memory while it is not in use. No setting changes the weights: they are the same bits."""
+
+    optimizer: Operational[bool] = Field(
+        False, description="Moments and full-precision weights are on the device during optimizer steps only, in parts of 1 GiB."
+    )
+    idle_models: Operational[bool] = Field(
+        False,
+        description="Of actor, critic, reference and moving average, only the model that computes is on the device.",
+    )
+
+    @property
+    def is_set(self) -> bool:
+        """Whether anything rests there."""
+        return self.optimizer or self.idle_models
+
+
 class MoeConfig(Section):
     """Losses on the routers of models with experts, in every optimizer step of a run or a stage."""
 
@@ -196,6 +213,7 @@ class TrainerConfig(Section):
         8192, ge=1, description="Maximum tokens per micro-batch. A longer sample gets its own micro-batch."
     )
     recompute: Operational[Recompute | None] = Field(None, description=RECOMPUTE)
+    offload: OffloadConfig = OffloadConfig()
     optimizer: OptimizerConfig
     lora: LoraConfig | None = Field(None, description=LORA)
     moe: RunMoeConfig = RunMoeConfig()

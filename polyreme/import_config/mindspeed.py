@@ -17,7 +17,7 @@ VERIFIERS = {
     **dict.fromkeys(["acc", "base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo", "math_verify_reward"], "math"),
     **dict.fromkeys(["format", "strict_format", "step"], "think_format"),
 }
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 GAE = when(f"{RL}.adv_estimator", "gae")
 
 

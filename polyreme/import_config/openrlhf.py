@@ -19,7 +19,7 @@ PRESETS = {
     "reinforce": "reinforce_pp",
     "reinforce_baseline": "reinforce_pp_baseline",
 }
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 
 
 def _gae(value: Any, values: Values) -> Any:
@@ -195,6 +195,7 @@ RULES = (
     *part_of("trainer.lora", "ds.lora.alpha"),
     Rule("ds.lora.*", "", "see trainer.lora"),
     *part_of("model.dtype", "ds.param_dtype", "ds.bf16"),
+    Rule("ds.adam_offload", "trainer.offload.optimizer"),
     Rule("ds.*", "", "the learner is Megatron-Core, not DeepSpeed"),
     Rule("ckpt.save_steps", "trainer.save_interval", "-1: only after the last iteration", positive),
     Rule("ckpt.best_metric_key", "", "set eval_best: SET/METRIC"),

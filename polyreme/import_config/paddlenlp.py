@@ -12,7 +12,7 @@ from polyreme.import_config.rules import NOTHING, Rule, System, Values, part_of
 
 PRESETS = {"ppo": "ppo", "grpo": "grpo", "reinforce_plus_plus": "reinforce_pp", "vapo": "ppo"}
 CRITIC = ("ppo", "vapo")
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 
 
 def _samples(values: Values) -> int:
@@ -149,6 +149,7 @@ RULES = (
     Rule("pipeline_parallel_*", "", "an option of Paddle's schedule"),
     Rule("virtual_pp_degree", "trainer.parallel.virtual_pipeline"),
     Rule("sharding*", "", "the optimizer's state is always sharded over data ranks"),
+    Rule("offload_optim", "trainer.offload.optimizer"),
     Rule("offload_*", "", MEMORY),
     Rule("recompute", "trainer.recompute", "with recompute_granularity; full_attn and core_attn: selective", _recompute),
     Rule("recompute_*", "", "see trainer.recompute"),

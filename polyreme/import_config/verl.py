@@ -34,7 +34,7 @@ PRESETS = {
     "remax": "remax",
     "opo": "opo",
 }
-MEMORY = "placement: colocated moves what is not in use off the devices; nothing else is offloaded"
+MEMORY = "see trainer.offload; with placement: colocated, replicas and learner leave the devices to each other"
 NO_GENERATION = "samples are drawn from the whole distribution, so that the learner's log-probabilities are those of the sampler"
 
 
@@ -141,6 +141,7 @@ RULES = (
     Rule(f"{ACTOR}.policy_loss.*", "", "an option of a loss that is not used"),
     Rule(f"{ACTOR}.shuffle", "", "the order of samples does not matter: a mini-batch consists of whole groups"),
     Rule(f"{ACTOR}.strategy", "", "the learner is Megatron-Core"),
+    Rule(f"{ACTOR}.fsdp_config.optimizer_offload", "trainer.offload.optimizer"),
     Rule(f"{ACTOR}.fsdp_config.*", "", MEMORY),
     Rule(f"{ACTOR}.megatron.tensor_model_parallel_size", "trainer.parallel.tensor"),
     Rule(f"{ACTOR}.megatron.pipeline_model_parallel_size", "trainer.parallel.pipeline", "every stage has equally many layers"),

@@ -17,7 +17,7 @@ from polyreme.config.algorithm import AlgorithmConfig
 from polyreme.config.model import ModelConfig
 from polyreme.config.presets import PRESETS
 from polyreme.config.run import RunConfig
-from polyreme.config.trainer import CriticConfig, OptimizerConfig, ParallelConfig
+from polyreme.config.trainer import CriticConfig, OffloadConfig, OptimizerConfig, ParallelConfig
 from polyreme.experience.records import GroupRecord
 from polyreme_trainer.observe.registry import find
 from support import learning
@@ -276,14 +276,17 @@ def plain_grpo_loss(model: torch.nn.Module, groups: list[GroupRecord], cap: floa
 @pytest.mark.parametrize("parallel", [*LAYOUTS[:2], VIRTUAL], ids=["tensor", "data", "pipeline"])
 def test_a_resume_replays_to_the_same_bits(parallel: ParallelConfig, tmp_path: Path) -> None:
     """PPO with critic, KL controller, normalisation, moving average, renewed reference and mixed rows. The first iteration trains only the
-    critic. The checkpoint is written while training continues."""
+    critic. The checkpoint is written while training continues. The run on two data ranks resumes with offload."""
     model = tiny_model("tied", tmp_path / "model", layers=4)
     own = OptimizerConfig(lr=3e-3, schedule="linear", warmup=2, clip_grad=0.5, eps=learning.EPS)
     base = config_of(tmp_path, model, parallel, CriticConfig(warmup_iterations=1, optimizer=own))
     trainer = base.trainer.model_copy(update={"ema_decay": DECAY})
     config = base.model_copy(update={"algorithm": ALGORITHMS["ppo from the actor"], "trainer": trainer})
-    for function in (learning.save_and_continue, learning.resume_and_continue):
-        run_ranks(function, parallel.world_size, config.model_dump_json(), str(tmp_path))
+    run_ranks(learning.save_and_continue, parallel.world_size, config.model_dump_json(), str(tmp_path))
+    if parallel.data > 1:
+        moves = config.trainer.model_copy(update={"offload": OffloadConfig(optimizer=True, idle_models=True)})
+        config = config.model_copy(update={"trainer": moves})
+    run_ranks(learning.resume_and_continue, parallel.world_size, config.model_dump_json(), str(tmp_path))
     whole, resumed = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumed"))
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     results = json.loads((tmp_path / "whole.json").read_text())

@@ -42,15 +42,17 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def configured(folder: Path, name: str, parallel: ParallelConfig) -> StageConfig:
-    sizes = {"trainer__parallel": parallel.model_dump()}
+def configured(folder: Path, name: str, parallel: ParallelConfig, offload: bool = False) -> StageConfig:
+    sizes = {"trainer__parallel": parallel.model_dump(), "trainer__offload": {"optimizer": offload, "idle_models": offload}}
     words = parallel.layout.replace(" ", "-")
     return stage_config(folder, **KINDS[name], **SGD_LIKE, **sizes, name=f"{name}-{words}")
 
 
-def train(folder: Path, parallel: ParallelConfig, *names: str, dies_at: str = "") -> dict[str, StageConfig]:
+def train(
+    folder: Path, parallel: ParallelConfig, *names: str, dies_at: str = "", offload: bool = False
+) -> dict[str, StageConfig]:
     """Trains these kinds of stages, one after the other, in a layout."""
-    configs = {name: configured(folder, name, parallel) for name in names}
+    configs = {name: configured(folder, name, parallel, offload) for name in names}
     run_dirs = json.dumps([str(prepared(config)) for config in configs.values()])
     run_ranks(run_rank, parallel.world_size, run_dirs, dies_at)
     return configs
@@ -116,15 +118,15 @@ def test_every_layout_trains_to_the_weights_of_one_rank(
 def test_a_killed_stage_is_resumed_to_the_same_bits(
     folder: Path, two_tensor_ranks: dict[str, StageConfig], tmp_path: Path
 ) -> None:
-    """Rank 0 is killed after the third step. The newest checkpoint is from the second one."""
+    """Rank 0 is killed after the third step. The newest checkpoint is from the second one. The interrupted run offloads."""
     for part in ("model", "rows.jsonl", "held_out.jsonl"):
         (tmp_path / part).symlink_to(folder / part)
     with pytest.raises(AssertionError):
-        train(tmp_path, ParallelConfig(tensor=2), "kto", dies_at="6")
+        train(tmp_path, ParallelConfig(tensor=2), "kto", dies_at="6", offload=True)
     config = configured(tmp_path, "kto", ParallelConfig(tensor=2))
     assert [record["step"] for record in records(config, "step")] == [1, 2, 3]
     assert not (config.run_dir / "hf" / "final").exists()
-    train(tmp_path, ParallelConfig(tensor=2), "kto")
+    train(tmp_path, ParallelConfig(tensor=2), "kto", offload=True)
     assert [record["step"] for record in records(config, "step")] == [1, 2, 3, 4, 5, 6]
     torch.testing.assert_close(weights(config), weights(two_tensor_ranks["kto"]), rtol=0, atol=0)
 

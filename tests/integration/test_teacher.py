@@ -13,7 +13,7 @@ from polyreme.errors import ConfigError
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.data.template import Template
-from polyreme_trainer.megatron.batch import collect
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.orchestrator.teacher_client import TeacherClient
 from support.models import tiny_model
 from support.replicas import Learner, Replica, generate, hf_weights, model_files, replica, request, rollout_config

@@ -96,6 +96,7 @@ class Rank:
             self.engine.make_reference(config.model.path)
         elif self.engine.algorithm.needs.reference and self.engine.reference is None:
             self.engine.reference = self.engine.frozen_role("reference", self.engine.policy.dtype)
+            self.engine.reference.model.use(self.engine.policy)
             self.engine.reference.model.load_state_dict(self.engine.policy.weights())
 
     def iterate(self, iteration: int) -> dict[str, Any]:
@@ -211,6 +212,7 @@ def resume_and_continue(config_json: str, out: str) -> None:
     metrics = []
     for iteration in (4, 5):
         metrics.append(rank.iterate(iteration))
+        metrics[-1].pop("offload/moved_bytes", None)
         leave_and_return(rank.engine)
     rank.write(Path(out, "resumed"), {"state": rank.engine.state.to_json(), "metrics": metrics})
     fail_to_write(rank)

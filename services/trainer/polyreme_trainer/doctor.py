@@ -5,9 +5,11 @@ Invariant: only child processes load torch, each with a deadline, so a broken dr
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from polyreme.cli.doctor import installed_version
@@ -16,6 +18,8 @@ from polyreme.net.ports import free_port
 
 SECONDS = 120.0
 """Deadline of a child process."""
+DRIVERS = {"cuda": Path("/proc/driver/nvidia/version"), "npu": Path("/usr/local/Ascend/driver/version.info")}
+"""The files in which drivers name their version."""
 _MODULE = "polyreme_trainer.megatron.self_test"
 
 
@@ -38,6 +42,9 @@ def verdicts(wanted: str | None) -> Iterator[Verdict]:
         return
     kind, verdict = device_verdict(wanted, answers[0])
     yield verdict
+    if (accelerator := kind or device) in DRIVERS:
+        path = DRIVERS[accelerator]
+        yield driver_verdict(accelerator, path.read_text(errors="replace") if path.is_file() else None)
     if kind is not None:
         ranks = 2 if kind == "cpu" else len(answers[0][kind])
         yield collective_verdict(kind, ranks, _children([kind], ranks)[1])
@@ -57,6 +64,19 @@ def device_verdict(wanted: str | None, facts: Mapping[str, Any]) -> tuple[str | 
         each = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
         return kind, Verdict("ok", "devices", f"{kind}: {each}, {torch}")
     return None, Verdict("missing", "devices", f"no {kind}, {torch}", _advice(kind, facts))
+
+
+def driver_verdict(kind: str, text: str | None) -> Verdict:
+    """The version of an accelerator's driver. text: of its file in DRIVERS; None: it is not there."""
+    found = re.search(r"\b\d+\.\d+(\.[\w.]+)?", text or "")
+    if found is not None:
+        return Verdict("ok", "driver", f"{kind} {found.group()}")
+    what = "no file" if text is None else "no version"
+    advice = {
+        "cuda": "Install NVIDIA's driver; `nvidia-smi` names it and the newest CUDA that it supports.",
+        "npu": "Install Ascend's driver; a container needs /usr/local/Ascend/driver/version.info of its host, read-only.",
+    }[kind]
+    return Verdict("note", "driver", f"{kind}: {what} at {DRIVERS[kind]}", advice)
 
 
 def _advice(kind: str, facts: Mapping[str, Any]) -> str:

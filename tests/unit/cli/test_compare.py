@@ -28,6 +28,16 @@ def test_settings_that_differ_have_a_value_per_run() -> None:
     assert rows == {"a.c": [2, 3, None], "d": [None, None, [1]]}
 
 
+def test_sections_in_a_list_are_compared_key_by_key() -> None:
+    one = {"rewards": [{"file": "a.py", "weight": 1.0}], "sizes": [1, 2]}
+    other = {"rewards": [{"file": "a.py", "weight": 0.5}, {"file": "b.py"}], "sizes": [1]}
+    assert settings_rows([one, other]) == {
+        "rewards.0.weight": [1.0, 0.5],
+        "rewards.1.file": [None, "b.py"],
+        "sizes": [[1, 2], [1]],
+    }
+
+
 def test_results_are_those_that_decide() -> None:
     summaries: list[dict[str, Any]] = [
         {"hard/pass@8_before": None, "hard/pass@8_after": 0.5, "state": "done", "staleness": [1]},

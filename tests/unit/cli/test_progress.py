@@ -1,5 +1,6 @@
 """Progress from records, and the text lines made of it."""
 
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from polyreme.cli import view
 from polyreme.cli.progress import Progress, comparable
 from polyreme.cli.report import plain_line, report
 from polyreme.cli.summary import redis_bytes, summary_lines
+from polyreme.config.model import ModelConfig
 from polyreme.config.trainer import ParallelConfig
+from polyreme.errors import ConfigError
 from support.configs import run_config
 
 
@@ -332,3 +335,20 @@ def test_redis_must_hold_what_the_oldest_kept_checkpoint_may_replay(tmp_path: Pa
     config = run_config(tmp_path, iterations=100)
     every_ten = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_interval": 10})})
     assert redis_bytes(config) == pytest.approx(redis_bytes(every_ten) * 101 / 31)
+
+
+@pytest.mark.parametrize(("experts", "each"), [({"num_experts": 256}, 24 * 4), ({"num_local_experts": 257}, 2 * 24 * 4)])
+def test_redis_must_hold_the_replayed_routes(experts: dict[str, int], each: int, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 24, "num_experts_per_tok": 4, **experts}))
+    plain = run_config(tmp_path, model=ModelConfig(path=model))
+    moe = plain.trainer.moe.model_copy(update={"replay_routes": True})
+    replayed = plain.model_copy(update={"trainer": plain.trainer.model_copy(update={"moe": moe})})
+    held = plain.iterations + 1 + plain.max_staleness
+    tokens = plain.samples_per_iteration * plain.rollout.max_new_tokens * held
+    assert redis_bytes(replayed) - redis_bytes(plain) == tokens * each
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 24}))
+    with pytest.raises(ConfigError) as error:
+        redis_bytes(replayed)
+    assert "num_local_experts" in error.value.found

@@ -20,7 +20,7 @@ MODELS = {
     "gsm8k_0.5b.yaml": "Qwen2.5-0.5B-Instruct",
     "math_7b.yaml": "Qwen2.5-7B-Instruct",
     "ppo_32b_cuda.yaml": "Qwen2.5-32B",
-    "grpo_32b_npu.yaml": "Qwen2.5-32B",
+    "ppo_32b_npu.yaml": "Qwen2.5-32B",
 }
 SUM = re.compile(r"# Learner, in GiB: .* = ([\d.]+) of ([\d.]+)\.\n")
 

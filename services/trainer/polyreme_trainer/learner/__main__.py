@@ -14,6 +14,7 @@ from polyreme.experience.run import Run
 from polyreme.experience.store import RECONNECT_TIMEOUT, connect
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import die_with_parent, exit_on_error
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.learner.device_turns import LearnerTurns
 from polyreme_trainer.learner.leader import AGENT_PID, LeaderError, Ranks
 from polyreme_trainer.learner.loading import reports_to_run, unreported
@@ -49,7 +50,7 @@ def main(kind: type[Learner] = Learner) -> None:
         config, files = asyncio.run(read_run(redis_url, run_id))
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
         device.seed(config.seed)
-        announce(config, device.memory(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), leads=rank == 0)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         turns = LearnerTurns(config, redis_url, run_id, ranks)

@@ -20,6 +20,7 @@ from polyreme.cli.run_directory import read_run_file, read_stage_config
 from polyreme.errors import ConfigError
 from polyreme.process import logging_setup
 from polyreme.process.lifecycle import exit_on_error
+from polyreme.process.machine import memory_limit
 from polyreme_trainer.data.template import Template
 from polyreme_trainer.learner.leader import LeaderError, Ranks
 from polyreme_trainer.learner.loading import reports_to, unreported
@@ -83,7 +84,7 @@ def main() -> None:
     with exit_on_error("learner"):
         config = read_stage_config(run_dir)
         device = Device(config.device, local_rank, config.trainer.parallel.threads)
-        announce(config, device.memory(), leads=rank == 0)
+        announce(config, device.memory(), memory_limit(), leads=rank == 0)
         init_parallel(config.trainer.parallel, device)
         ranks = Ranks(rank, BroadcastChannel(device.torch) if world > 1 else None)
         try:

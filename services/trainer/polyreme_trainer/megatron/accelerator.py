@@ -37,11 +37,21 @@ def flash(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: fl
         return in_blocks(query, key, value, packing, scale, window)
     from torch.nn.attention.varlen import varlen_attn  # torch_npu's torch has it with other parameters
 
-    starts, longest = (packing.cu_seqlens_q, packing.cu_seqlens_kv), (packing.max_seqlen_q, packing.max_seqlen_kv)
     earlier = -1 if window is None else window - 1  # tokens before its own to which a query attends; -1: all
     grouped = query.shape[1] != key.shape[1]
     # Its last query is that of the last key, also where there are fewer queries than keys.
-    output = varlen_attn(query, key, value, *starts, *longest, scale=scale, window_size=(earlier, 0), enable_gqa=grouped)
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        packing.cu_seqlens_q,
+        packing.cu_seqlens_kv,
+        packing.max_seqlen_q,
+        packing.max_seqlen_kv,
+        scale=scale,
+        window_size=(earlier, 0),
+        enable_gqa=grouped,
+    )
     assert isinstance(output, Tensor)  # the log-sum-exp was not asked for
     return output
 

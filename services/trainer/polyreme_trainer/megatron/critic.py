@@ -35,6 +35,7 @@ class Critic(ShardedModel):
     @torch.no_grad()
     def copy_backbone(self, model: ShardedModel) -> None:
         """Copies the weights of a model of the same sizes, except its head. The values become 0."""
+        self.use(model)
         theirs = model.weights()
         for name, param in self._params.items():
             if name == "output_layer.weight":
@@ -53,6 +54,7 @@ class Critic(ShardedModel):
     def load_base(self, path: Path, loaded: Callable[[float], None] | None = None) -> None:
         """Loads the frozen weights beside the adapters from a language model. Adapters and head keep their values. `loaded`: see `load_hf`.
         Raises ConfigError."""
+        self.use()
         trained = {name: param.clone() for name, param in self.state_dict().items()}
         self.load_hf(path, loaded)
         self.load_state_dict(trained)

@@ -71,6 +71,11 @@ class Device:
         if self.kind != "cpu":
             getattr(torch, self.kind).set_rng_state(state["device"])
 
+    @property
+    def pins(self) -> bool:
+        """Whether memory of the host from which the device copies is page-locked."""
+        return self.kind != "cpu"
+
     def synchronize(self) -> None:
         """Waits for the device's queued work. Does nothing on CPU."""
         if self.kind != "cpu":

@@ -24,11 +24,12 @@ from polyreme_trainer.learner.gates import Answer, Gate
 from polyreme_trainer.learner.leader import Ranks
 from polyreme_trainer.learner.loading import LoadReports, unreported
 from polyreme_trainer.megatron import checkpoint
-from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, collect, split_steps, supervised
+from polyreme_trainer.megatron.batch import IGNORE, MicroBatch, Sequences, split_steps, supervised
 from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import CRITIC, EMA, Export
 from polyreme_trainer.megatron.followers import Followers
+from polyreme_trainer.megatron.host_memory import HostMemory
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.model import check_same_weights
 from polyreme_trainer.megatron.model_probes import ModelProbes
@@ -38,6 +39,7 @@ from polyreme_trainer.megatron.own_algorithm import load_algorithm
 from polyreme_trainer.megatron.policy import Policy, build_policy
 from polyreme_trainer.megatron.replay import decode_routes
 from polyreme_trainer.megatron.roles import BaseRole, Forward, Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.saves import Saves
 from polyreme_trainer.megatron.shard import data_shard
 from polyreme_trainer.megatron.step import train_iteration
@@ -69,7 +71,8 @@ class MegatronEngine:
         self.config, self.files, self.ranks, self.device, self.loads = config, files, ranks, device, loads
         self.algorithm = load_algorithm(config)
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
-        self.policy = policy = build_policy(config.model.path, config, device, loaded=loads("actor"))
+        self.host = HostMemory(config.trainer.offload, device.pins)
+        self.policy = policy = self.host.admit(lambda: build_policy(config.model.path, config, device, loaded=loads("actor")))
         """The actor's model."""
         if config.trainer.parallel.nodes > 1:
             check_same_weights(policy)
@@ -107,7 +110,7 @@ class MegatronEngine:
 
     def frozen_role(self, name: str, dtype: str) -> Role[Policy]:
         """Creates a role with a policy of the actor's shapes and without an optimizer."""
-        policy = Policy(self.policy.arch, dtype, self.device, trainable=False)
+        policy = self.host.admit(lambda: Policy(self.policy.arch, dtype, self.device, trainable=False))
         return Role(name, policy, self.logprobs_of(policy), self.shard)
 
     @property
@@ -201,7 +204,8 @@ class MegatronEngine:
         """Creates the critic role with the weights of its Hugging Face directory."""
         path = self.config.trainer.critic.path or self.config.model.path
         settings = self.config.trainer
-        critic = build_critic(
+        build = partial(
+            build_critic,
             path,
             self.config.model.dtype,
             self.device,
@@ -211,6 +215,7 @@ class MegatronEngine:
             seed=self.config.seed,
             loaded=self.loads("critic"),
         )
+        critic = self.host.admit(build)
         role = Role("critic", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
         role.make_optimizer(adam_of(self.critic_optimizer))
         return role
@@ -246,6 +251,9 @@ class MegatronEngine:
         self.state, self.trained_samples = trained.state, trained.samples
         metrics = {**trained.metrics, **self.followers.follow(batch.iteration)}
         self.device.synchronize()
+        if config.trainer.offload.is_set:
+            moves = self.host.take_moves()
+            metrics |= {"offload/moved_bytes": moves.nbytes, "timing/offload": moves.seconds}
         return metrics | {f"timing/{part}": seconds for part, seconds in trained.seconds.items()}
 
     def part_weights(self) -> dict[str, float] | None:

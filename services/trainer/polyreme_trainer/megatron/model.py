@@ -20,6 +20,7 @@ from polyreme_trainer.megatron.context import context_ranks
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_files import open_tensors
+from polyreme_trainer.megatron.host_memory import HostMemory
 from polyreme_trainer.megatron.lora import Adapters
 from polyreme_trainer.megatron.mcore import (
     DistributedDataParallel,
@@ -54,6 +55,7 @@ class ShardedModel:
         adapters: None without LoRA.
         ddp: the chunks wrapped for data parallelism, with their gradient buffers; none when frozen.
         routing: the state of its routers; None for a dense model.
+        host: moves the weights between device and host memory; None: they stay on the device.
         context: the ranks that share the tokens of its micro-batches.
     """
 
@@ -71,6 +73,7 @@ class ShardedModel:
         seed: int = 0,
     ) -> None:
         self.arch, self.dtype, self.device = arch, dtype, device
+        self.host: HostMemory | None = None
         self.spec = spec or pick_spec(device)
         self.chunks: list[GPTModel] = build_chunks(arch, DTYPES[dtype][0], device, self.spec, recompute)
         self.module = join_chunks(self.chunks)
@@ -94,6 +97,16 @@ class ShardedModel:
                 self.ddp = [DistributedDataParallel(chunk.config, config, chunk) for chunk in self.chunks]
         else:
             self.module.requires_grad_(False)
+
+    def use(self, *others: "ShardedModel") -> None:
+        """Brings the weights to the device, and those of `others`. With `trainer.offload.idle_models`, all other models leave it."""
+        if self.host is not None:
+            self.host.use(self, *others)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the model holds for longer than a step, but for its gradients."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
 
     @property
     def trained_arch(self) -> Architecture:
@@ -145,10 +158,12 @@ class ShardedModel:
     def full_tensors(self) -> dict[str, Tensor] | None:
         """Whole Hugging Face tensors, on the CPU of the first stage's first tensor and expert rank; None on the others. Collective over all
         of these."""
+        self.use()
         return self._full(self.arch, self.weights())
 
     def adapter(self, base: Path) -> PeftAdapter | None:
         """The adapters for PEFT, likewise; also None without adapters. `base`: the directory of the frozen weights."""
+        self.use()
         tensors = None if self.adapters is None else self._full(self.adapters.arch, self.adapters.params)
         return None if self.adapters is None or tensors is None else PeftAdapter(tensors, self.adapters.lora, base)
 
@@ -193,6 +208,7 @@ class ShardedModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The parameters of this rank that training changes, by name (not copies)."""
+        self._check_on_device()
         return {name: param.detach() for name, param in self._trained.items()}
 
     @torch.no_grad()
@@ -204,10 +220,15 @@ class ShardedModel:
             param.copy_(state[name])
 
     def own_state_dict(self) -> dict[str, Tensor]:
-        """`state_dict` without the parameters of which an earlier data or context rank has a copy."""
+        """`state_dict` without the parameters of which an earlier data or context rank has a copy. Of a model that has left the device, views
+        of its copy in the host's memory; not to be changed."""
         copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         first = copy == 0, parallel_state.get_expert_data_parallel_rank() == 0
-        return {name: param for name, param in self.state_dict().items() if first[hf_mapping.is_expert(name)]}
+        mine = {name: param.detach() for name, param in self._trained.items() if first[hf_mapping.is_expert(name)]}
+        return mine if self.host is None else {name: self.host.now(self, param) for name, param in mine.items()}
+
+    def _check_on_device(self) -> None:
+        assert self.host is None or self.host.has_on_device(self), "a model leaves the device when another is used"
 
     @property
     def alignment(self) -> int:
@@ -227,6 +248,7 @@ class ShardedModel:
 
         Raises ValueError for more positions than the model has.
         """
+        self._check_on_device()
         tokens = PackedIds.of(ids)
         if (longest := max(tokens.lengths)) > self.arch.max_position:
             raise ValueError(f"expected at most {self.arch.max_position} positions; found {longest}")

@@ -10,7 +10,7 @@ Invariant: a step whose gradient is not finite changes nothing, and a step that 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch import Tensor
 from polyreme.config.trainer import OptimizerConfig
 from polyreme.errors import RunFailedError
 from polyreme_trainer.megatron import mcore
+from polyreme_trainer.megatron.fragments import MASTER, MOMENTS, Fragment, find_fragments
 from polyreme_trainer.megatron.hf_mapping import is_expert, rank_slices
 from polyreme_trainer.megatron.mcore import parallel_state
 from polyreme_trainer.megatron.model import ShardedModel
+from polyreme_trainer.megatron.optimizer_parts import OptimizerParts
 
 
 @dataclass(frozen=True)
@@ -36,58 +38,6 @@ class Adam:
     clip_grad: float = 1.0
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of AdamW's moments in torch."""
-MASTER = "master"
-"""Kind of state: the full-precision copies of weights that are not float32."""
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """The elements `start:stop` of a flat parameter, which this rank's optimizer updates.
-
-    Attributes:
-        name, param: the parameter of this rank's model.
-        main: the fp32 tensor that AdamW steps: a part of the parameter, or a copy.
-        copied: whether it is a copy.
-        adam: the optimizer that steps `main`.
-    """
-
-    name: str
-    param: Tensor
-    start: int
-    stop: int
-    main: Tensor
-    copied: bool
-    adam: torch.optim.Optimizer
-
-    @property
-    def gradient(self) -> Tensor:
-        """The fragment's elements of the parameter's gradient: flat, in the gradient buffer's memory."""
-        return self.cut(self.param.main_grad)  # type: ignore[attr-defined]
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """The fragment's elements of a tensor of the parameter's shape: flat, in the same memory."""
-        return tensor.view(-1)[self.start : self.stop]
-
-
-def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list[Fragment]:
-    """The fragments of a rank in the order of the model's `parameters`. `inner` is megatron-core's optimizer."""
-    fragments = []
-    for name, param in parameters:
-        if isinstance(inner, mcore.DistributedOptimizer):
-            if param not in inner.model_param_group_index_map:
-                continue  # other data ranks update it
-            group, place = inner.model_param_group_index_map[param]
-            part = inner._get_model_param_range_map(param)["param"]
-            main = inner.optimizer.param_groups[group]["params"][place]
-            fragments.append(Fragment(name, param, part.start, part.end, main, main.dtype != param.dtype, inner.optimizer))
-        elif param.requires_grad:
-            main = param if param.dtype == torch.float32 else param.main_param  # type: ignore[attr-defined]
-            fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param, inner.optimizer))
-    return fragments
-
-
 class Optimizer:
     """Owns a trainable model's gradients and AdamW moments. One-dimensional parameters have no weight decay."""
 
@@ -95,6 +45,10 @@ class Optimizer:
         assert model.ddp, "a frozen model has no optimizer"
         self.model, self.adam, self._ddp = model, adam, model.ddp
         self._distributed = self._ddp[0].ddp_config.use_distributed_optimizer
+        host = model.host
+        self._frees_gradients = host is not None and host.config.is_set
+        if self._frees_gradients:
+            self._free_gradients()  # before there are full-precision copies
         config = mcore.OptimizerConfig(
             optimizer="adam",
             lr=0.0,
@@ -118,10 +72,16 @@ class Optimizer:
         # Of a parameter that several ranks have, each counts its own fragments, but tensor ranks have the same of what they do not cut.
         mine = {piece.param for piece in rank_slices(model.trained_arch, model.rank.at(model.rank.tp_rank)) if piece.primary}
         self._counted = [each for each in self.fragments if each.name in mine or is_expert(each.name)]
-        self.zero_grad()
+        self._parts = OptimizerParts(self.fragments, host) if host is not None and host.config.optimizer else None
+        """The state in parts that rest in the host's memory; None: on the device."""
+        if not self._frees_gradients:
+            self.zero_grad()
 
     def zero_grad(self) -> None:
         """Starts a step: gradients of the following backward passes accumulate from zero."""
+        for gradients in self.gradients():
+            if not gradients.untyped_storage().nbytes():
+                gradients.untyped_storage().resize_(gradients.nbytes)
         for chunk in self._ddp:
             chunk.zero_grad_buffer()
         for inner in self._inner:
@@ -153,7 +113,12 @@ class Optimizer:
                 chunk.scale_gradients(self.adam.clip_grad / (norm + 1e-6))
         for inner in self._inner:
             inner.prepare_grads()
-            inner.step_with_ready_grads()
+            if self._parts is None:
+                inner.step_with_ready_grads()
+        if self._parts is not None:
+            self._parts.step(self._inner)
+        if self._frees_gradients:
+            self._free_gradients()
         if not math.isfinite(weights := self._norm(fragment.cut(fragment.param) for fragment in self._counted)):
             lr = self._groups[0]["lr"]
             raise RunFailedError(
@@ -166,17 +131,16 @@ class Optimizer:
     @property
     def state_bytes(self) -> int:
         """Bytes of this rank's moments and full-precision copies of weights, after the first step."""
-        moments = sum(tensor.nbytes for fragment in self.fragments for tensor in self.moments(fragment).values())
-        return moments + sum(fragment.main.nbytes for fragment in self.fragments if fragment.copied)
+        return sum(tensor.nbytes for fragment in self.fragments for tensor in fragment.state_tensors().values())
 
     def tensors(self) -> Iterator[Tensor]:
         """The moments and the fp32 tensors that AdamW steps, of which some are parts of the model's weights."""
         for fragment in self.fragments:
             yield fragment.main
-            yield from self.moments(fragment).values()
+            yield from fragment.moments.values()
 
     def gradients(self) -> Iterator[Tensor]:
-        """The gradient buffers, which `zero_grad` overwrites at the next step."""
+        """The gradient buffers, which `zero_grad` overwrites at the next step. With offload, they have memory during steps only."""
         for chunk in self._ddp:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
@@ -184,41 +148,44 @@ class Optimizer:
     @property
     def steps(self) -> int:
         """The number of steps since the moments were zero."""
-        return max((int(each.adam.state[each.main]["step"]) for each in self.fragments if self.moments(each)), default=0)
-
-    def moments(self, fragment: Fragment) -> dict[str, Tensor]:
-        """AdamW's moments of a fragment by name, each of the shape of `fragment.main`; empty before the first step."""
-        state = fragment.adam.state.get(fragment.main, {})
-        return {name: state[name] for name in MOMENTS if name in state}
+        return max((int(each.adam.state[each.main]["step"]) for each in self.fragments if each.moments), default=0)
 
     def rank_state(self) -> dict[str, dict[str, tuple[int, Tensor]]]:
         """This rank's moments and full-precision copies, as in `RankState` (not copies)."""
         state: dict[str, dict[str, tuple[int, Tensor]]] = {kind: {} for kind in (*MOMENTS, MASTER)}
         for fragment in self.fragments:
-            copied = {MASTER: fragment.main.detach()} if fragment.copied else {}
-            for kind, tensor in (self.moments(fragment) | copied).items():
-                state[kind][fragment.name] = fragment.start, tensor.flatten()
+            for kind, tensor in fragment.state_tensors().items():
+                now = tensor if self._parts is None else self._parts.now(fragment, tensor)
+                state[kind][fragment.name] = fragment.start, now.flatten()
         return state
 
     @torch.no_grad()
     def restore(self, steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
         """Sets moments and full-precision copies to saved ones, after the model's weights. See `Role.restore`."""
-        names = [fragment.name for fragment in self.fragments]
-        for inner in self._inner:
-            inner.optimizer.state.clear()
+        for part in [self.fragments] if self._parts is None else self._parts.visits():
+            for fragment in part:
+                fragment.adam.state.pop(fragment.main, None)
+            self._restore(part, steps, read)
+        self._set_hyper_parameters()  # a fork may have other hyper-parameters
+
+    def _restore(self, part: Sequence[Fragment], steps: int, read: Callable[[str, Iterable[str]], dict[str, Tensor]]) -> None:
+        names = [fragment.name for fragment in part]
         fused = self.model.device.kind != "npu"
         for kind in MOMENTS if steps else ():
             whole = read(kind, names)
-            for fragment in self.fragments:
+            for fragment in part:
                 main, state = fragment.main, fragment.adam.state
                 if main not in state:  # each has its own count of steps, because AdamW increments it in place
                     state[main] = {"step": torch.tensor(float(steps), device=main.device if fused else "cpu")}
                 state[main][kind] = torch.empty_like(main).copy_(fragment.cut(whole[fragment.name]).view_as(main))
-        if any(fragment.copied for fragment in self.fragments):
+        if any(fragment.copied for fragment in part):
             whole = read(MASTER, names)
-            for fragment in self.fragments:
+            for fragment in part:
                 fragment.main.copy_(fragment.cut(whole[fragment.name]).view_as(fragment.main))
-        self._set_hyper_parameters()  # a fork may have other hyper-parameters
+
+    def _free_gradients(self) -> None:
+        for gradients in self.gradients():
+            gradients.untyped_storage().resize_(0)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

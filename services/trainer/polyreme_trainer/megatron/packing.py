@@ -13,14 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyreme_trainer.megatron.attention_blocks import plan_blocks
 from polyreme_trainer.megatron.context_cut import Cut, runs
 from polyreme_trainer.megatron.mcore import PackedSeqParams
 
 IntArray = NDArray[np.int64]
-
-CALL_FLOPS = 1e7
-"""Fixed cost of one call of an attention kernel, forwards and backwards, in floating-point operations of the same duration on CPU. It is a
-choice of speed only: on a faster device more calls are made than would be best."""
 
 
 @dataclass(frozen=True)
@@ -202,28 +199,6 @@ def _of_lengths(lengths: tuple[int, ...], key_lengths: tuple[int, ...], features
         key_lengths=key_lengths,
         features=features,
     )
-
-
-def plan_blocks(lengths: IntArray, features: int) -> list[IntArray]:
-    """Splits sequences into blocks of least cost, longest first: the indices of each block's sequences.
-
-    A block of n sequences, padded to the width w, costs 7 n w^2 floating-point operations for each feature of the queries, forwards and
-    backwards, because a causal mask leaves half of the scores; and CALL_FLOPS. An exact dynamic programme over the cuts between different
-    lengths.
-    """
-    different, counts = np.unique(lengths, return_counts=True)
-    widths, before = different[::-1].astype(np.float64), np.concatenate([[0], np.cumsum(counts[::-1])])
-    best, cut = np.zeros(len(widths) + 1), np.zeros(len(widths) + 1, dtype=np.int64)
-    for end in range(1, len(widths) + 1):
-        cost = best[:end] + (before[end] - before[:end]) * widths[:end] ** 2 * 7 * features + CALL_FLOPS
-        cut[end] = cost.argmin()
-        best[end] = cost[cut[end]]
-    order = np.argsort(-lengths, kind="stable")
-    blocks, end = [], len(widths)
-    while end > 0:
-        blocks.append(order[before[cut[end]] : before[end]])
-        end = int(cut[end])
-    return blocks[::-1]
 
 
 def cut_blocks(lengths: IntArray, plan: list[IntArray], device: torch.device) -> Blocks:

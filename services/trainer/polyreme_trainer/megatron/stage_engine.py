@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from polyreme_trainer.megatron.critic import Critic, build_critic
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.export import Export, as_classifier, export_hf
 from polyreme_trainer.megatron.frozen_weights import FrozenWeights
+from polyreme_trainer.megatron.host_memory import HostMemory
 from polyreme_trainer.megatron.iteration_losses import over_ranks
 from polyreme_trainer.megatron.optimizer import adam_of, learning_rate
 from polyreme_trainer.megatron.pipeline import on_every_stage
@@ -81,6 +83,7 @@ class MegatronStageEngine:
         self.shard = data_shard(config.trainer.micro_batch_tokens, device)
         self.root = config.run_dir / "checkpoints"
         self.prefix = config.checkpoint_prefix
+        self.host = HostMemory(config.trainer.offload, device.pins)
         self.model = self.make_model()
         self.model.make_optimizer(adam_of(config.trainer.optimizer))
         self.frozen, self.reference_path = FrozenWeights(ranks), reference
@@ -91,7 +94,8 @@ class MegatronStageEngine:
         model, settings = self.config.model, self.config.trainer
         if self.objective.head == "language":
             return self.policy_role("model", model.path, trainable=True)
-        critic = build_critic(
+        build = partial(
+            build_critic,
             model.path,
             model.dtype,
             self.device,
@@ -101,6 +105,7 @@ class MegatronStageEngine:
             seed=self.config.seed,
             loaded=self.loads("model"),
         )
+        critic = self.host.admit(build)
         return Role("model", critic, lambda batch: critic.values(batch.ids)[batch.targets != IGNORE], self.shard)
 
     def make_reference(self, path: Path) -> Role[Policy]:
@@ -111,7 +116,8 @@ class MegatronStageEngine:
 
     def policy_role(self, name: str, path: Path, *, trainable: bool) -> Role[Policy]:
         """A language model with the weights of a Hugging Face directory. Raises ConfigError."""
-        policy = build_policy(path, self.config, self.device, trainable=trainable, loaded=self.loads(name))
+        build = partial(build_policy, path, self.config, self.device, trainable=trainable, loaded=self.loads(name))
+        policy = self.host.admit(build)
         return Role(name, policy, lambda batch: policy.logprobs(batch.ids, batch.targets), self.shard)
 
     def load(self) -> int:
@@ -228,6 +234,7 @@ class MegatronStageEngine:
     def probe(self, ids: Tensor) -> Tensor:
         """The model's logits [b, s, vocab], or its values [b, s]. Collective."""
         model = self.model.model
+        model.use()
         if not isinstance(model, Critic):
             return model.logits(ids)
         return on_every_stage(model, ids, lambda: model.values(ids), tuple(ids.shape))

@@ -15,7 +15,6 @@ from polyreme_trainer.megatron.batch import (
     IGNORE,
     Cost,
     Sequences,
-    collect,
     cost_of,
     pack,
     plan_micro_batches,
@@ -26,6 +25,7 @@ from polyreme_trainer.megatron.batch import (
 )
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
+from polyreme_trainer.megatron.samples import collect
 from support.published import CONFIGS
 
 lengths_of = st.lists(st.integers(2, 60), min_size=0, max_size=40).map(lambda x: np.array(x, dtype=np.int64))

@@ -21,6 +21,9 @@ class Weights:
 
     weights = state_dict  # no adapters are added
 
+    def use(self, *others: "Weights") -> None:
+        """They have no device to leave."""
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         for name, param in self._params.items():
             param.copy_(state[name])

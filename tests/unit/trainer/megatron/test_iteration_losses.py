@@ -11,11 +11,12 @@ from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import IGNORE, collect, supervised
+from polyreme_trainer.megatron.batch import IGNORE, supervised
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration
 from polyreme_trainer.megatron.iteration_losses import Losses
 from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
 
 ALGORITHM = Algorithm(resolve("grpo", {"kl": None, "aggregation": "token-mean"}), longest=8)
@@ -38,6 +39,7 @@ class Table(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
     def set_lr(self, lr: float) -> None: ...
+    def use(self) -> None: ...
 
     def step(self) -> float:
         return 0.0

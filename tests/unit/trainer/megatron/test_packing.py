@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polyreme_trainer.megatron.accelerator import flash
 from polyreme_trainer.megatron.attention import causal_attention, in_blocks, in_halves
+from polyreme_trainer.megatron.attention_blocks import CALL_FLOPS, plan_blocks
 from polyreme_trainer.megatron.context_cut import cut_sequences
-from polyreme_trainer.megatron.packing import CALL_FLOPS, PackedIds, Packing, cut_blocks, packing, plan_blocks
+from polyreme_trainer.megatron.packing import PackedIds, Packing, cut_blocks, packing
 
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 CPU = torch.device("cpu")

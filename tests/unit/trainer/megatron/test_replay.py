@@ -9,12 +9,13 @@ import pytest
 from polyreme.api.v1 import experience_pb2 as pb
 from polyreme.errors import DataError
 from polyreme.experience.records import GroupRecord, SampleRecord, decode_group, encode_group
-from polyreme_trainer.megatron.batch import Sequences, collect, pack
+from polyreme_trainer.megatron.batch import Sequences, pack
 from polyreme_trainer.megatron.device import Device
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.replay import decode_routes, mismatch
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.observe.registry import REPLAY
 from support.configs import MIXTRAL
 

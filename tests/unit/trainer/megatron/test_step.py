@@ -12,10 +12,11 @@ from polyreme.config.presets import resolve
 from polyreme.experience.records import GroupRecord, SampleRecord
 from polyreme_trainer.algorithms.algorithm import Algorithm
 from polyreme_trainer.algorithms.state import AlgorithmState
-from polyreme_trainer.megatron.batch import IGNORE, Sequences, collect
+from polyreme_trainer.megatron.batch import IGNORE, Sequences
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.iteration import Iteration, Trained
 from polyreme_trainer.megatron.roles import Role
+from polyreme_trainer.megatron.samples import collect
 from polyreme_trainer.megatron.shard import DataShard
 from polyreme_trainer.megatron.step import Models, train_iteration, values_after_end
 
@@ -36,6 +37,7 @@ class Drifting:
 
     def zero_grad(self) -> None: ...
     def set_lr(self, lr: float) -> None: ...
+    def use(self) -> None: ...
 
     def step(self) -> float:
         self.steps += 1

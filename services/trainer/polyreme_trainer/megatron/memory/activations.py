@@ -3,15 +3,16 @@
 A layer saves for its backward pass the inputs of its norms, matrix products, attention and activation. In numbers per token, with hidden
 size h, widths q of the queries and k of the keys, MLP width f, over t tensor ranks: 4h + (3q + 3k + 4f) / t. Outside of attention and MLP,
 sequence parallelism divides too. Attention is fused, so no [s, s] matrix is saved (Korthikanti et al. 2022, section 4, without the score
-matrix). What attention adds where no kernel takes packed sequences is not counted: the padding of sequences of similar length, and the mask of
-a sliding window, [s, s] once for all layers.
+matrix). Where no kernel takes packed sequences, attention pads sequences of similar length to one another, and saves queries, keys, values and
+output of the padding too; a sliding window has a mask [s, s] for the longest sequence, once for all layers.
 
-Invariant: the estimate is that of a full micro-batch.
+Invariant: the estimate is that of a full micro-batch, whose sequences have evenly spread lengths as far as padding is concerned.
 """
 
 from dataclasses import dataclass
 
 from polyreme.config.trainer import Recompute
+from polyreme_trainer.megatron.attention_blocks import spread_positions
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.hf_mapping import padded_vocab
 from polyreme_trainer.megatron.lora_mapping import stacked_ranks, wide_numbers
@@ -34,6 +35,7 @@ class MicroBatchSize:
         entropy: whether the loss has an entropy.
         fused: whether gate and product of an MLP are one operation, as on CPU.
         recompute: the activations that the backward pass computes again.
+        padded: the tokens of the longest sequence, where attention pads; 0 where it does not.
     """
 
     tokens: int
@@ -41,6 +43,7 @@ class MicroBatchSize:
     entropy: bool = False
     fused: bool = True
     recompute: Recompute | None = None
+    padded: int = 0
 
 
 def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[Addend]:
@@ -56,7 +59,7 @@ def step_terms(model: Model, sharding: Sharding, batch: MicroBatchSize) -> list[
         batch.tokens * each * layers * sharding.micro_batches,
         f"{batch.tokens:,} tokens x {layers} layers x {each:,} bytes{in_flight}",
     )
-    wide = _wide_adapters(model, sharding, batch)
+    wide = [*_wide_adapters(model, sharding, batch), *_padding(model, sharding, batch, layers)]
     moments = [[saved, peak, *wide] for peak in _peaks(model, sharding, batch)]
     if sharding.first and model.adapter is None:  # the last gradient of a step, when no layer's activations are left
         moments.append([_embedding_gradient(model, sharding)])
@@ -126,6 +129,25 @@ def _wide_adapters(model: Model, sharding: Sharding, batch: MicroBatchSize) -> l
     in_flight = f" x {sharding.micro_batches} micro-batches" if sharding.micro_batches > 1 else ""
     arithmetic = f"{numbers:,} numbers x {layers} layers x {model.width} bytes{in_flight}"
     return [Addend(f"{model.role} B of fused layers", numbers * layers * model.width * sharding.micro_batches, arithmetic)]
+
+
+def _padding(model: Model, sharding: Sharding, batch: MicroBatchSize, layers: int) -> list[Addend]:
+    """What padded attention saves beside its tokens, and the mask of a window. Nothing where attention does not pad."""
+    if not batch.padded:
+        return []
+    arch, terms = model.arch, list[Addend]()
+    positions, tokens = spread_positions(batch.tokens, batch.padded, arch.queries // sharding.rank.tp)
+    if extra := positions - tokens:
+        each = model.width * 2 * (arch.queries + arch.keys) // sharding.rank.tp
+        kept = 1 if batch.recompute == "full" else layers * sharding.micro_batches
+        arithmetic = f"{extra:,} positions x {kept} layers x {each:,} bytes, for lengths spread from 1 to {batch.padded:,}"
+        terms.append(Addend(f"{model.role} attention padding", extra * kept * each, arithmetic))
+    if arch.window is not None and batch.padded > arch.window:
+        mask = batch.padded**2 * (model.width + 1)
+        terms.append(
+            Addend(f"{model.role} attention mask", mask, f"{batch.padded:,} x {batch.padded:,} x ({model.width} + 1) bytes")
+        )
+    return terms
 
 
 def _table(model: Model, sharding: Sharding) -> int:

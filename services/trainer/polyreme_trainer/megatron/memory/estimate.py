@@ -5,13 +5,14 @@ device's context, and not the buffers of collectives.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from polyreme.config.trainer import ParallelConfig
+from polyreme.config.trainer import OffloadConfig, ParallelConfig
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.memory.activations import MicroBatchSize, step_terms
+from polyreme_trainer.megatron.memory.phases import resting, training_phase
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
-from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_terms
+from polyreme_trainer.megatron.memory.state import WIDTHS, Addend, Model, state_of
 
 ARENA_SLOTS = 3
 """Number of policy versions in the arena, the default of `Arena.create`."""
@@ -22,12 +23,14 @@ class RankEstimate:
     """The peak memory of one rank.
 
     Attributes:
-        state: the models' weights, gradients and optimizer state, which exist at the same time.
+        state: the models' weights, gradients and optimizer state, which are on the device at the same time.
         step: the additional memory of training one model; of several trained models, the largest.
+        host: what rests in the host's memory while it is not in use, also some of `state`.
     """
 
     state: list[Addend]
     step: list[Addend]
+    host: list[Addend] = field(default_factory=list)
 
     @property
     def terms(self) -> list[Addend]:
@@ -37,17 +40,37 @@ class RankEstimate:
     def nbytes(self) -> int:
         return sum(term.nbytes for term in self.terms)
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(term.nbytes for term in self.host)
 
-def rank_estimate(models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize) -> RankEstimate:
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of device and host together, where both are the same memory."""
+        return sum(term.nbytes for term in {*self.terms, *self.host})
+
+
+def rank_estimate(
+    models: Sequence[Model], sharding: Sharding, batch: MicroBatchSize, offload: OffloadConfig | None = None
+) -> RankEstimate:
     """The estimate of one rank. Raises ValueError when a model's sizes do not divide over the ranks."""
-    state = [term for model in models for term in state_terms(model, sharding)]
-    steps = [step_terms(model, sharding, batch) for model in models if model.trained]
-    return RankEstimate(state, max(steps, key=lambda terms: sum(term.nbytes for term in terms)))
+    offload = offload or OffloadConfig()
+    states = [state_of(model, sharding) for model in models]
+    host = resting(states, offload)
+    moments = []
+    for model, working in zip(models, states, strict=True):
+        if model.trained:
+            phase = training_phase(states, working, offload)
+            steps = [step_terms(model, sharding, batch), *([phase.step] if phase.step else [])]
+            moments += [RankEstimate(phase.device, step, host) for step in steps]
+    return max(moments, key=lambda moment: moment.nbytes)
 
 
-def largest_rank(models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize) -> RankEstimate:
+def largest_rank(
+    models: Sequence[Model], parallel: ParallelConfig, batch: MicroBatchSize, offload: OffloadConfig | None = None
+) -> RankEstimate:
     """The estimate of the rank with the largest memory. Raises ValueError when a model's sizes do not divide over the ranks."""
-    every = [rank_estimate(models, sharding, batch) for sharding in shardings(models[0].arch, parallel)]
+    every = [rank_estimate(models, sharding, batch, offload) for sharding in shardings(models[0].arch, parallel)]
     return max(every, key=lambda estimate: estimate.nbytes)
 
 

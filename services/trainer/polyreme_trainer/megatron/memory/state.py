@@ -18,6 +18,8 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 GRADIENT_BYTES = 4  # also of a bfloat16 weight: gradients are summed in float32
 MOMENTS_BYTES = 8
 MASTER_BYTES = 4  # for a weight that is not float32 itself
+PART_BYTES = 2**30
+"""The largest part of an offloaded optimizer's state that is on the device at a time; a single parameter's may be larger."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +65,52 @@ def expert_parameters(arch: Architecture, sharding: Sharding) -> int:
     return sum(math.prod(shape) for name, shape in param_shapes(arch, sharding.rank).items() if is_expert(name))
 
 
-def state_terms(model: Model, sharding: Sharding) -> list[Addend]:
+@dataclass(frozen=True)
+class ModelState:
+    """What one rank holds of a model.
+
+    Attributes:
+        weights: also of adapters.
+        gradients, optimizer: nothing of a frozen model.
+        largest: bytes of the optimizer's state of the largest parameter.
+    """
+
+    role: str
+    weights: tuple[Addend, ...]
+    gradients: tuple[Addend, ...] = ()
+    optimizer: tuple[Addend, ...] = ()
+    largest: int = 0
+
+    @property
+    def terms(self) -> list[Addend]:
+        return [*self.weights, *self.gradients, *self.optimizer]
+
+
+def state_of(model: Model, sharding: Sharding) -> ModelState:
     """Weights, gradients and optimizer state of one rank. Raises ValueError when the sizes do not divide over the ranks."""
     count = rank_parameters(model.arch, sharding)
-    terms = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
+    weights = [Addend(f"{model.role} weights", count * model.width, f"{count:,} parameters x {model.width} bytes")]
     changed = model.adapter or model.arch
     if model.adapter is not None:
         count = rank_parameters(changed, sharding)
-        terms.append(Addend(f"{model.role} adapters", count * model.width, f"{count:,} parameters x {model.width} bytes"))
-    if model.trained:
-        terms.append(
-            Addend(f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)")
-        )
-        master = MASTER_BYTES if model.width < MASTER_BYTES else 0
-        each, parts = MOMENTS_BYTES + master, "two moments" + (", master weight" if master else "")
-        experts = expert_parameters(changed, sharding) if sharding.expert_optimizer_ranks != sharding.optimizer_ranks else 0
-        for name, part, ranks in (
-            ("optimizer", count - experts, sharding.optimizer_ranks),
-            ("expert optimizer", experts, sharding.expert_optimizer_ranks),
-        ):
-            if part:
-                divided = f" / {ranks} ranks" if ranks > 1 else ""
-                arithmetic = f"{part:,} parameters x {each} bytes ({parts}){divided}"
-                terms.append(Addend(f"{model.role} {name}", -(-part * each // ranks), arithmetic))
-    return terms
+        weights.append(Addend(f"{model.role} adapters", count * model.width, f"{count:,} parameters x {model.width} bytes"))
+    if not model.trained:
+        return ModelState(model.role, tuple(weights))
+    gradients = Addend(
+        f"{model.role} gradients", count * GRADIENT_BYTES, f"{count:,} parameters x {GRADIENT_BYTES} bytes (float32)"
+    )
+    master = MASTER_BYTES if model.width < MASTER_BYTES else 0
+    each, parts = MOMENTS_BYTES + master, "two moments" + (", master weight" if master else "")
+    experts = expert_parameters(changed, sharding) if sharding.expert_optimizer_ranks != sharding.optimizer_ranks else 0
+    optimizer = []
+    for name, part, ranks in (
+        ("optimizer", count - experts, sharding.optimizer_ranks),
+        ("expert optimizer", experts, sharding.expert_optimizer_ranks),
+    ):
+        if part:
+            divided = f" / {ranks} ranks" if ranks > 1 else ""
+            arithmetic = f"{part:,} parameters x {each} bytes ({parts}){divided}"
+            optimizer.append(Addend(f"{model.role} {name}", -(-part * each // ranks), arithmetic))
+    widest = max(math.prod(shape) for shape in param_shapes(changed, sharding.rank).values())
+    largest = min(widest * each, sum(term.nbytes for term in optimizer))
+    return ModelState(model.role, tuple(weights), (gradients,), tuple(optimizer), largest)

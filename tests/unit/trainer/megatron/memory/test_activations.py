@@ -6,6 +6,7 @@ import pytest
 
 from polyreme.config.trainer import LoraConfig
 from polyreme_trainer.megatron import logprobs
+from polyreme_trainer.megatron.attention_blocks import spread_positions
 from polyreme_trainer.megatron.families import read_architecture
 from polyreme_trainer.megatron.families.base import Architecture
 from polyreme_trainer.megatron.families.hf_config import HfConfig
@@ -126,3 +127,31 @@ def test_each_micro_batch_saves_the_b_of_fused_layers_as_matrices() -> None:
     assert wide(lora, replace(batch, recompute="full")) == 0
     assert wide(LoraConfig(rank=16, targets=["v_proj"]), batch) == 28 * 2 * (3584 + 2 * 512) * 16
     assert wide(LoraConfig(rank=16, targets=["o_proj", "down_proj"]), batch) == 0
+
+
+def added(arch: Architecture, batch: MicroBatchSize, sharding: Sharding = ALONE) -> dict[str, int]:
+    """What padded attention adds, by name."""
+    model = Model("actor", arch, "float32", trained=True)
+    before, after = (
+        {term.name: term.nbytes for term in step_terms(model, sharding, each)} for each in (replace(batch, padded=0), batch)
+    )
+    assert after.items() >= before.items()
+    return {name.removeprefix("actor attention "): after[name] for name in after.keys() - before.keys()}
+
+
+def test_padding_saves_the_tensors_of_attention_for_each_position() -> None:
+    arch, batch = architecture("Qwen2.5-0.5B-Instruct"), MicroBatchSize(2048, 2048, padded=64)
+    for sharding in (ALONE, Sharding(Rank(tp=2), micro_batches=2)):
+        tp = sharding.rank.tp
+        positions, tokens = spread_positions(2048, 64, 896 // tp)
+        assert positions > tokens
+        each = 24 * sharding.micro_batches * 4 * 2 * (896 + 128) // tp
+        assert added(arch, batch, sharding) == {"padding": (positions - tokens) * each}
+    full = added(arch, replace(batch, recompute="full"))["padding"]
+    assert 24 * full == added(arch, batch)["padding"]
+
+
+@pytest.mark.parametrize(("longest", "mask"), [(4096, {}), (4097, {"mask": 4097**2 * 5})])
+def test_a_window_has_a_mask_where_a_sequence_is_longer(longest: int, mask: dict[str, int]) -> None:
+    arch = replace(architecture(), window=4096, sliding=(True,) * 28)
+    assert added(arch, MicroBatchSize(longest, longest, padded=longest)) == mask

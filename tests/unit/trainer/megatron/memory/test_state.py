@@ -12,7 +12,7 @@ from polyreme_trainer.megatron.families.hf_config import HfConfig
 from polyreme_trainer.megatron.hf_mapping import Rank
 from polyreme_trainer.megatron.lora_mapping import adapter_architecture
 from polyreme_trainer.megatron.memory.sharding import Sharding, shardings
-from polyreme_trainer.megatron.memory.state import Model, expert_parameters, rank_parameters, state_terms
+from polyreme_trainer.megatron.memory.state import Model, expert_parameters, rank_parameters, state_of
 from support.published import CONFIGS, PARAMETERS
 
 
@@ -21,7 +21,7 @@ def architecture(name: str) -> Architecture:
 
 
 def total(model: Model, sharding: Sharding) -> int:
-    return sum(term.nbytes for term in state_terms(model, sharding))
+    return sum(term.nbytes for term in state_of(model, sharding).terms)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,9 @@ def test_the_experts_of_a_rank_are_updated_by_the_ranks_that_have_the_same() -> 
 def test_the_table_in_the_guide_to_layouts(expert: int, weights: float, gradients: float, optimizer: float) -> None:
     arch = architecture("Qwen3-235B-A22B")
     sharding, _ = shardings(arch, ParallelConfig(tensor=4, pipeline=2, data=16, expert=expert))
-    first, second, *rest = (term.nbytes / 2**30 for term in state_terms(Model("actor", arch, "bfloat16", trained=True), sharding))
+    first, second, *rest = (
+        term.nbytes / 2**30 for term in state_of(Model("actor", arch, "bfloat16", trained=True), sharding).terms
+    )
     assert (first, second, sum(rest)) == pytest.approx((weights, gradients, optimizer), abs=0.05)
     experts = expert_parameters(arch, Sharding())
     assert round(experts / arch.parameters, 2) == 0.97
