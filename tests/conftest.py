@@ -1,5 +1,7 @@
 """Fixtures for all tests: a real Redis, and a fresh run in it."""
 
+import atexit
+import gc
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -38,6 +40,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs storms and whole runs first: they mostly wait, so other tests can run at the same time."""
     items.sort(key=lambda item: item.path.name not in ("test_storm.py", "test_simulated_run.py"))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of modules are loaded: until the interpreter ends, a collection of garbage need not look at what they made."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

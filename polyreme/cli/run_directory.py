@@ -288,7 +288,7 @@ def differences(before: BaseConfig, after: BaseConfig) -> list[str]:
 
 
 def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a configuration by dotted key. A list is one value."""
+    """The values of a configuration by dotted key. Sections in a list have numbers: reward.rewards.0.weight. Another list is one value."""
     return _flat(dict(tree))
 
 
@@ -305,6 +305,8 @@ def next_attempt(run_dir: Path) -> Path:
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, list | tuple) and tree and all(isinstance(value, dict) for value in tree):
+        tree = {str(place): value for place, value in enumerate(tree)}
     if isinstance(tree, dict):
         return {key: value for name, child in tree.items() for key, value in _flat(child, f"{prefix}{name}.").items()}
     return {prefix.removesuffix("."): tree}

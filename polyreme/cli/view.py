@@ -8,7 +8,7 @@ import os
 import sys
 import termios
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -162,18 +162,10 @@ def render(
     head = Text.assemble((config.name, "bold"), f"  {status}  ", (f"iteration {progress.newest}/{config.iterations}", "cyan"))
     if (score := progress.score()) is not None:
         head.append(f"  {progress.metric} {score:.3f} at version {max(progress.evaluations)}", "cyan")
-    if progress.sft:
-        sft = progress.sft
-        head.append(f"  warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}")
-        if (left := progress.sft_remaining_seconds()) is not None:
-            head.append(f"  remaining about {duration(left)}")
-    if progress.loading:
-        head.append(f"  {loading_progress(progress.loading)}")
-    if progress.evaluating:
-        head.append(f"  evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}")
     bar = Table.grid()  # a bare ProgressBar does not end its line
     bar.add_row(ProgressBar(total=max(1, config.iterations), completed=progress.newest, width=min(60, width)))
     parts: list[RenderableType] = [_line(head), bar]
+    parts += [_line(f"now      {activity}", "cyan") for activity in _activities(progress)]
     foot = _footer(progress, now, redis_url)
     if times := _times(config, progress, now):
         parts.append(_line(times))
@@ -187,6 +179,18 @@ def render(
         foot = foot[-max(1, height - len(parts) - 2) :]  # the table's header and newest row have priority
         parts.append(_table(progress, min(RECENT, max(1, height - len(parts) - len(foot) - 1)), width))
     return Panel(Group(*parts, *foot), border_style="blue")
+
+
+def _activities(progress: Progress) -> Iterator[str]:
+    """What takes long at the moment and is no iteration, and about how long it still takes."""
+    if progress.loading:
+        yield loading_progress(progress.loading)
+    if sft := progress.sft:
+        left = progress.sft_remaining_seconds()
+        text = f"warm start {sft['phase']}: step {sft['step']}/{sft['steps']}  loss {sft['loss']:.3f}"
+        yield text + ("" if left is None else f"  remaining about {duration(left)}")
+    if progress.evaluating:
+        yield f"evaluates version {progress.evaluating['version']}: {evaluation_progress(progress.evaluating)}"
 
 
 def _times(config: RunConfig, progress: Progress, now: float) -> str:

@@ -25,8 +25,9 @@ TWO = {"pipeline": {"pipeline": 2}, "virtual": VIRTUAL, "tensor": {"tensor": 2},
 """The layouts of two ranks."""
 CONTEXT = {"context": 2}
 EXPERT = {"data": 2, "expert": 2}
-CUT, WHOLE = {"data": 2, "expert_tensor": 2}, {"tensor": 2, "expert_tensor": 1}
-"""Experts are cut where attention is not, and the other way around: then tensor ranks have copies of all experts."""
+CUT = {"data": 2, "expert_tensor": 2}
+WHOLE = {"tensor": 2, "expert": 2, "expert_tensor": 1}
+"""Experts are cut where attention is not, and the other way around."""
 MOE = {"aux_loss_coef": 0.3, "z_loss_coef": 0.1, "replay_routes": True}
 """All settings of routers."""
 
@@ -124,7 +125,7 @@ FOUR_LAYERS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "ful
 FOUR = {
     "tied": [{"tensor": 2, "pipeline": 2}, {"data": 2, **VIRTUAL}],
     "experts": [
-        {"tensor": 2, **VIRTUAL},
+        {"tensor": 2, "expert_tensor": 1, **VIRTUAL},
         {**CONTEXT, "expert": 2, "tensor": 2},
         {**CONTEXT, "expert": 2, "pipeline": 2},
     ],
@@ -133,10 +134,10 @@ FOUR = {
 
 @pytest.mark.parametrize("kind", FOUR)
 def test_stages_combine_with_other_ranks_and_with_experts(kind: str, train: Train, model: Path, tmp_path: Path) -> None:
-    """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage. Balanced and replayed
-    routers follow the micro-batches from stage to stage, also in recomputed layers. Context ranks may share experts as data ranks do, and
-    a position's routes are on the rank of its token. Each layer of a virtual stage has its own number: its
-    routes, or, as every second layer of Gemma 3, its window."""
+    """With experts, tensor ranks share the positions, and send each other's hidden states to the next stage; where they do not cut experts,
+    they have copies of them. Balanced and replayed routers follow the micro-batches from stage to stage, also in recomputed layers. Context
+    ranks may share experts as data ranks do, and a position's routes are on the rank of its token. Each layer of a virtual stage has its
+    own number: its routes, or, as every second layer of Gemma 3, its window."""
     more: dict[str, Any] = {}
     gemma = tiny_family_model("gemma3_text", tmp_path / "gemma", **FOUR_LAYERS)
     others = [a_run(2) | {"model": str(gemma)}, a_run(2, lora={"rank": 3, "alpha": 6.0})]
@@ -156,7 +157,7 @@ def test_stages_combine_with_other_ranks_and_with_experts(kind: str, train: Trai
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("tied", {"pipeline": 2}), ("untied", VIRTUAL), ("experts", EXPERT), ("experts", {**WHOLE, "expert": 2})]
+    ("kind", "layout"), [("tied", {"pipeline": 2}), ("untied", VIRTUAL), ("experts", EXPERT), ("experts", WHOLE)]
 )
 def test_a_version_that_several_ranks_write_is_the_exported_model_bit_for_bit(
     kind: str, layout: dict[str, int], experts: Path, tmp_path: Path

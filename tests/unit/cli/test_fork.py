@@ -19,7 +19,7 @@ from polyreme.errors import ConfigError
 
 
 def tree_digest(folder: Path) -> dict[str, str]:
-    """Every file below a folder, with the digest of its bytes."""
+    """The digest of every file below a folder."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -28,7 +28,7 @@ def tree_digest(folder: Path) -> dict[str, str]:
 
 
 def save(run_dir: Path, iteration: int) -> Path:
-    """A checkpoint with its Hugging Face directory, laid out as the learner's."""
+    """Writes a checkpoint with its Hugging Face directory, in the learner's layout."""
     for folder, name in (("checkpoints", "state-0.pt"), ("hf", "model.safetensors")):
         path = run_dir / folder / f"iteration-{iteration:06d}"
         path.mkdir(parents=True)
@@ -41,7 +41,7 @@ def save(run_dir: Path, iteration: int) -> Path:
 
 @pytest.fixture
 def parent(config_file: Path) -> RunConfig:
-    """Of a run that has ended after iteration 6, with checkpoints of 0, 4 and 6; every iteration trains four groups, 5 also dropped three."""
+    """A run that ended after iteration 6, with checkpoints of 0, 4 and 6. Every iteration trained four groups, and 5 also dropped three."""
     config = load_config(config_file)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "lock").touch()

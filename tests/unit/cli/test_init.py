@@ -1,4 +1,4 @@
-"""What `polyreme init` writes can start."""
+"""The files of `polyreme init` can start a run."""
 
 import itertools
 import json

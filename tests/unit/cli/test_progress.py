@@ -1,4 +1,4 @@
-"""The fold over records, and the lines that people read of it."""
+"""Progress from records, and the text lines made of it."""
 
 import json
 import pickle
@@ -191,7 +191,7 @@ def test_accuracy_before_and_after() -> None:
     )
     assert (
         progress_of(evaluation(0, 1.0, 0.3), iteration(1, time=2.0)).summary()["accuracy_after"] is None
-    )  # nobody evaluated version 1
+    )  # version 1 was not evaluated
     assert Progress(1).summary()["accuracy_before"] is None
 
 

@@ -1,4 +1,4 @@
-"""The recipes pass every check that `polyreme config check` makes, and their comments have the numbers that it prints.
+"""The recipes pass every check of `polyreme config check`, and their comments have its numbers.
 
 The models are config.json files with the published sizes, a small tokenizer, and weights that are only a header and a size.
 """

@@ -21,7 +21,7 @@ FILES = sorted((Path(__file__).parent / "files").iterdir())
 
 
 def imported(name: str, rows: int | None = None) -> RunConfig:
-    """The configuration that the text of an import is read as."""
+    """The configuration that results from reading the text of an import."""
     file = next(path for path in FILES if path.stem == name)
     system, found = import_file(file, None, rows)
     return parse_config(yaml.safe_load(text_of(found, system.title, file.name)), file.name)

@@ -23,7 +23,7 @@ from support.tiny_tokenizer import model_files
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A run's YAML file beside its model and data: four prompts of which two are equal, one is long and one is held out, too."""
+    """A run's YAML file with its model and data: four prompts, of which two are equal, one is long and one is also held out."""
     (tmp_path / "model").mkdir()
     for name, content in model_files().items():
         (tmp_path / "model" / name).write_bytes(content)
@@ -57,7 +57,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: Any) -> dict[str, str]:
-    """The printed report by its words at the beginning of the lines."""
+    """The printed report by the first word of each line."""
     check(*arguments)
     return {line[:12].strip(): line[12:] for line in capsys.readouterr().out.splitlines()}
 

@@ -1,4 +1,4 @@
-"""The estimate of a whole configuration: which models count, what a micro-batch is, and which learner is refused."""
+"""The estimate of a whole configuration: the models, the micro-batch, and refused learners."""
 
 import logging
 from dataclasses import replace

@@ -138,8 +138,8 @@ def build_chunks(
     return chunks
 
 
-def join_chunks(chunks: Sequence[GPTModel]) -> torch.nn.Module:
-    """The modules of all chunks under the names of `hf_mapping`, which numbers a rank's layers on from chunk to chunk."""
+def join_chunks(chunks: Sequence[GPTModel]) -> Any:
+    """A module with those of all chunks under the names of `hf_mapping`, which numbers a rank's layers on from chunk to chunk."""
     if len(chunks) == 1:
         return chunks[0]
     whole, decoder = torch.nn.Module(), torch.nn.Module()

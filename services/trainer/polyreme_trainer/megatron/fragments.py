@@ -63,8 +63,8 @@ class Fragment:
 
 
 def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list[Fragment]:
-    """The fragments of a rank in the order of the model's `parameters`. `inner` is megatron-core's optimizer."""
-    fragments = []
+    """The fragments that `inner`, one of megatron-core's optimizers, steps on this rank, in the order of the model's `parameters`."""
+    fragments, stepped = [], {id(main) for group in inner.param_groups for main in group["params"]}
     for name, param in parameters:
         if isinstance(inner, mcore.DistributedOptimizer):
             if param not in inner.model_param_group_index_map:
@@ -75,5 +75,6 @@ def find_fragments(parameters: Iterable[tuple[str, Tensor]], inner: Any) -> list
             fragments.append(Fragment(name, param, part.start, part.end, main, main.dtype != param.dtype, inner.optimizer))
         elif param.requires_grad:
             main = param if param.dtype == torch.float32 else param.main_param  # type: ignore[attr-defined]
-            fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param, inner.optimizer))
+            if id(main) in stepped:
+                fragments.append(Fragment(name, param, 0, param.numel(), main, main is not param, inner.optimizer))
     return fragments

@@ -21,7 +21,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4}
 
 
 def model_of(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Path:
-    """A tiny model whose weights have every kind of bits: not a number and minus zero too."""
+    """A tiny model whose weights have every kind of bits, including NaN and minus zero."""
     experts = EXPERTS if find_family(family).expert else {}
     tiny_family_model(family, path, **experts | {"num_hidden_layers": 4, "layer_types": None} | fields)
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()}

@@ -1,4 +1,4 @@
-"""How far weights are loaded is recorded once in a while, and at the end only after such a record."""
+"""The progress of loading weights is recorded at intervals, and at the end only after such a record."""
 
 from typing import Any
 

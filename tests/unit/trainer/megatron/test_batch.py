@@ -1,4 +1,4 @@
-"""The planner keeps every sequence, the budget and the weights of tokens, whatever the lengths and the layout."""
+"""The planner keeps every sequence, the budget and the weights of tokens for any lengths and layout."""
 
 import itertools
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_every_rank_runs_as_many_micro_batches_and_every_sequence_once(
         assert len(part) <= 1 or lengths[part].sum() <= budget
     for mine, plan in zip(share(cost.of(lengths), indices, ranks), plans, strict=True):
         assert sorted(mine.tolist()) == sorted(itertools.chain.from_iterable(part.tolist() for part in plan))
-        assert len(mine) < len(plan) or all(len(part) for part in plan)  # empty only where there are too few sequences
+        assert len(mine) < len(plan) or all(len(part) for part in plan)  # empty only if there are too few sequences
     again = plan_ranks(lengths.copy(), cost.of(lengths), indices.copy(), ranks, budget, group)
     assert all((a == b).all() for ours, theirs in zip(plans, again, strict=True) for a, b in zip(ours, theirs, strict=True))
 

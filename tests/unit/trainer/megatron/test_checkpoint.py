@@ -25,7 +25,7 @@ from polyreme_trainer.megatron.checkpoint import (
 
 
 def saved(root: Path, *iterations: int) -> None:
-    """Checkpoints as `save` leaves them, of one small file."""
+    """Writes checkpoints like `save`, with one small file each."""
     for iteration in iterations:
         folder = root / f"iteration-{iteration:06d}"
         folder.mkdir(parents=True)
@@ -62,7 +62,7 @@ def test_damaged_ones_that_a_resume_has_passed_over_take_nobodys_place(tmp_path:
 
 
 def test_what_is_not_damaged_is_not_removed_by_a_save_of_before_it(tmp_path: Path) -> None:
-    """As by a learner that was taken over and does not know it yet."""
+    """The save is by a replaced learner that does not know it yet."""
     saved(tmp_path, 150, 160, 170)
     prune(tmp_path, 160, 1)
     assert iterations(tmp_path) == [160, 170]

@@ -1,4 +1,4 @@
-"""Attention over packed sequences is that over each sequence alone, however they are cut into blocks."""
+"""Attention over packed sequences equals attention over each single sequence, for any division into blocks."""
 
 import itertools
 from functools import partial
@@ -144,7 +144,7 @@ def test_alignment_adds_a_sequence_at_the_end() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_torch_takes_the_call_of_its_flash_attention(window: int | None) -> None:
-    """Its kernel needs CUDA; its shapes do not. Float32 and heads that it does not take run in blocks."""
+    """The kernel needs CUDA, but the check of its shapes does not. Float32 and unsupported heads run in blocks."""
     with FakeTensorMode():
         query, key, value = (torch.empty(9, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
         assert flash(query, key, value, packed([4, 5], dtype=torch.bfloat16), 0.7, window).shape == query.shape

@@ -1,4 +1,4 @@
-"""The state of one layout's ranks, cut anew for another layout, with tensors alone."""
+"""The state of one layout's ranks is divided again for another layout, tested with tensors only."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ def saved(arch: Architecture, layout: RankMesh) -> dict[int, RankState]:
 
 
 def divide(shard: dict[str, Tensor], number: int, parts: int) -> dict[str, tuple[int, Tensor]]:
-    """One of equally many elements of the parameters, one after the other."""
+    """One of `parts` shares with equal numbers of consecutive elements of the parameters."""
     total = sum(param.numel() for param in shard.values())
     low, high = total * number // parts, total * (number + 1) // parts
     state, at = {}, 0
@@ -112,7 +112,7 @@ def check_resharded(arch: Architecture, before: RankMesh, after: RankMesh, state
 
 
 def test_only_the_parameters_that_are_asked_for_are_read() -> None:
-    """As by a data rank that updates a few, or by a model whose other parameters are frozen."""
+    """A data rank may update only some parameters, and a model may have frozen ones."""
     layout, here = RankMesh(2, 1, 1), Rank()
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     states = {number: {"moment": {name: state["moment"][name]}} for number, state in saved(TIED, layout).items()}

@@ -1,4 +1,4 @@
-"""What the registry of metrics promises: MindSpeed RL's names are there, and what an iteration writes has a row."""
+"""The registry of metrics has MindSpeed RL's names, and a row for every metric of an iteration."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +74,7 @@ DOCUMENTED = [
 """MindSpeed RL's metrics of a PPO run; `exact` is the verifier's name."""
 
 OF_OTHER_RUNS = ("ptx_loss", "reference/version", "actor/teacher_kl")
-"""Metrics of supervised rows, of a renewed reference and of a teacher, which these runs do not have."""
+"""Metrics of supervised rows, a renewed reference and a teacher, which these runs do not have."""
 NO_METRICS = {"kind", "iteration", "time"}
 
 

@@ -1,4 +1,4 @@
-"""The memory of a step against its formulas. The measured peaks are in bench/memory.py."""
+"""The memory of a step matches its formulas. bench/memory.py measures the peaks."""
 
 from dataclasses import replace
 
@@ -118,7 +118,7 @@ def wide(lora: LoraConfig, batch: MicroBatchSize, sharding: Sharding = ALONE) ->
 
 
 def test_each_micro_batch_saves_the_b_of_fused_layers_as_matrices() -> None:
-    """Queries, keys and values have 48 columns, gate and up 32. The output projection and down are no fused layers."""
+    """Queries, keys and values have 48 columns, gate and up 32. The output projection and down are not fused layers."""
     batch, lora = MicroBatchSize(1024, 1024), LoraConfig(rank=16)
     whole = 28 * 2 * ((3584 + 2 * 512) * 3 * 16 + 2 * 18944 * 2 * 16)
     assert wide(lora, batch) == wide(lora, replace(batch, tokens=64)) == whole
