@@ -1,11 +1,11 @@
-"""How long training stands still for a checkpoint, against the time until the checkpoint is on disk, on one CPU.
+"""The pause of training for a checkpoint, compared with the time until the checkpoint is on disk, on one CPU.
 
     python bench/checkpoint.py [--rounds 5]
 
-`stall_vs_save` (<= 0.25): seconds that `save` takes, over the seconds until `finish_save` has returned the checkpoint while nothing else runs,
-which is how long training would stand still if it waited for the writing. The median over rounds. `stall_seconds` and `save_seconds` are the
-two. `iteration_beside_write`: seconds of an iteration that is trained while a checkpoint is written, over those of one that is trained alone;
-the writer shares the machine's cores. The learner is the real one (`MegatronEngine`), case `layers` of bench/memory.py.
+`stall_vs_save` (<= 0.25): seconds of `save`, over the seconds until `finish_save` returns the checkpoint while nothing else runs, which
+would be the pause if training waited for the write; median over rounds. `stall_seconds` and `save_seconds` are the two times.
+`iteration_beside_write`: seconds of an iteration during the write of a checkpoint, over those of an iteration alone; the writer shares the
+machine's cores. The learner is the real one (`MegatronEngine`), case `layers` of bench/memory.py.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(engine: Any, config: Any, rounds: int) -> dict[str, float]:
-    """The medians of all rounds. A round saves twice: with nothing beside the writing, and with an iteration."""
+    """Returns the medians over all rounds. A round saves twice: once alone, and once during an iteration."""
     stalls, saves, alone, beside = list[float](), list[float](), list[float](), list[float]()
     version = 0
 

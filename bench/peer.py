@@ -134,12 +134,12 @@ def throughput(turns: Sequence[dict[str, Any]]) -> float:
 
 
 def median_seconds(turns: Sequence[dict[str, Any]]) -> float:
-    """Median seconds of an iteration over a side's turns, after the warm-up of each."""
+    """Returns the median seconds of an iteration over a side's turns, after the warm-up of each."""
     return float(statistics.median(seconds for turn in turns for seconds in turn["step_seconds"][WARM_UP:]))
 
 
 def reached(measured: dict[str, float], throughput: str, floor: str, tax: str) -> bool:
-    """Whether a throughput reaches its target or, where the parts themselves do not, the services cost no more than TAX."""
+    """Whether a throughput reaches its target or, if the parts themselves miss it, the services cost at most TAX."""
     impossible = measured[floor] < TARGET[throughput]
     return measured[throughput] >= TARGET[throughput] or (impossible and measured[tax] <= TAX)
 

@@ -2,11 +2,11 @@
 
     python bench/push.py [--rounds 5] [--versions 10]
 
-Every layout writes the same model into the arena; rank 0 computes the digests and seals the version, as in a run. The time over bytes of a
+Every layout writes the same model into the arena; rank 0 computes the digests and seals the version, as in a run. The time per byte of a
 layout is the median over `--rounds` pairs of processes, each of which writes `--versions` versions. The layouts take turns.
 
-pipeline_vs_tensor  time over bytes of two pipeline stages over that of two tensor ranks, dense model (<= 1.2)
-expert_vs_tensor    the same of two expert ranks over two tensor ranks, model with experts (<= 1.2)
+pipeline_vs_tensor  time per byte of two pipeline stages over that of two tensor ranks, dense model (<= 1.2)
+expert_vs_tensor    the same for two expert ranks over two tensor ranks, model with experts (<= 1.2)
 """
 
 import argparse
@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
 
 
 def save_models(folder: Path) -> None:
-    """About 30 million parameters each, with grouped queries and an odd vocabulary."""
+    """Saves models of about 30 million parameters, with grouped queries and an odd vocabulary."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -164,7 +164,7 @@ async def compare_caching(engines: dict[str, Any], options: argparse.Namespace) 
 
 
 def bench_caching(folder: Path, options: argparse.Namespace) -> int:
-    """Starts both engines, one after the other: each start forks."""
+    """Compares two engines, which start one after the other since each start forks."""
     context = options.prefix_caching + options.tokens
     model = demo_model(folder / "model", context)
     engines: dict[str, Any] = {}

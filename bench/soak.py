@@ -14,9 +14,9 @@ disk_per_iteration   bytes of the record (metrics and samples) of an iteration; 
 iterations           number of iterations; the run is stopped after --minutes
 minutes_for_10000    minutes of 10,000 iterations at this pace, without start-up (60)
 
-Redis and its data count without its bounded streams, which are full after 4,000 iterations. Its append-only file grows between two rewrites, so
-what counts is the part beyond the size at which Redis rewrites it; the bench lowers the smallest such size, so that rewrites happen. The
-logs count as disk; the run's record does not.
+The data of Redis counts without its bounded streams, which are full after 4,000 iterations. Its append-only file grows between two
+rewrites, so only the part beyond the rewrite size counts; the bench lowers the minimum rewrite size, so that rewrites happen. The logs
+count as disk; the run's record does not.
 """
 
 import argparse
@@ -105,7 +105,7 @@ async def follow(started: SimulatedRun, server: EmbeddedServer, data_dir: Path, 
 
 
 async def redis_sizes(started: SimulatedRun, data_dir: Path) -> tuple[float, float, float | None]:
-    """MiB of Redis' bounded streams, of its other data, and of its files beyond the size at which it rewrites them; None during a rewrite."""
+    """MiB of Redis's bounded streams, of its other data, and of its files beyond the rewrite size; None during a rewrite."""
     redis, key = started.run.redis, started.run.key
     info = await redis.info()
     streams = sum([await redis.memory_usage(key(name), samples=0) or 0 for name in STREAMS]) / MIB

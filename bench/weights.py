@@ -6,15 +6,15 @@
 learner does, over those of one plain torch copy of as many bytes, both with one thread; the worse of tensor parallel 1 and 2.
 Digests are reported separately.
 
-`reload_vs_bytes`: time of the bare reload of the demo's model (0.8M parameters) in a vLLM worker, over one plain copy of as many bytes; in
-a process with one thread that does nothing else. `reload_vs_vllm` (<= 0.5): the same over vLLM's own layer-wise reload, whose ratio to the
-copy is `vllm_reload_vs_bytes`. With --large also for 100M parameters (`large_...`).
+`reload_vs_bytes`: time of the plain reload of the demo's model (0.8M parameters) in a vLLM worker, over one plain copy of as many bytes, in
+an otherwise idle process with one thread. `reload_vs_vllm` (<= 0.5): the same over vLLM's own layer-wise reload, whose ratio to the copy is
+`vllm_reload_vs_bytes`. With --large also for 100M parameters (`large_...`).
 
 `stall_over_reload_ms` (<= 25): the pause of generation for a swap while 128 samples are decoded, minus the plain reload of the same weights
 on the idle replica; medians of 20 swaps each. A vLLM replica serves the demo's model, and the learner's publisher pushes to it.
 `batch_cost_per_swap_ms` is the end-to-end time that one swap adds to a fixed batch of samples. `stall_vs_reload` (<= 1.2): that pause over
-vLLM's own bare reload. Its floor is `stall_floor_vs_reload`, the same without the load: the running decoding step must end, and the calls
-to the engine take their time.
+vLLM's own plain reload. Its floor is `stall_floor_vs_reload`, the same without the load: the running decoding step must end, and the calls
+to the engine take time.
 
 `stream_vs_socket` (>= 0.35): bytes per second of a verified stream to a replica that cannot map the arena, over those of one plain TCP
 socket; both on the loopback, in turn, median of the ratios. `stream_vs_shaped_link` (>= 0.9): the same into a network namespace behind a
@@ -161,7 +161,7 @@ async def bench_stream(gib: float, repeats: int) -> dict[str, float]:
 
 
 def stalls(measured: dict[str, float]) -> dict[str, float]:
-    """The stall of a swap under load over vLLM's own bare reload, and the part of it that is no load."""
+    """Returns the stall of a swap under load over vLLM's own plain reload, and the part of it without the load."""
     floor = measured["stall_ms"] - measured["reload_under_load_ms"]
     return {
         name: part / measured["vllm_reload_ms"]

@@ -1,6 +1,6 @@
-"""How far uv has come with an installation, from the lines that it prints where it has no terminal.
+"""The progress of an installation by uv, from the lines that it prints without a terminal.
 
-Invariant: nothing but Python's own library, since this runs before anything is installed.
+Invariant: uses only the standard library, since it runs before anything is installed.
 """
 
 import re
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 LINE_SECONDS = 10.0
-"""How often a line is printed, at most, where stdout is no terminal."""
+"""Minimum seconds between two lines if stdout is not a terminal."""
 REDRAW_SECONDS = 0.5
 
 _UNITS = {"B": 1 / 1024**2, "KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
@@ -26,12 +26,12 @@ _IN_PASSING = re.compile(r"(Using |Building |Built |Updating |Updated |[+~-] \S+
 
 @dataclass
 class Installation:
-    """What uv has said so far.
+    """The state of an installation from uv's lines so far.
 
     Attributes:
-        began: when it started, in seconds of the clock that `line` is asked with.
-        announced: size in MiB of each download. uv announces those above 1 MiB, nearly all of them in the first seconds.
-        downloaded: the names of those that are complete.
+        began: start time, in seconds of the clock of `line`.
+        announced: size of each download in MiB. uv announces those above 1 MiB, nearly all of them in the first seconds.
+        downloaded: the names of complete downloads.
         counts: number of packages by step: Resolved, Prepared, Installed.
     """
 
@@ -41,7 +41,7 @@ class Installation:
     counts: dict[str, int] = field(default_factory=dict)
 
     def add(self, line: str) -> bool:
-        """Takes a line of uv. Returns whether it is about progress; others are warnings and errors."""
+        """Adds a line of uv. Returns whether it is about progress; other lines are warnings and errors."""
         line = line.strip()
         if match := _DOWNLOADING.match(line):
             self.announced[match[1]] = float(match[2]) * _UNITS[match[3]]
@@ -71,8 +71,9 @@ class Installation:
 
 
 def follow(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Runs uv and shows its progress on stdout: one line that changes on a terminal, a line now and then elsewhere. What is no progress goes to
-    stderr. Returns the exit status."""
+    """Runs uv and shows its progress on stdout: one changing line on a terminal, otherwise a line at intervals. Other output goes to
+    stderr.
+    Returns the exit status."""
     lines: SimpleQueue[str | None] = SimpleQueue()
     state, terminal, shown = Installation(time.monotonic()), sys.stdout.isatty(), time.monotonic()
     with subprocess.Popen(command, env={**environment, "NO_COLOR": "1"}, stderr=subprocess.PIPE, text=True) as process:

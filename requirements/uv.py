@@ -1,8 +1,8 @@
 """Runs `uv pip ...` with pip's settings: python requirements/uv.py install -r requirements/cpu.txt
 
 uv installs several times faster than pip, but reads none of pip's configuration. A machine whose pip.conf or PIP_ variables name an
-index, a folder of wheels or a certificate would install from elsewhere, or not at all. Without -q, `install` shows how far it is and about how
-long it will still take, which uv itself does on a terminal only, and without an estimate.
+index, a folder of wheels or a certificate would install from elsewhere, or not at all. Without -q, `install` shows its progress and the
+estimated remaining time. uv itself shows progress only on a terminal, and without an estimate.
 
 Invariant: uv's variables that the caller has set are kept; the others are set from pip's configuration.
 """

@@ -30,7 +30,7 @@ _ALL_REAL = re.compile(r"^pytestmark = (?:\[[^\]]*)?pytest\.mark\.real\b", re.MU
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out the files of real tests where `-m` does: what they import costs every process of the light tests seconds."""
+    """Ignores the files of real tests if `-m` excludes them, since their imports take every process of the light tests seconds."""
     if collection_path.suffix != ".py" or "not real" not in config.option.markexpr:
         return None
     return True if _ALL_REAL.search(collection_path.read_text()) else None

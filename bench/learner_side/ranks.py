@@ -19,7 +19,7 @@ def run_ranks(script: Path, order: dict[str, Any], world: int) -> dict[str, Any]
 
     Args:
         script: a Python file that reads RANK and WORLD_SIZE, as torch.distributed does.
-        order: what the ranks do, as JSON.
+        order: the ranks' work, as JSON.
         world: number of ranks.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Reloads of a vLLM worker in this process, which has nothing else to do, with one thread. Prints seconds of that thread on a core as JSON.
+"""Measures reloads of a vLLM worker in this otherwise idle process with one thread. Prints the thread's processor seconds as JSON.
 
 python -m weights_side.reload MODEL REPEATS     (MODEL: a directory with config.json; the weights are random)
 
-{"reload": by the replica's worker, "vllm": by vLLM's own layer-wise reload, "copy": one plain copy of as many bytes, "bytes"}: medians;
-the three in turn, so that all meet the same machine.
+{"reload": the replica's worker, "vllm": vLLM's own layer-wise reload, "copy": one plain copy of as many bytes, "bytes"}: medians. The three
+run in turn, under the same load.
 """
 
 import json
@@ -38,7 +38,7 @@ WARM_UP = 2
 
 
 def start_worker(model: Path) -> Any:
-    """vLLM's worker, as a replica on CPU has it."""
+    """Starts vLLM's worker like a replica on CPU."""
     from vllm import LLM
 
     llm = LLM(

@@ -1,4 +1,4 @@
-"""Reloads of models of two sizes, each in a process of its own.
+"""Reloads of models of two sizes, each in a separate process.
 
 Invariant: the models are the demo's, and one of the same family with 100M parameters.
 """
@@ -16,7 +16,7 @@ SMALL_REPEATS, LARGE_REPEATS = 40, 8
 
 
 def bench_reload(large: bool) -> dict[str, float]:
-    """Ratios and milliseconds; those of 100M parameters begin with large_."""
+    """Returns ratios and milliseconds; the names of those for 100M parameters begin with large_."""
     with tempfile.TemporaryDirectory() as folder:
         import prepare  # type: ignore[import-not-found]  # the example's, found at run time
 

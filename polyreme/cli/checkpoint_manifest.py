@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, checkpoint.json: format, iteration, layout and facts, the xxh3_64 of every file, and a digest of itself.
 
 Invariant: `read_manifest` returns only what `write_manifest` wrote. Any other byte or name is damage, which raises ValueError. An undamaged
-manifest of another format is refused by name.
+manifest of another format is refused with an error that names the format.
 """
 
 import json

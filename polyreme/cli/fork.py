@@ -104,7 +104,7 @@ def is_whole(checkpoint: Path) -> bool:
         return is_intact(checkpoint, read_manifest(checkpoint)["files"])
     except FileNotFoundError:
         return any(checkpoint.iterdir())  # a checkpoint of the simulated engine has no manifest
-    except ConfigError:  # of another format; it is a ValueError, too
+    except ConfigError:  # raised for another format; it is also a ValueError
         raise
     except (OSError, ValueError):
         return False

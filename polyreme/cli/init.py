@@ -86,7 +86,7 @@ def _is_terminal() -> bool:
 
 
 def _ask(question: str, default: str, fits: Callable[[str], object], wanted: str) -> str:
-    """The answer to a question. One that does not fit is asked again, up to _TRIES times in all; what uses the last one reports it."""
+    """Asks a question, up to _TRIES times until the answer fits. The caller reports a last answer that does not fit."""
     if not _is_terminal():
         return default
     for _ in range(_TRIES):

@@ -36,7 +36,7 @@ class Command:
 
 @cache
 def commands() -> tuple[Command, ...]:
-    """The subcommands of the core, then those of the installed services. Those of a process stay the same."""
+    """The subcommands of the core, then those of the installed services. They do not change within a process."""
     found = [
         Command(
             "up", "Train: start every service of a run on this machine and watch it.", lambda: _attribute("polyreme.cli.up", "up")

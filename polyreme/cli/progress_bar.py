@@ -46,7 +46,7 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Shows the time since the block began; where stderr is no terminal, only a line at its beginning."""
+    """Shows the time since the block began. If stderr is not a terminal, prints only one line at the beginning."""
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"{what} ...", file=sys.stderr, flush=True)

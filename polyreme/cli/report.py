@@ -63,13 +63,13 @@ def plain_line(record: Record, progress: Progress, iterations: int) -> str | Non
 
 
 def loading_progress(record: Record) -> str:
-    """How far the learner has loaded the weights of a role, from its `loading` record."""
+    """The progress of loading a role's weights, from a `loading` record."""
     left = f", remaining about {duration(record['seconds_left'])}" if record["fraction"] < 1 else ""
     return f"learner loads the {record['role']}: {record['fraction']:.0%}{left}"
 
 
 def engine_progress(record: Record) -> str:
-    """What a replica's engine does, from an `engine_start` record."""
+    """The state of a replica's engine, from an `engine_start` record."""
     if "seconds" in record:
         return f"{record['engine']} started on {record['host']} in {record['seconds']:.1f} s"
     return f"{record['engine']} starts on {record['host']}"

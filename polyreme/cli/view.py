@@ -226,7 +226,7 @@ def _footer(progress: Progress, now: float, redis_url: str) -> list[RenderableTy
 
 
 def _starting(progress: Progress, now: float) -> str:
-    """What is known of replicas where none has registered."""
+    """The line about replicas while none has registered."""
     if (engine := progress.engine_start) is None:
         return "none" if progress.newest else "starting"
     return engine_progress(engine) + ("" if "seconds" in engine else f", for {duration(now - engine['time'])}")

@@ -139,9 +139,9 @@ class ExperienceLog:
         await self._change("draft", *words)
 
     async def set_paused(self, indices: Collection[int]) -> None:
-        """Records which groups in flight wait for the learner's next version: all others are sampled.
+        """Records which groups in flight wait for the learner's next version; all others are sampled.
 
-        A paused group is no straggler. When it continues, its time counts from then on.
+        A paused group is not a straggler. When it continues, its time counts from then on.
         """
         await self._change("pause", *sorted(indices))
 

@@ -30,13 +30,16 @@ def adapters(alpha: str, default: float) -> Callable[[Any, Values], Any]:
 
 
 def above(least: float) -> Callable[[Any, Values], Any]:
-    """The number when it is greater than `least`, which stands for not using what it is about."""
+    """The number if it is greater than `least`, the value that disables the option."""
     return lambda value, values: value if isinstance(value, int | float) and value > least else NOTHING
 
 
 def overlong(length: str, limit: str, factor: str, usual: int = 0) -> Callable[[Any, Values], Any]:
-    """The penalty near the length limit, whose buffer others count in tokens (`usual`: where the file has no length), from the keys of the
-    buffer, of the limit and of the factor."""
+    """The penalty near the length limit, from the keys of the buffer, the limit and the factor. Other systems count the buffer in tokens.
+
+    Args:
+    usual: the limit if the file has none.
+    """
 
     def convert(value: Any, values: Values) -> Any:
         tokens = values.get(length, usual)

@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"vllm-no-prefix-caching": {"prefix_caching": False}}
-"""Of rollout.vllm: none changes what an engine promises."""
+"""Options of rollout.vllm, none of which affects conformance."""
 
 
 @pytest.fixture(

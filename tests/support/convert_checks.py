@@ -15,7 +15,8 @@ from support import model_checks
 
 
 def save_and_load(models: str, converted: str, written: str, tensor: str) -> None:
-    """Each model of a JSON list: `converted` holds its files of ranks and its torch_dist, and `written` gets it as torch_dist."""
+    """Loads each model of a JSON list from its rank files and its torch_dist checkpoint in `converted`, and saves it as torch_dist in
+    `written`."""
     device = model_checks.start(tensor)
     rank = torch.distributed.get_rank()
     for model in map(Path, json.loads(models)):
@@ -41,7 +42,7 @@ def save_and_load(models: str, converted: str, written: str, tensor: str) -> Non
 
 
 def load_torch_dist(policy: Policy, folder: Path, device: Device) -> None:
-    """Into this rank's module, whose layout the checkpoint does not know. What is on one side alone is an error."""
+    """Loads the checkpoint into this rank's module, in any layout. A name that only one side has is an error."""
     for parameter in policy.module.parameters():
         parameter.zero_()
     with device.megatron():

@@ -370,7 +370,8 @@ class Storm:
         assert old is not None
         old.signal(signal.SIGSTOP)
         part.born = await self._spawn(part)
-        self._keepers[part.name].cancel()  # it waits for the old one's end, and the new one may be killed before it takes over
+        # It waits for the end of the old one, and the new one may be killed before it takes over.
+        self._keepers[part.name].cancel()
         self._keepers[part.name] = asyncio.create_task(self._keep(part))
         await asyncio.sleep(seconds)
         old.signal(signal.SIGCONT)

@@ -221,7 +221,7 @@ async def given_tokens_have_the_log_probabilities_of_the_version(subject: Subjec
 
 
 async def sampled_tokens_have_the_log_probabilities_of_the_model(subject: Subject) -> None:
-    """However they were found. The simulated engine has no model."""
+    """This holds for any way of finding the tokens. The simulated engine has no model."""
     if subject.engine.name == "simulated":
         return
     repeats = (5, 6, 7, 8, 9) * 6

@@ -161,7 +161,7 @@ def warm_start(rank: Rank) -> list[float]:
 
 
 class HeldWork(BackgroundWork[Any]):
-    """A save that is written only once `may_write` is set."""
+    """A save that is written only after `may_write` is set."""
 
     may_write = threading.Event()
 
@@ -220,7 +220,7 @@ def resume_and_continue(config_json: str, out: str) -> None:
 
 
 def fail_to_write(rank: Rank) -> None:
-    """A save whose export cannot be written by rank 0 ends every rank, and is no checkpoint."""
+    """A save whose export rank 0 cannot write ends every rank, and leaves no checkpoint."""
     in_the_way = rank.engine.hf_path(5).with_name(".iteration-000005.new")
     if rank.ranks.leads:
         in_the_way.touch()

@@ -59,7 +59,7 @@ def torn_directory(path: Path) -> None:
 
 
 BESIDE = "weights stepped beside a write"
-"""A step of the optimizer while a save is being written."""
+"""The moment of an optimizer step during a save."""
 
 Moment = tuple[Any, str, str, Callable[..., None] | None]
 MOMENTS: dict[str, Moment] = {

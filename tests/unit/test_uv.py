@@ -1,4 +1,4 @@
-"""uv is given pip's settings, because it reads none of them itself, and its progress is shown with an estimate."""
+"""uv gets pip's settings, because it does not read them itself, and its progress is shown with an estimate."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parents[2] / "requirements"
 
 
 def script(name: str) -> ModuleType:
-    """A script of requirements/, which is no package."""
+    """Imports a script of requirements/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)

@@ -68,7 +68,7 @@ def write_new_run(folder: Path, answers: Answers) -> list[Path]:
     """Writes the files into the folder, which is created if needed. Returns them in reading order.
 
     Raises:
-        ConfigError: the name cannot be a run's, a file exists, or the named model or data does not.
+        ConfigError: the name is not a valid run name, a file exists, or the named model or data does not exist.
     """
     if not re.match(NAME, answers.name):
         raise ConfigError("a name of lower-case letters, digits and hyphens", repr(answers.name), "Choose such a name: --name.")
@@ -170,7 +170,7 @@ def _lengths(answers: Answers) -> tuple[int, int]:
 
 
 def _as_yaml(text: str) -> str:
-    """A text as a value in YAML, in quotes where it needs them."""
+    """A text as a YAML value, in quotes if needed."""
     try:
         plain = yaml.safe_load(f"key: {text}") == {"key": text}
     except yaml.YAMLError:
@@ -189,7 +189,7 @@ def _lines(found: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in found)
 
 
-# The most likely answers of a tiny model are one letter for a long time, and right by chance.
+# For a long time, the most likely answer of a tiny model is a single letter, which is right only by chance.
 _SAMPLED_ANSWERS = "eval_answers: 4                   # sampled answers of each held-out prompt; 1: the most likely one\n"
 _RUN = """\
 # Paths are relative to this file. `polyreme config show run.yaml` prints every key with its default and its meaning.

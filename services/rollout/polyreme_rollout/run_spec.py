@@ -42,7 +42,7 @@ async def fetch_run_spec(redis_url: str, run_id: str | None, find_timeout: float
 
 
 async def report_engine(redis_url: str, run_id: str, engine: str, seconds: float | None = None) -> None:
-    """Records that the replica's engine starts, or, with `seconds`, how long it took to start. Raises StoreError."""
+    """Records that the replica's engine is starting or, with `seconds`, the duration of its start. Raises StoreError."""
     redis = await connect(redis_url)
     try:
         record = {"kind": "engine_start", "host": socket.gethostname(), "pid": os.getpid(), "engine": engine}

@@ -146,7 +146,7 @@ async def test_an_attempt_is_a_straggler_only_after_the_plan_could_wait_for_it(o
 
 
 async def test_a_paused_group_does_not_expire_and_is_timed_anew_when_it_continues(opened: Opener) -> None:
-    """It waits for the learner's next version, which waits for other groups."""
+    """The group waits for the learner's next version, which waits for other groups."""
     orchestrator, learner = await opened(groups_per_iteration=2)
     admissions = await admit_all(orchestrator)
     run = orchestrator.run

@@ -1,4 +1,4 @@
-"""What vLLM's engine is asked for: the options that the device has, and no others."""
+"""The arguments of vLLM's engine: only options that the device supports."""
 
 from pathlib import Path
 from typing import Any

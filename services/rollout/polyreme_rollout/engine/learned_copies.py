@@ -1,10 +1,10 @@
-"""Loads weights into vLLM's model by the copies that vLLM's own reload made, without its loaders.
+"""Loads weights into vLLM's model by repeating the recorded copies of vLLM's own reload, without its loaders.
 
-Invariant: copies are used only after they have left a model with real weights exactly as vLLM's own reload had left it. Models with other
-than plain layers, and tensors that a loader changes, are always loaded by vLLM.
+Invariant: copies are used only after they have reproduced the result of vLLM's own reload exactly, for a model with real weights. vLLM
+itself always loads models with layers that are not plain, and tensors that a loader changes.
 
-On a small model vLLM's reload spends most of its time in Python: it makes every parameter anew, looks each tensor up, and counts
-each copy before it copies. The copies never change, so one recorded reload shows them all. On CPU the linear layers are then packed again.
+On a small model, vLLM's reload spends most of its time in Python: it creates every parameter again, looks up each tensor, and counts each
+copy before it copies. The copies never change, so one recorded reload has all of them. On CPU the linear layers are then packed again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,13 +20,13 @@ from polyreme_rollout.engine.inspection import input_width, model_dtype
 Tensors = Mapping[str, torch.Tensor]
 
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""vLLM's methods whose processing after a load needs nothing but the parameters of the layer."""
+"""vLLM's methods whose processing after a load needs only the parameters of the layer."""
 _PROBES = 4  # rows that a packed layer is compared by
 
 
 @dataclass(frozen=True)
 class Region:
-    """Some elements of a tensor, as `torch.as_strided` takes them."""
+    """Some elements of a tensor, as arguments of `torch.as_strided`."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,10 +51,10 @@ class Copy:
 
 @dataclass
 class Parameter:
-    """What a load does to one parameter of a layer, of this plain shape.
+    """The copies of a load into one parameter of a layer, which has this plain shape.
 
     Attributes:
-        is_kept: the layer computes with it, so it is filled in place; else it is packed and dropped.
+        is_kept: whether the layer uses it, so that it is filled in place; otherwise it is packed and dropped.
     """
 
     shape: tuple[int, ...]
@@ -67,17 +67,17 @@ Layers = dict[Any, dict[str, Parameter]]
 
 
 class LearnedCopies:
-    """The copies of a whole load, by layer and parameter. `learn` makes it."""
+    """The copies of a whole load, by layer and parameter, created by `learn`."""
 
     def __init__(self, layers: Layers, tensors: Tensors) -> None:
         self._layers, self._signature = layers, _signature(tensors)
 
     def fit(self, tensors: Tensors) -> bool:
-        """Whether these tensors have the names, shapes and dtypes of those that the copies were learned from."""
+        """Whether these tensors have the names, shapes and dtypes of the recorded load."""
         return _signature(tensors) == self._signature
 
     def load(self, tensors: Tensors) -> None:
-        """Fills every parameter, and packs the layers that compute with packed weights, except a tied head."""
+        """Fills every parameter, and packs the layers that use packed weights, except a tied head."""
         for layer, parameters in self._layers.items():
             _fill(layer, parameters, tensors)
 
@@ -113,7 +113,7 @@ class CopyRecorder(TorchDispatchMode):
             known.copies.append(copy)
 
     def _owner(self, storage: int) -> tuple[Any, str, torch.Tensor] | None:
-        """The layer that has a parameter with this memory now: vLLM makes parameters for one layer after the other, in reused memory."""
+        """The layer that currently has a parameter in this memory. vLLM creates the parameters layer by layer, in reused memory."""
         for layer in ([self._last] if self._last is not None else []) + self._modules:
             for key, parameter in layer._parameters.items():
                 if parameter is not None and not parameter.is_meta and parameter.untyped_storage().data_ptr() == storage:
@@ -123,7 +123,7 @@ class CopyRecorder(TorchDispatchMode):
 
 
 def may_learn(model: Any) -> bool:
-    """Whether each layer that a load processes is a plain one."""
+    """Whether every layer that a load processes is plain."""
     return all(
         type(layer).__name__ == "Attention"  # its scales are not loaded
         if callable(getattr(layer, "process_weights_after_loading", None))
@@ -135,7 +135,7 @@ def may_learn(model: Any) -> bool:
 
 
 def learn(recorder: CopyRecorder, tensors: Tensors) -> LearnedCopies | None:
-    """The copies of a recorded load that has ended; None unless they read as many elements of each tensor as it has."""
+    """The copies of a completed recorded load; None unless they read every element of each tensor once."""
     read = dict.fromkeys(tensors, 0)
     for layer, parameters in recorder.layers.items():
         for key, parameter in parameters.items():
@@ -152,7 +152,7 @@ def learn(recorder: CopyRecorder, tensors: Tensors) -> LearnedCopies | None:
 
 @torch.no_grad()
 def fingerprint(model: Any) -> dict[str, torch.Tensor]:
-    """What the model computes with: copies of its plain parameters, and what packed layers make of some random rows."""
+    """A fingerprint of the model's weights: copies of its plain parameters, and the outputs of packed layers for some random rows."""
     found = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.numel()}
     random = torch.Generator().manual_seed(0)
     for path, layer in model.named_modules():
@@ -164,7 +164,7 @@ def fingerprint(model: Any) -> dict[str, torch.Tensor]:
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two fingerprints are equal, bit for bit."""
+    """Whether two fingerprints are equal bit by bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -184,7 +184,7 @@ def _fill(layer: Any, parameters: Mapping[str, Parameter], tensors: Tensors) -> 
 
 @contextmanager
 def _restored(layer: Any, keys: list[str]) -> Iterator[None]:
-    """The layer has the same parameters after the block as before it."""
+    """Restores the layer's parameters at the end of the block."""
     before = {key: layer._parameters[key] for key in keys}
     try:
         yield

@@ -1,7 +1,7 @@
 """The arguments of vLLM's engine for a run.
 
-Invariant: pure. No option changes the distribution that a token is drawn from, nor its log-probability; the configuration refuses what
-vLLM cannot do on a device.
+Invariant: pure. No option changes the distribution of a token or its log-probability. The configuration refuses options that vLLM does not
+support on a device.
 """
 
 from pathlib import Path

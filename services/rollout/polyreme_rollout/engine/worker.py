@@ -4,8 +4,8 @@ Invariant: no method raises, because one worker's exception would leave the answ
 instead. After a failed load the next load starts from a clean state.
 
 vLLM builds fused and packed tensors from Hugging Face tensors while it loads, and on CPU it keeps only the packed ones. The first load
-therefore runs vLLM's own loading, which alone knows every packing. On CPU it is recorded, and later loads repeat its copies
-(`learned_copies`) where these have shown the same result.
+therefore runs vLLM's own loading, since only vLLM knows every packing. On CPU it is recorded, and later loads repeat its copies
+(`learned_copies`) if these have given the same result.
 """
 
 import logging
@@ -122,7 +122,7 @@ class PolicyWorker:
         _check_expert_kernels(model)
 
     def _polyreme_learn(self, tensors: Tensors) -> None:
-        """vLLM's own reload, recorded for later loads where that is possible: on CPU, on one rank."""
+        """Runs vLLM's own reload, and records it for later loads if possible: on CPU, on one rank."""
         model, one_rank = self.model_runner.model, self.vllm_config.parallel_config.world_size == 1
         can_record = self.device.type == "cpu" and one_rank and may_learn(model)
         recorder = CopyRecorder(model, tensors)

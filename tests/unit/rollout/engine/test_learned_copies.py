@@ -1,4 +1,4 @@
-"""What a recorded load shows, and that its copies repeat it, on layers like vLLM's."""
+"""A recorded load and its repetition by copies, on layers like vLLM's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ class UnquantizedLinearMethod:
 
 
 class Layer(torch.nn.Module):
-    """A packed layer with two fused tensors, the second of which is shorter than its place."""
+    """A packed layer with two fused tensors, the second of which is shorter than its region."""
 
     input_size = 4
 
@@ -49,7 +49,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load(model: Model, tensors: dict[str, torch.Tensor]) -> None:
-    """As vLLM's reload: a new plain weight, filled, packed and dropped."""
+    """Loads like vLLM's reload: creates a plain weight, fills it, packs it and drops it."""
     kernel = model.layer.weight
     model.layer.weight = torch.nn.Parameter(torch.zeros(9, 4), requires_grad=False)
     for name, start in (("q", 0), ("k", 6)):

@@ -52,7 +52,7 @@ LAYOUTS = [(1, 1, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 4)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Path]:
-    """A model of each family, with tied embeddings or not, which tests only read."""
+    """Models of each family with tied and untied embeddings. Tests only read them."""
     folder = tmp_path_factory.mktemp("models")
     return cache(lambda family, tied: model_of(family, folder / f"{family}-{tied}", tie_word_embeddings=tied))
 

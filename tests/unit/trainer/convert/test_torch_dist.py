@@ -77,7 +77,7 @@ def test_a_critic_of_stacked_layers(tmp_path: Path) -> None:
 
 
 def test_a_written_checkpoint_has_a_piece_for_each_layer_and_expert(tmp_path: Path) -> None:
-    """And the name that the kind of layers gives to the norm before the experts."""
+    """The test also checks the name of the norm before the experts for the kind of layers."""
     model = tiny_family_model("qwen2_moe", tmp_path / "model", tie_word_embeddings=False)
     norms = {Layers.local: "mlp.linear_fc1.layer_norm_weight", Layers.transformer_engine: "pre_mlp_layernorm.weight"}
     for layers, norm in norms.items():

@@ -1,4 +1,4 @@
-"""Work in a thread: its end, its failure and its deadline reach the caller."""
+"""Work in a thread: its result, its failure and its deadline reach the caller."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and when one is complete, on files alone."""
+"""The kept checkpoints, and the completeness of one, tested on files only."""
 
 import threading
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_a_manifest_that_is_none_is_a_damaged_checkpoint(tmp_path: Path, content
 
 
 def test_another_format_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no damage: an older checkpoint would silently be used instead, and a save would remove the newer one."""
+    """It must not count as damage, since a resume would silently use an older checkpoint, and a save would remove the newer one."""
     saved(tmp_path, 140)
     with monkeypatch.context() as other:
         other.setattr(checkpoint_manifest, "_FORMAT", 4)

@@ -1,4 +1,4 @@
-"""Every token of a micro-batch is on one context rank, and the ranks have equally much to compute."""
+"""Every token of a micro-batch is on one context rank, and the ranks have equal amounts of computation."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
 
 def cuts_of(lengths: list[int], ranks: int) -> list[Cut]:
-    """The ranks' cuts of the sequences, and of one more that makes the tokens divide."""
+    """The ranks' cuts of the sequences, and of one more that makes the number of tokens divisible."""
     ids = PackedIds(torch.zeros(sum(lengths), dtype=torch.int64), tuple(lengths)).aligned(ranks)
     return [cut_sequences(ids.lengths, rank, ranks, CPU) for rank in range(ranks)]
 

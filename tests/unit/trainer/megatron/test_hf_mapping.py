@@ -48,7 +48,7 @@ def layouts(draw: st.DrawFn) -> tuple[Architecture, int, int]:
 
 
 def virtual_stages(arch: Architecture, pp: int) -> int:
-    """Of each stage, where there are enough layers."""
+    """The numbers of virtual stages per stage for which the model has enough layers."""
     return 2 if pp == 2 and arch.layers == 4 else 1
 
 

@@ -36,7 +36,7 @@ def test_stages_hold_the_model_together_and_the_first_has_most_micro_batches() -
 
 
 def test_virtual_stages_keep_more_micro_batches_of_fewer_layers() -> None:
-    """Before its first gradient, a stage starts two for each later stage, and one for each stage and further virtual stage."""
+    """Before its first gradient, a stage starts two micro-batches per later stage, and one per stage and further virtual stage."""
     every = shardings(UNTIED, ParallelConfig(pipeline=2, virtual_pipeline=2))
     assert sum(rank_parameters(UNTIED, sharding) for sharding in every) == UNTIED.parameters
     assert [(sharding.micro_batches, sharding.layers(UNTIED)) for sharding in every] == [(5, 1), (3, 1)]
