@@ -13,9 +13,9 @@ from polyreme.config.data import DataSource
 from polyreme.config.section import Section
 
 RESERVED = frozenset(
-    {"actor", "checkpoint", "critic", "device", "eval", "importance", "moe", "partial", "prompt_length", "reference"}
-    | {"response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time", "timing"}
-    | {"tokens", "train", "weights"}
+    {"actor", "checkpoint", "critic", "device", "eval", "importance", "moe", "offload", "partial", "prompt_length"}
+    | {"reference", "response_length", "reward", "reward_weighted", "rollout", "sft", "staleness", "stop", "time"}
+    | {"timing", "tokens", "train", "weights"}
 )
 """Prefixes of the metrics of training."""
 _SEVERAL = ("mean", "best", "majority")  # METRIC@n, over all n answers
